@@ -1,0 +1,499 @@
+"""What a data loader yields, brought to one form: inputs for the network, and a target.
+
+A loader is any iterable of batches. A batch is one of
+
+* ``(x, y)``, ``((x1, x2), y)``, ``({"a": ..., "b": ...}, y)`` or flat ``(x1, x2, ..., y)``: the last entry is the
+  target;
+* a mapping with the target under one of :data:`TARGET_KEYS`, such as a Hugging Face ``BatchEncoding``.
+
+Inputs are trees: tensors in nested tuples, lists, named tuples and mappings. Anything else in them, and a
+``torch.nn.utils.rnn.PackedSequence``, is a leaf that is handed through as it is. Mappings come out as plain
+dictionaries. The caller's own objects are never changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import Dataset, IterableDataset
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import DataError, EmptyDataError, OutputError
+
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+"""The keys under which a mapping may hold its target; the first that is present is taken."""
+
+_EXPECTED_BATCH = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Inputs and target of one batch.
+
+    Attributes:
+        inputs: The tree of tensors that the network takes; see :func:`bind` for how it is passed.
+        target: What the likelihood compares the network's output with, ``[B, ...]``.
+    """
+
+    inputs: Any
+    target: Any
+
+    @property
+    def size(self) -> int:
+        """The number of examples; see :func:`batch_size`."""
+        return batch_size(self.inputs)
+
+
+# -- from the loader to a batch ---------------------------------------------------------------------------------------
+
+
+def split(item: Any) -> Batch:
+    """Separates what a loader yields into the network's inputs and the target.
+
+    Args:
+        item: A tuple or list whose last entry is the target, or a mapping that holds it under one of
+            :data:`TARGET_KEYS`. Named tuples count as tuples.
+
+    Returns:
+        The batch. Of a pair, the inputs are the first entry as it is; of a longer tuple, the tuple of all but the last;
+        of a mapping, a new dictionary of the remaining keys.
+
+    Raises:
+        DataError: If there is no target, or it is not a tensor, or nothing remains for the network.
+
+    Example:
+        >>> batch = split({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])})
+        >>> list(batch.inputs), batch.target
+        (['input_ids'], tensor([0, 1]))
+    """
+    if isinstance(item, Mapping):
+        key = next((key for key in TARGET_KEYS if key in item), None)
+        if key is None:
+            raise DataError(
+                "A batch is a mapping without a target.",
+                expected=f"one of the keys {', '.join(TARGET_KEYS)}",
+                got=f"the keys {_names(item)}",
+                fix="rename the target's key, or yield (inputs, target)",
+            )
+        inputs: Any = {name: value for name, value in item.items() if name != key}
+        target = item[key]
+        if not inputs:
+            raise DataError(
+                "A batch has a target but no inputs.", expected=_EXPECTED_BATCH, got=f"only the key {key!r}"
+            )
+    elif _is_sequence(item):
+        if len(item) < 2:
+            raise DataError(
+                "A batch has no target.",
+                expected=_EXPECTED_BATCH,
+                got=f"a {type(item).__name__} of length {len(item)}",
+                fix="let the loader yield (inputs, target)",
+            )
+        inputs = item[0] if len(item) == 2 else tuple(item[:-1])
+        target = item[-1]
+    else:
+        raise DataError(
+            "A batch has no target.",
+            expected=_EXPECTED_BATCH,
+            got=describe(item),
+            fix="let the loader yield (inputs, target)",
+        )
+    if not isinstance(target, Tensor):
+        raise DataError(
+            "A batch's target is not a tensor.",
+            expected="a tensor of shape [B, ...]",
+            got=describe(target),
+            fix="yield batches rather than single examples (a DataLoader collates them), with the target as last entry",
+        )
+    return Batch(inputs, target)
+
+
+def iterate(
+    data: Iterable[Any], *, device: torch.device | str, progress: bool = False, description: str = ""
+) -> Iterator[Batch]:
+    """Runs once over any iterable of batches.
+
+    Tensors are moved to ``device``, their dtypes are kept. Batches without any example are left out. Nothing is asked
+    of ``data`` but to be iterable: it may have no length, sample with replacement, or end with a shorter batch.
+    Trailing shapes, such as the number of tokens, may differ between batches; the structure of the inputs and their
+    dtypes may not.
+
+    Args:
+        data: The loader.
+        device: Where the batches are wanted.
+        progress: Whether to show a progress bar.
+        description: The words before the bar.
+
+    Returns:
+        An iterator over the batches. What cannot be a loader is refused at once, a bad batch when it comes.
+
+    Raises:
+        EmptyDataError: If no batch holds an example.
+        DataError: If ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), if a
+            batch is of no known form, or if its structure differs from the first one's.
+    """
+    _check_source(data)
+    return _iterate(data, torch.device(device), progress, description)
+
+
+def _iterate(data: Iterable[Any], device: torch.device, progress: bool, description: str) -> Iterator[Batch]:
+    first: str | None = None
+    for index, item in enumerate(progress_bar(data, enabled=progress, description=description)):
+        batch = split(item)
+        if _is_empty(batch, index):
+            continue
+        structure = _structure(batch.inputs)
+        if first is None:
+            first = structure
+        elif structure != first:
+            raise DataError(
+                f"The inputs of batch {index} are of another structure than those before.",
+                expected=first,
+                got=structure,
+                fix="let the loader yield the same number, names and dtypes of inputs every time",
+            )
+        yield Batch(to_device(batch.inputs, device), to_device(batch.target, device))
+    if first is None:
+        raise EmptyDataError(
+            "The loader yielded no data.",
+            expected="at least one batch with at least one example",
+            got="none",
+            fix="check the dataset and its sampler; an iterator or generator can be run over only once",
+        )
+
+
+def _check_source(data: Any) -> None:
+    expected, fix = "an iterable of batches", "pass a DataLoader, or a list of batches: [(x, y)]"
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise DataError(
+            "A dataset yields single examples, not batches.",
+            expected=expected,
+            got=f"the dataset {type(data).__name__}",
+            fix="wrap it in a DataLoader: DataLoader(dataset, batch_size=...)",
+        )
+    # A bare tensor is never a batch, so that a tuple or list that holds one is a batch itself.
+    holds_tensor = isinstance(data, (tuple, list)) and any(isinstance(entry, Tensor) for entry in data)
+    if holds_tensor or isinstance(data, (Tensor, Mapping)):
+        raise DataError("One batch was given in place of a loader.", expected=expected, got=describe(data), fix=fix)
+    if isinstance(data, (str, bytes)):
+        raise DataError("Text is not data.", expected=expected, got=f"a {type(data).__name__}", fix=fix)
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise DataError("The data cannot be iterated over.", expected=expected, got=describe(data), fix=fix)
+
+
+def _is_empty(batch: Batch, index: int) -> bool:
+    if batch.target.ndim == 0:
+        raise DataError(
+            f"Batch {index} is a single example.",
+            expected="a target of shape [B, ...]",
+            got="a target without dimensions",
+            fix="wrap the dataset in a DataLoader, or add a batch dimension to inputs and target",
+        )
+    n_inputs, n_targets = batch.size, len(batch.target)
+    if (n_inputs == 0) != (n_targets == 0):
+        raise DataError(
+            f"Batch {index} is half empty.",
+            expected="as many inputs as targets",
+            got=f"{n_inputs} inputs and {n_targets} targets",
+            fix="check the function that collates the batch",
+        )
+    return n_targets == 0
+
+
+# -- from a batch to the network --------------------------------------------------------------------------------------
+
+
+def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Decides how inputs are passed to a network, from the signature of its ``forward``.
+
+    * A mapping is passed by keyword if ``forward`` takes exactly such keywords. Otherwise, if none of its keys is a
+      parameter of ``forward``, it is passed whole, as the one argument. A mapping of which only some keys are known is
+      refused rather than cut: dropping inputs would change what the network computes.
+    * A tuple or list is spread over the positional parameters if ``forward`` takes that many, else it is passed whole.
+    * Everything else is the one argument.
+
+    A wrapper's ``forward(*args, **kwargs)`` (``torch.compile``) takes mappings by keyword and tuples spread.
+
+    Args:
+        source: The network, or any callable.
+        inputs: A batch's inputs.
+
+    Returns:
+        ``(args, kwargs)``, for ``model(*args, **kwargs)`` or
+        ``torch.func.functional_call(model, weights, args, kwargs)``.
+
+    Raises:
+        DataError: If ``forward`` takes the inputs in none of these ways; names its parameters and the batch's keys.
+
+    Example:
+        >>> bind(nn.Linear(2, 1), torch.zeros(3, 2))[0][0].shape
+        torch.Size([3, 2])
+        >>> bind(lambda a, b: a + b, {"a": 1, "b": 2})
+        ((), {'a': 1, 'b': 2})
+    """
+    forward = source.forward if isinstance(source, nn.Module) else source
+    candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    if isinstance(inputs, Mapping):
+        if all(isinstance(key, str) for key in inputs):
+            candidates.append(((), dict(inputs)))
+    elif _is_sequence(inputs):
+        candidates.append((tuple(inputs), {}))
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # compiled code may have none; then the natural way is the only one
+        return candidates[0] if candidates else ((inputs,), {})
+    named = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if not isinstance(inputs, Mapping) or not any(key in named for key in inputs):
+        candidates.append(((inputs,), {}))
+    for args, kwargs in candidates:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        return args, kwargs
+    owner = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
+    shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
+    raise DataError(
+        f"The inputs do not fit {owner}.",
+        expected=f"inputs for the parameters ({', '.join(shown)})",
+        got=f"the keys {_names(inputs)}" if isinstance(inputs, Mapping) else describe(inputs),
+        fix="let the loader yield just the inputs that the network takes, under the names of its parameters",
+    )
+
+
+def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
+    """Runs a network on a batch's inputs, passed in the way that its signature asks for; see :func:`bind`.
+
+    Args:
+        model: The network.
+        inputs: A batch's inputs.
+
+    Returns:
+        Whatever the network returns; see :func:`output_tensor`.
+
+    Raises:
+        DataError: If the network does not take such inputs.
+    """
+    args, kwargs = bind(model, inputs)
+    return model(*args, **kwargs)
+
+
+def output_tensor(raw: Any) -> Tensor:
+    """Finds the one tensor of outputs in what a network returns.
+
+    Args:
+        raw: A tensor; a mapping with ``"logits"`` (Hugging Face) or ``"out"`` (torchvision's segmentation networks); or
+            an object with ``.logits``.
+
+    Returns:
+        The tensor, as it is.
+
+    Raises:
+        OutputError: If there is no such tensor.
+    """
+    if isinstance(raw, Tensor):
+        return raw
+    found: Any = None
+    if isinstance(raw, Mapping):
+        found = next((raw[key] for key in ("logits", "out") if isinstance(raw.get(key), Tensor)), None)
+    if found is None:
+        found = getattr(raw, "logits", None)
+    if not isinstance(found, Tensor):
+        raise OutputError(
+            "The network's output is not one tensor.",
+            expected='a tensor, an object with .logits, or a mapping with "logits" or "out"',
+            got=f"a mapping with the keys {_names(raw)}" if isinstance(raw, Mapping) else describe(raw),
+            fix="wrap the network in a module whose forward returns the output that the likelihood is about",
+        )
+    return found
+
+
+# -- trees of tensors -------------------------------------------------------------------------------------------------
+
+
+def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """Takes a tree apart into its leaves, for instance to hand them to ``torch.func.vmap`` one by one.
+
+    Args:
+        inputs: Nested tuples, lists, named tuples and mappings.
+
+    Returns:
+        The leaves, tensors and others (``None`` is a leaf), and a function that makes the same tree out of as many new
+        leaves. Named tuples keep their type, mappings become plain dictionaries. The function raises ``DataError`` when
+        it is given another number of leaves.
+
+    Example:
+        >>> leaves, rebuild = flatten({"a": (1, 2), "b": [3]})
+        >>> leaves, rebuild([10, 20, 30])
+        ([1, 2, 3], {'a': (10, 20), 'b': [30]})
+    """
+    leaves: list[Any] = []
+
+    def collect(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    skeleton = _map(collect, inputs)
+    n_leaves = len(leaves)
+
+    def rebuild(new_leaves: Iterable[Any]) -> Any:
+        values = list(new_leaves)
+        if len(values) != n_leaves:
+            raise DataError("A tree cannot be rebuilt.", expected=f"{n_leaves} leaves", got=str(len(values)))
+        remaining = iter(values)
+        return _map(lambda _: next(remaining), skeleton)
+
+    return leaves, rebuild
+
+
+def to_device(tree: Any, device: torch.device | str) -> Any:
+    """Moves all tensors of a tree to a device.
+
+    Args:
+        tree: A tensor, or nested tuples, lists, named tuples and mappings.
+        device: The device.
+
+    Returns:
+        A new tree; dtypes and everything that is not a tensor stay as they are.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device)  # type: ignore[arg-type]  # torch declares only a part of what it takes
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    return _map(move, tree)
+
+
+def batch_size(inputs: Any) -> int:
+    """Counts the examples of a batch.
+
+    Args:
+        inputs: A tensor or a tree of tensors.
+
+    Returns:
+        The leading size of the first tensor that has dimensions (of a ``PackedSequence``, its number of sequences).
+
+    Raises:
+        DataError: If there is no such tensor.
+    """
+    leaves, _ = flatten(inputs)
+    for leaf in leaves:
+        if isinstance(leaf, PackedSequence):
+            return int(leaf.batch_sizes[0])
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    raise DataError(
+        "A batch's inputs hold no tensor with a batch dimension.",
+        expected="a tensor of shape [B, ...], or several in a tuple or mapping",
+        got=describe(inputs),
+        fix="convert the inputs to tensors in the dataset (torch.as_tensor) and collate them",
+    )
+
+
+def example_axes(inputs: Any, size: int) -> Any:
+    """Says along which axis each leaf holds one entry per example, in the form of ``torch.func.vmap``'s ``in_dims``.
+
+    A tensor of which the leading size happens to equal ``size`` is taken to be per example: nothing in it tells.
+
+    Args:
+        inputs: A tensor or a tree of tensors.
+        size: The number of examples, from :func:`batch_size`.
+
+    Returns:
+        The same tree with ``0`` for tensors of leading size ``size`` and ``None`` for all other leaves.
+
+    Example:
+        >>> example_axes((torch.zeros(4, 2), torch.zeros(3), "text"), 4)
+        (0, None, None)
+    """
+    return _map(lambda leaf: 0 if _is_per_example(leaf, size) else None, inputs)
+
+
+def slice_example(inputs: Any, index: int, size: int) -> Any:
+    """Takes one example out of a batch, as a batch of one.
+
+    Args:
+        inputs: A tensor or a tree of tensors.
+        index: Which example, ``0 <= index < size``.
+        size: The number of examples, from :func:`batch_size`.
+
+    Returns:
+        The same tree in which every tensor of leading size ``size`` is cut to ``[1, ...]`` (a view); other leaves,
+        which the examples share, are kept.
+    """
+    return _map(lambda leaf: leaf[index : index + 1] if _is_per_example(leaf, size) else leaf, inputs)
+
+
+def describe(tree: Any) -> str:
+    """Describes a tree for an error message, by dtypes and shapes.
+
+    Args:
+        tree: Anything.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> describe((torch.zeros(2, 3), {"mask": None}))
+        '(float32 [2, 3], {mask: NoneType})'
+    """
+    if isinstance(tree, Tensor):
+        return f"{_dtype_name(tree)} {list(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in tree.items()) + "}"
+    if _is_sequence(tree):
+        shown = [describe(child) for child in tree[:4]] + (["..."] if len(tree) > 4 else [])
+        return "(" + ", ".join(shown) + ")"
+    return type(tree).__name__
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _map(function, value) for key, value in tree.items()}
+    if _is_sequence(tree):
+        children = [_map(function, child) for child in tree]
+        if isinstance(tree, list):
+            return children
+        # `torch.Size` and the structured results of torch's functions are tuples that cannot be made from new entries.
+        return type(tree)._make(children) if hasattr(tree, "_make") else tuple(children)
+    return function(tree)
+
+
+def _structure(tree: Any) -> str:
+    """What has to stay the same from batch to batch; lists of strings and the like count as one thing."""
+    if isinstance(tree, Tensor):
+        return _dtype_name(tree)
+    if not any(isinstance(leaf, (Tensor, PackedSequence)) for leaf in flatten(tree)[0]):
+        return "no tensor"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {_structure(tree[key])}" for key in sorted(tree, key=str)) + "}"
+    if _is_sequence(tree):
+        return "(" + ", ".join(_structure(child) for child in tree) + ")"
+    return f"packed {_dtype_name(tree.data)}"
+
+
+def _is_sequence(tree: Any) -> bool:
+    return isinstance(tree, (tuple, list)) and not isinstance(tree, PackedSequence)
+
+
+def _is_per_example(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _names(mapping: Any) -> str:
+    return ", ".join(repr(key) for key in mapping) or "(none)"

@@ -1,0 +1,103 @@
+"""The command line: `laplace-plus run CONFIG` and `laplace-plus wrap CONFIG`.
+
+The configuration is a YAML file; any of its keys can also be given as an option, which then wins, such as
+`laplace-plus run configs/digits.yaml --seeds 1 --training.epochs 5`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+
+from laplace_plus._version import __version__
+from laplace_plus.errors import ConfigurationError, LaplacePlusError
+from laplace_plus.experiments.run import run
+from laplace_plus.experiments.settings import RunSettings, WrapSettings, user_modules
+from laplace_plus.experiments.wrap import wrap
+
+Settings = TypeVar("Settings", RunSettings, WrapSettings)
+
+COMMANDS: dict[str, tuple[type[RunSettings] | type[WrapSettings], str]] = {
+    "run": (RunSettings, "train, wrap, tune, evaluate and report: the digits demonstration"),
+    "wrap": (WrapSettings, "wrap, tune, evaluate and report for a trained network of your own"),
+}
+"""The commands, each with what its configuration holds and a line of help."""
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of all commands; the configuration file is its option `--config`."""
+    parser = ArgumentParser(
+        prog="laplace-plus",
+        description="Post-hoc Laplace uncertainty for trained networks.",
+        version=__version__,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subcommands(dest="command", required=True)
+    for name, (settings, description) in COMMANDS.items():
+        command = ArgumentParser(
+            exit_on_error=False,
+            allow_abbrev=False,
+            description=f"{description[0].upper()}{description[1:]}. The configuration file may come first without "
+            "--config; any of its keys can be given as an option, which then wins.",
+        )
+        command.add_argument("--config", action=ActionConfigFile, help="The configuration, a YAML file.")
+        command.add_argument("--progress", action="store_true", help="Show progress bars.")
+        command.add_class_arguments(settings)
+        commands.add_subcommand(name, command, help=description)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: What follows the program's name; by default what it was called with.
+
+    Returns:
+        0, or 2 after an error that the message on standard error explains.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _execute(given)
+    except LaplacePlusError as error:
+        print(f"laplace-plus: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _execute(given: list[str]) -> None:
+    if len(given) > 1 and given[0] in COMMANDS and not given[1].startswith("-"):
+        given.insert(1, "--config")
+    parser = build_parser()
+    try:
+        parsed = parser.parse_args(given)
+        chosen = parser.instantiate(parsed)[parsed.command]
+    except (ArgumentError, TypeError) as error:
+        command = f"{given[0]} " if given and given[0] in COMMANDS else ""
+        what = " ".join(str(error).split()).rstrip(".")
+        raise ConfigurationError(f"{what}.", fix=f"See `laplace-plus {command}--help`") from error
+    folders = [Path(str(path)).parent for path in chosen.config or []]
+    # Modules that the configuration names are part of it: found beside the file, or where the command is given.
+    with user_modules(*folders, Path.cwd(), path=sys.path):
+        if parsed.command == "run":
+            run(_settings(RunSettings, chosen), progress=chosen.progress, say=_say)
+        else:
+            wrap(_settings(WrapSettings, chosen), progress=chosen.progress, say=_say)
+
+
+def _settings(settings_class: type[Settings], chosen: Namespace) -> Settings:
+    # Instances are kept as they are: only the top level of the namespace is taken apart.
+    return settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

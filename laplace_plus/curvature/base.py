@@ -1,0 +1,123 @@
+"""The interface of the backends that compute curvature."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.structures import Curvature, Structure
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import Network
+
+Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
+"""Exact generalised Gauss-Newton, its Monte-Carlo estimate, empirical Fisher, or the Hessian."""
+
+KINDS: tuple[Kind, ...] = ("ggn", "ggn_mc", "empirical_fisher", "hessian")
+
+
+class Backend(ABC):
+    """Turns (network, likelihood, batch) into a structured matrix.
+
+    Curvature is that of the negative log-likelihood summed over the batch, at unit observation noise; the noise enters
+    later, through the weights of the matrix's components.
+
+    Args:
+        kind: Which curvature.
+        n_samples: Number of sampled labels per example for ``"ggn_mc"``.
+
+    Attributes:
+        name: How the backend is called in errors.
+        supported: The pairs of kind and structure name that it can do.
+
+    Raises:
+        ConfigurationError: An unknown kind, or fewer than one sample.
+    """
+
+    name: ClassVar[str]
+    supported: ClassVar[frozenset[tuple[str, str]]]
+
+    def __init__(self, kind: Kind = "ggn", *, n_samples: int = 1):
+        if kind not in KINDS:
+            raise ConfigurationError("Unknown curvature.", expected=", ".join(KINDS), got=repr(kind))
+        if n_samples < 1:
+            raise ConfigurationError("Too few Monte-Carlo samples.", expected="n_samples >= 1", got=str(n_samples))
+        self.kind = kind
+        self.n_samples = n_samples
+
+    @abstractmethod
+    def curvature(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        structure: Structure,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Curvature, Tensor]:
+        """The curvature of one batch, and the network's outputs ``[B, *, C]`` on it.
+
+        Raises:
+            UnsupportedError: The backend cannot do this combination; the message names one that can.
+        """
+
+    def correct(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        curvature: Curvature,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Add one batch to the corrected eigenvalues of an EKFAC curvature, in place.
+
+        Raises:
+            UnsupportedError: The backend has no eigenvalue correction.
+        """
+        raise UnsupportedError(
+            f"The {self.name} backend has no eigenvalue correction.",
+            expected="a backend with EKFAC",
+            got=self.name,
+            fix='Use backend="native".',
+        )
+
+    def check(self, structure: Structure, likelihood: Likelihood) -> None:
+        """Refuse by name what the backend cannot do."""
+        if (self.kind, structure.name) not in self.supported:
+            can = sorted(kind for kind, name in self.supported if name == structure.name)
+            raise UnsupportedError(
+                f"The {self.name} backend cannot compute a {structure.name} {self.kind} curvature.",
+                expected=f"for {structure.name}: {', '.join(can) or 'nothing'}",
+                got=self.kind,
+                fix=_alternative(self.kind, structure.name),
+            )
+        if self.kind in ("empirical_fisher", "hessian") and likelihood.n_noise > 1:
+            raise UnsupportedError(
+                f"The {self.kind} curvature mixes outputs with different noise levels.",
+                expected="one noise level",
+                got=f"{likelihood.n_noise} noise levels",
+                fix='Use the GGN, kind="ggn", or one noise level.',
+            )
+
+    def component_weights(self, likelihood: Likelihood, noise_std: Any = None) -> Tensor:
+        """Weights ``[K]`` of the curvature's components at a noise level; differentiable.
+
+        The GGN and the Hessian scale with 1/σ², the empirical Fisher – an outer product of gradients – with 1/σ⁴.
+        """
+        weights = likelihood.curvature_weights(noise_std)
+        return weights.square() if self.kind == "empirical_fisher" else weights
+
+    def config(self) -> dict[str, Any]:
+        """What rebuilds the backend, in JSON's terms."""
+        return {"name": self.name, "kind": self.kind, "n_samples": self.n_samples}
+
+
+def _alternative(kind: str, structure: str) -> str:
+    if kind == "hessian" and structure == "KFAC":
+        return 'A Hessian has no Kronecker form: use lp.Full or lp.Diagonal with Native(kind="hessian"), or kind="ggn".'
+    return f'The native backend can: backend=Native(kind="{kind}").'

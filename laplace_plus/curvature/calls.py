@@ -1,0 +1,377 @@
+"""What a parametric call computes: one rule for each function that a network may call.
+
+A rule looks at a call's arguments and returns a :class:`Call`, which knows in which ``[G, o, i]`` array the weights lie
+and how input and output gradient make the stack of per-example gradients of that array. The bias is the last column:
+its input is the constant one, so weight and bias share a Kronecker factor with their covariance kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
+
+
+@dataclass(frozen=True)
+class ParameterRows:
+    """A parameter, or some consecutive rows of one.
+
+    Attributes:
+        name: The parameter's name.
+        count: Number of rows, or None for all.
+        start: The first row.
+    """
+
+    name: str
+    count: int | None
+    start: int
+
+    def slice_of(self, index: Tensor) -> Tensor:
+        """The rows of a tensor that is shaped like the parameter."""
+        return index if self.count is None else index[self.start : self.start + self.count]
+
+
+@dataclass
+class Call(ABC):
+    """One use of a weight and/or a bias.
+
+    Attributes:
+        weight: The weight, or None where it is not among the tracked parameters.
+        bias: The bias, likewise.
+        value: The input that multiplies the weight.
+        feature_axis: Axis of the output along which the features lie.
+        example_axes: Axes of the output that may run over examples.
+        pointwise: Whether each position of the output depends on the input at one position only, so that every position
+            may be an example of its own.
+        packed: Whether several projections lie stacked in the weight (attention).
+    """
+
+    weight: ParameterRows | None
+    bias: ParameterRows | None
+    value: Tensor
+    feature_axis: int = -1
+    example_axes: tuple[int, ...] = (0,)
+    pointwise: bool = False
+    packed: bool = False
+
+    @property
+    def rows(self) -> tuple[ParameterRows, ...]:
+        """The parameters that the call uses, the weight first."""
+        return tuple(rows for rows in (self.weight, self.bias) if rows is not None)
+
+    def restrict(self, wanted: frozenset[str]) -> None:
+        """Forget the parameters that are not wanted."""
+        if self.weight is not None and self.weight.name not in wanted:
+            self.weight = None
+        if self.bias is not None and self.bias.name not in wanted:
+            self.bias = None
+
+    @abstractmethod
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``."""
+
+    @abstractmethod
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        """Per-example gradients of the ``[G, o, i]`` array.
+
+        Args:
+            gradient: ``[V, *output shape]``.
+            n_examples: B.
+            where: Where the examples lie in the output.
+        """
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        """Inputs ``[..., i]`` with the column of ones that is the bias's input."""
+        ones = rows.new_ones(*rows.shape[:-1], 1)
+        if self.weight is None:
+            return ones
+        return rows if self.bias is None else torch.cat([rows, ones], -1)
+
+
+class ExampleAxis(NamedTuple):
+    """Where the examples of a batch lie in a call's output.
+
+    Attributes:
+        axis: The axis; its size is a multiple of B.
+        innermost: Whether examples vary fastest along it (``[T·B]``, as in attention) or slowest (``[B·T]``).
+    """
+
+    axis: int
+    innermost: bool
+
+
+def by_example(values: Tensor, n_examples: int, where: ExampleAxis, lead: int = 0) -> Tensor:
+    """Bring the examples to the front: ``[B, size/B, …]`` (behind ``lead`` leading axes)."""
+    values = values.movedim(where.axis + lead, lead)
+    if where.innermost:
+        return values.unflatten(lead, (-1, n_examples)).transpose(lead, lead + 1)
+    return values.unflatten(lead, (n_examples, -1))
+
+
+@dataclass
+class LinearCall(Call):
+    """``y = x Wᵀ + b``, with ``transposed`` for weights stored as ``[in, out]``."""
+
+    transposed: bool = False
+    weight_shape: torch.Size = torch.Size()
+
+    @property
+    def groups(self) -> int:
+        """Number of projections that are packed in the weight: 3 for attention's query, key and value."""
+        return max(1, self.weight_shape[0] // self.weight_shape[1]) if self.packed else 1
+
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        parts = []
+        if self.weight is not None:
+            weight = self.weight.slice_of(positions[self.weight.name])
+            parts.append(weight.T if self.transposed else weight)
+        if self.bias is not None:
+            parts.append(self.bias.slice_of(positions[self.bias.name])[:, None])
+        return torch.cat(parts, 1).unflatten(0, (self.groups, -1))
+
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
+        left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
+        return OuterStack(
+            value, left.unflatten(-1, (self.groups, -1)), expand_right=lambda x: self._columns(x)[:, :, None]
+        )
+
+
+@dataclass
+class ConvolutionCall(Call):
+    """A convolution in 1, 2 or 3 dimensions, as a linear map of patches."""
+
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        parts = []
+        if self.weight is not None:
+            parts.append(positions[self.weight.name].flatten(1).unflatten(0, (self.groups, -1)))
+        if self.bias is not None:
+            parts.append(positions[self.bias.name][:, None].unflatten(0, (self.groups, -1)))
+        return torch.cat(parts, 2)
+
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        return OuterStack(
+            by_example(self.value, n_examples, where),
+            by_example(gradient, n_examples, where, lead=1),
+            expand_right=self._patches,
+            expand_left=self._positions,
+        )
+
+    def _patches(self, value: Tensor) -> Tensor:
+        """Inputs ``[b, r, C, *space]`` as rows ``[b, r·S, G, C/G·k]``, plus the bias's column."""
+        n, dimensions = value.shape[0], len(self.kernel)
+        value = F.pad(value.flatten(0, 1), [amount for both in reversed(self.padding) for amount in both])
+        for d in range(dimensions):
+            extent = (self.kernel[d] - 1) * self.dilation[d] + 1
+            value = value.unfold(2 + d, extent, self.stride[d])[..., :: self.dilation[d]]
+        value = value.unflatten(1, (self.groups, -1))  # [br, G, C/G, *out, *k]
+        value = value.movedim((1, 2), (1 + dimensions, 2 + dimensions))  # [br, *out, G, C/G, *k]
+        value = value.flatten(1, dimensions).flatten(3)  # [br, S, G, C/G·k]
+        return self._columns(value).unflatten(0, (n, -1)).flatten(1, 2)
+
+    def _positions(self, gradient: Tensor) -> Tensor:
+        """Output gradients ``[V, b, r, O, *out]`` as rows ``[V, b, r·S, G, O/G]``."""
+        return gradient.flatten(4).movedim(3, 4).flatten(2, 3).unflatten(-1, (self.groups, -1))
+
+
+@dataclass
+class EmbeddingCall(Call):
+    """A table look-up: the weight's rows are the columns of the ``[1, o, i]`` array, one for each token."""
+
+    n_rows: int = 0
+    padding: int | None = None
+
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        assert self.weight is not None
+        return positions[self.weight.name].T[None]
+
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        index = by_example(self.value, n_examples, where).flatten(1)
+        left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)
+        if self.padding is not None:  # the padding row is never updated
+            left = left * (index != self.padding)[None, :, :, None]
+        return OneHotStack(index, left, self.n_rows)
+
+
+@dataclass
+class NormalisationCall(Call):
+    """Scale and shift after a normalisation, ``y = γ ∘ x̂ + β``: one 1 × 2 matrix for each channel.
+
+    ``value`` is the normalised input x̂, taken before scale and shift (dividing the output by γ would fail at γ = 0).
+
+    Attributes:
+        channels_last: How many trailing axes of the output run over channels; 0 where it is axis 1.
+    """
+
+    channels_last: int = 0
+
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        return torch.stack([positions[rows.name].flatten() for rows in self.rows], -1)[:, None]
+
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        value = by_example(self.value, n_examples, where)  # [B, r, …]
+        gradient = by_example(gradient, n_examples, where, lead=1)
+        if self.channels_last:
+            value, gradient = value.flatten(-self.channels_last), gradient.flatten(-self.channels_last)
+        else:
+            value, gradient = value.movedim(2, -1), gradient.movedim(3, -1)
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        value, gradient = value.flatten(1, -2).to(dtype), gradient.flatten(2, -2).to(dtype)  # [B, S, C], [V, B, S, C]
+        parts = []
+        if self.weight is not None:
+            parts.append((gradient * value).sum(2))
+        if self.bias is not None:
+            parts.append(gradient.sum(2))
+        return DenseStack(torch.stack(parts, -1)[:, :, :, None])
+
+
+# -- rules: arguments of a function -> Call, or None where the call is of a kind that the rule does not describe ---------
+
+Finder = Callable[[Any], ParameterRows | None]
+
+
+def _linear(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+        if find(input) is not None:
+            return None
+        return LinearCall(
+            find(weight), find(bias), input, -1, tuple(range(input.ndim - 1)), True, weight_shape=weight.shape
+        )
+
+    return call(*args, **kwargs)
+
+
+def _addmm(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call | None:
+        if find(mat1) is not None or beta != 1 or alpha != 1 or input.ndim != 1:
+            return None
+        return LinearCall(find(mat2), find(input), mat1, -1, (0,), True, transposed=True)
+
+    return call(*args, **kwargs)
+
+
+def _tuple(value: Any, n: int) -> tuple[int, ...]:
+    return (int(value),) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
+
+
+def _convolution(find: Finder, args: Any, kwargs: Any, *, dimensions: int) -> Call | None:
+    def call(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Call | None:
+        if find(input) is not None or input.ndim != dimensions + 2:
+            return None
+        kernel, spread = tuple(weight.shape[2:]), _tuple(dilation, dimensions)
+        if padding == "same":
+            totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+            pads = tuple((total // 2, total - total // 2) for total in totals)
+        else:
+            pads = tuple((p, p) for p in _tuple(0 if padding == "valid" else padding, dimensions))
+        return ConvolutionCall(
+            find(weight), find(bias), input, 1, (0,), True, False, kernel, _tuple(stride, dimensions), pads, spread, groups
+        )
+
+    return call(*args, **kwargs)
+
+
+def _embedding(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Call | None:
+        if max_norm is not None or scale_grad_by_freq or weight.ndim != 2:
+            return None
+        n_rows = weight.shape[0]
+        padding = None if padding_idx is None else padding_idx % n_rows
+        return EmbeddingCall(
+            find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding
+        )
+
+    return call(*args, **kwargs)
+
+
+def _layer_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(
+        input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> Call | None:
+        n = len(normalized_shape)
+        value = F.layer_norm(input, normalized_shape, eps=eps)
+        return NormalisationCall(find(weight), find(bias), value, -1, tuple(range(input.ndim - n)), channels_last=n)
+
+    return call(*args, **kwargs)
+
+
+def _rms_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Call | None:
+        n = len(normalized_shape)
+        value = F.rms_norm(input, normalized_shape, eps=eps)
+        return NormalisationCall(find(weight), None, value, -1, tuple(range(input.ndim - n)), channels_last=n)
+
+    return call(*args, **kwargs)
+
+
+def _batch_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Call | None:
+        if training or running_mean is None:
+            return None
+        value = F.batch_norm(input, running_mean, running_var, eps=eps)
+        return NormalisationCall(find(weight), find(bias), value, 1)
+
+    return call(*args, **kwargs)
+
+
+def _group_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
+    def call(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Call | None:
+        return NormalisationCall(find(weight), find(bias), F.group_norm(input, num_groups, eps=eps), 1)
+
+    return call(*args, **kwargs)
+
+
+Rule = Callable[[Finder, Any, Any], Call | None]
+
+RULES: dict[Any, Rule] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.conv1d: partial(_convolution, dimensions=1),
+    F.conv2d: partial(_convolution, dimensions=2),
+    F.conv3d: partial(_convolution, dimensions=3),
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+}
+"""Every function whose use of parameters is described by a rule."""

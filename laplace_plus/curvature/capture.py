@@ -1,0 +1,253 @@
+"""One forward pass that remembers every parametric call, and backward passes to the outputs of those calls.
+
+A :class:`torch.overrides.TorchFunctionMode` watches the functions that a network calls (``F.linear``, convolutions,
+embeddings, normalisations) rather than its module types, so that tied and re-used weights, functional calls and modules
+of other libraries are seen alike. Gradients are taken with respect to the *outputs* of these calls and never with
+respect to weights: a weight's gradient for one example is the outer product of a call's input and output gradient, and
+:mod:`laplace_plus.linalg.stacks` keeps it as one.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from laplace_plus import batches
+from laplace_plus.curvature.calls import RULES, Call, ParameterRows
+from laplace_plus.network import Network
+
+
+@dataclass
+class _Recorded:
+    """A call together with the place in the autograd graph where its output's gradient is to be had."""
+
+    call: Call
+    edge: GradientEdge
+    output_shape: torch.Size
+    output_dtype: torch.dtype
+    output_device: torch.device
+    returned: Tensor
+
+
+# The body of multi_head_attention_forward, run once more under the mode: the public function hands itself over to the
+# mode as a whole, and only its inner linear maps are of a kind that a rule describes.
+_attention_body = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
+    "multi_head_attention_forward",
+    F.multi_head_attention_forward.__defaults__,
+)
+_attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
+
+
+class _Recorder(TorchFunctionMode):
+    """Records calls whose weights are among the selected parameters."""
+
+    def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
+        super().__init__()
+        self.rows = {id(tensor): ParameterRows(name, None, 0) for name, tensor in parameters.items()}
+        # Ids are only unique among living tensors: hold on to everything that was ever registered.
+        self.alive: list[Tensor] = list(parameters.values())
+        self.wanted = wanted
+        self.keep_graph = keep_graph
+        self.recorded: list[_Recorded] = []
+        self.uncovered: set[str] = set()
+        self.last_used: str | None = None
+        self.packed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            return self._attention(args, kwargs)
+        used = [rows for rows in map(self._find, _tensors((args, kwargs))) if rows is not None]
+        if not used:
+            return func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
+            with nullcontext() if self.keep_graph else torch.no_grad():
+                call = rule(self._find, args, kwargs)
+            if call is not None:
+                self.last_used = used[-1].name
+                call.restrict(self.wanted)
+                if not call.rows:
+                    return func(*args, **kwargs)
+                call.packed = self.packed
+                if not self.keep_graph:
+                    call.value = call.value.detach()
+                return self._record(call, func(*args, **kwargs))
+        output = func(*args, **kwargs)
+        if self._is_split(func, used, output):
+            return output
+        if any(True for _ in _tensors(output)):  # queries such as .shape return none
+            self.last_used = used[-1].name
+            self.uncovered |= {rows.name for rows in used} & self.wanted
+        return output
+
+    def _find(self, value: Any) -> ParameterRows | None:
+        return self.rows.get(id(value)) if isinstance(value, Tensor) else None
+
+    def _record(self, call: Call, output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # nothing downstream will ever ask for this call's gradient
+            return output
+        if not output.requires_grad:
+            output.requires_grad_()
+        edge = get_gradient_edge(output)
+        # A leaf must not be written to in place, as ReLUs do; the edge keeps pointing to where the gradient is wanted.
+        returned = output.clone() if output.is_leaf else output
+        # The tensor itself is kept (for an identity test only) while it is the latest; edges hold no data.
+        if self.recorded:
+            self.recorded[-1].returned = returned.new_empty(0)
+        self.recorded.append(_Recorded(call, edge, output.shape, output.dtype, output.device, returned))
+        return returned
+
+    def _attention(self, args: Any, kwargs: Any) -> Any:
+        packed, self.packed = self.packed, True
+        try:
+            with self:
+                return _attention_body(*args, **kwargs)
+        finally:
+            self.packed = packed
+
+    def _is_split(self, func: Any, used: list[ParameterRows], output: Any) -> bool:
+        """Register the pieces of a weight that is split by rows, as attention does with its packed projection."""
+        if not self.packed or func not in (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes):
+            return False
+        start = used[0].start
+        for piece in output:
+            self.rows[id(piece)] = ParameterRows(used[0].name, piece.shape[0], start)
+            self.alive.append(piece)
+            start += piece.shape[0]
+        return True
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+class Capture:
+    """One forward pass of a batch, and the gradients to be had from it.
+
+    Attributes:
+        outputs: ``[B, *, C]``; with ``pointwise``, ``[B', C]`` with every position an example of its own.
+        output_shape: ``[B, *, C]`` in any case.
+        calls: The recorded calls, in order.
+        uncovered: Selected parameters that were used in a way which no rule describes.
+        unused: Selected parameters that the forward pass did not use.
+        pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
+            backward pass is needed and positions do not depend on each other.
+        last_used: Name of the last parameter used.
+    """
+
+    def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
+        parameters = network.parameters
+        wanted = frozenset(network.parameter_names)
+        recorder = _Recorder(parameters, wanted, differentiable)
+        with torch.enable_grad():
+            with recorder:
+                raw = batches.output_tensor(network.raw(inputs, parameters))
+            arranged = network.arrange(raw)
+        self.inputs = inputs
+        self.differentiable = differentiable
+        # A parameter that some call uses in an unknown way takes the general path altogether.
+        self.uncovered = frozenset(recorder.uncovered)
+        kept = [r for r in recorder.recorded if not {rows.name for rows in r.call.rows} & self.uncovered]
+        self._recorded = kept
+        self.calls = [r.call for r in kept]
+        touched = {rows.name for r in recorder.recorded for rows in r.call.rows}
+        self.unused = wanted - touched - self.uncovered
+        self.last_used = recorder.last_used
+        self.output_shape = arranged.shape
+        only = kept[0] if len(kept) == 1 and not self.uncovered else None
+        self.pointwise = (
+            only is not None
+            and only.returned is raw
+            and only.call.feature_axis % raw.ndim == _feature_axis(network, raw)
+            and only.call.pointwise
+        )
+        with torch.enable_grad():
+            self.graph_outputs = arranged.flatten(0, -2) if self.pointwise else arranged
+        self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
+
+    @property
+    def n_examples(self) -> int:
+        """B, or B' = B·positions if pointwise."""
+        return self.outputs.shape[0]
+
+    def gradients(self, cotangents: Tensor, *, batched: bool = True) -> list[Tensor]:
+        """Gradients with respect to the output of each call.
+
+        Args:
+            cotangents: ``[V, B, *, C]``, matching ``outputs``.
+            batched: Whether all directions go backwards at once; otherwise one after the other.
+
+        Returns:
+            One ``[V, *output shape]`` for each call; zeros where the output does not depend on it.
+        """
+        if not self._recorded:
+            return []
+        if self.pointwise:
+            only = self._recorded[0]
+            positions = cotangents.unflatten(1, self.output_shape[:-1])
+            return [positions.movedim(-1, 1 + only.call.feature_axis % (positions.ndim - 1))]
+        cotangents = cotangents.to(self.graph_outputs.dtype)
+        if not self.graph_outputs.requires_grad:
+            return [self._zeros(r, len(cotangents)) for r in self._recorded]
+        if batched and len(cotangents) > 1 and not self.differentiable:
+            try:
+                with warnings.catch_warnings():  # an operation that torch loops over by itself is no news to the user
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    return self._backward(cotangents, is_grads_batched=True)
+            except RuntimeError:  # an operation without a batching rule; the loop raises what is really wrong
+                pass
+        rows = [self._backward(cotangent, is_grads_batched=False) for cotangent in cotangents]
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    def _backward(self, cotangents: Tensor, *, is_grads_batched: bool) -> list[Tensor]:
+        gradients = torch.autograd.grad(
+            self.graph_outputs,
+            [r.edge for r in self._recorded],
+            cotangents,
+            retain_graph=True,
+            create_graph=self.differentiable,
+            allow_unused=True,
+            is_grads_batched=is_grads_batched,
+        )
+        n = (len(cotangents),) if is_grads_batched else ()
+        return [
+            torch.zeros(*n, *r.output_shape, dtype=r.output_dtype, device=r.output_device) if g is None else g
+            for r, g in zip(self._recorded, gradients, strict=True)
+        ]
+
+    @staticmethod
+    def _zeros(recorded: _Recorded, n_directions: int) -> Tensor:
+        shape = (n_directions, *recorded.output_shape)
+        return torch.zeros(shape, dtype=recorded.output_dtype, device=recorded.output_device)
+
+    def activation_elements(self) -> int:
+        """Number of elements in all recorded outputs, which is what one direction's backward pass returns."""
+        return sum(r.output_shape.numel() for r in self._recorded)
+
+
+def _feature_axis(network: Network, raw: Tensor) -> int:
+    """Which axis of the raw output ``arrange`` moves last."""
+    if raw.ndim < 2:
+        return -1
+    probe = network.arrange(torch.empty(tuple(range(2, 2 + raw.ndim)), device="meta"))  # all sizes differ
+    return probe.shape[-1] - 2

@@ -1,0 +1,309 @@
+"""The native backend: every structure and every curvature, from captured inputs and output gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.base import KINDS, Backend
+from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.gradients import CHANNELS, EMBEDDING, MATRIX, Gradients, Layout, whole_layout
+from laplace_plus.curvature.structures import (
+    Curvature,
+    DiagonalStructure,
+    FullStructure,
+    KroneckerStructure,
+    Structure,
+)
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.linalg import (
+    DenseBlock,
+    DiagonalBlock,
+    KroneckerBlock,
+    OneHotStack,
+    OuterStack,
+    Stack,
+)
+from laplace_plus.linalg.stacks import slices
+from laplace_plus.network import Network
+
+
+class Native(Backend):
+    """Curvature from one forward and one batched backward pass to layer outputs; see :class:`Backend`.
+
+    Kronecker factors follow Martens and Grosse (2015) and, for positions, Eschenhagen et al. (2023).
+    """
+
+    name: ClassVar[str] = "native"
+    supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(
+        {(kind, name) for kind in KINDS for name in ("full", "diagonal", "KFAC")} - {("hessian", "KFAC")}
+    )
+
+    def curvature(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        structure: Structure,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Curvature, Tensor]:
+        self.check(structure, likelihood)
+        if self.kind == "hessian":
+            return _hessian(network, likelihood, batch, structure)
+        capture = capture_batch(network, batch)
+        outputs = capture.outputs.view(capture.output_shape)
+        likelihood.validate(outputs, batch.target)
+        gradients = Gradients(network, capture)
+        accumulate = _ACCUMULATORS[type(structure)]
+        result = Curvature([])
+        n_components = likelihood.n_noise
+        first = True
+        for cotangents, components in self._cotangents(likelihood, batch, gradients, generator):
+            accumulate(result, gradients, cotangents, components, n_components, structure, first)
+            first = False
+        return result, outputs
+
+    def correct(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        curvature: Curvature,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        gradients = Gradients(network, capture_batch(network, batch))
+        blocks = {layout.key: block for layout, block in curvature}
+        for cotangents, components in self._cotangents(likelihood, batch, gradients, generator):
+            for layout, stack in gradients.stacks(cotangents):
+                block = blocks[layout.key]
+                if isinstance(block, KroneckerBlock):
+                    rotated = block.kronecker_basis().rotate(stack)
+                    block.add_corrected_(_by_component(rotated, components, block.n_components, lambda s: s.squares()))
+
+    def _cotangents(
+        self, likelihood: Likelihood, batch: Batch, gradients: Gradients, generator: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of cotangents ``[V, B, *, C]`` with the component ``[V]`` that each direction belongs to.
+
+        Over all chunks, the cotangents' outer products sum to (for Monte Carlo: in expectation) the likelihood's
+        Hessian at unit noise.
+        """
+        outputs = gradients.capture.outputs  # [B, *, C], pointwise [B', C]
+        whole = outputs.view(gradients.capture.output_shape)
+        rows, targets, weight = likelihood.rows(whole, batch.target)
+        if self.kind == "ggn":
+            root = likelihood.output_root(rows, targets) * weight[:, None, None].to(rows.dtype)
+            yield from _exact_cotangents(root, outputs, likelihood, gradients)
+            return
+        if self.kind == "empirical_fisher":
+            gradient = likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
+            zero = torch.zeros(1, dtype=torch.long)
+            if gradients.capture.pointwise and outputs.shape != whole.shape:
+                raise UnsupportedError(
+                    "The empirical Fisher of a last layer sums the positions of an example.",
+                    expected="outputs [B, C]",
+                    got=f"outputs {tuple(whole.shape)}",
+                    fix='Use kind="ggn" or kind="ggn_mc" for token-level outputs.',
+                )
+            yield gradient.view_as(outputs)[None], zero
+            return
+        n_components = likelihood.n_noise
+        for samples in gradients.direction_chunks(self.n_samples * n_components):
+            drawn, component = [], []
+            for direction in range(samples.start, samples.stop):
+                labels = likelihood.sample_targets(rows, generator=generator)
+                gradient = likelihood.gradient(rows, labels) * weight[:, None].to(rows.dtype)
+                if n_components > 1:  # one noise level at a time
+                    only = torch.zeros_like(gradient)
+                    only[:, direction % n_components] = gradient[:, direction % n_components]
+                    gradient = only
+                drawn.append(gradient.view_as(outputs) / self.n_samples**0.5)
+                component.append(direction % n_components)
+            yield torch.stack(drawn), torch.tensor(component)
+
+
+def capture_batch(network: Network, batch: Batch) -> Capture:
+    """Capture a batch, correcting which layer is the last one if execution order says so."""
+    capture = Capture(network, batch.inputs)
+    if network.selection == "last_layer" and isinstance(network.selection, str) and capture.last_used is not None:
+        actual = capture.last_used.rpartition(".")[0]
+        if actual not in network.layers:
+            network.select_last_layer(actual)
+            capture = Capture(network, batch.inputs)
+    return capture
+
+
+def _exact_cotangents(
+    root: Tensor, outputs: Tensor, likelihood: Likelihood, gradients: Gradients
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Columns of the output Hessian's root, one position at a time: gradients of different positions must not mix."""
+    n_directions = root.shape[-1]
+    groups = likelihood.output_groups(n_directions).cpu()
+    by_position = root.unflatten(0, (outputs.shape[0], -1))  # [B, M, C, V]
+    n_positions = by_position.shape[1]
+    for chunk in gradients.direction_chunks(n_positions * n_directions):
+        picked = torch.arange(chunk.start, chunk.stop)
+        position, direction = picked // n_directions, picked % n_directions
+        if n_positions == 1:
+            cotangents = by_position[:, 0].movedim(-1, 0)[direction]
+        else:
+            cotangents = root.new_zeros(len(picked), outputs.shape[0], n_positions, root.shape[1])
+            values = by_position[:, position, :, direction]  # [V, B, C]: advanced indices come first
+            cotangents[torch.arange(len(picked)), :, position] = values
+        yield cotangents.reshape(len(picked), *outputs.shape), groups[direction]
+
+
+# -- accumulation, one function for each structure -------------------------------------------------------------------------
+
+
+def _by_component(stack: Stack, components: Tensor, n_components: int, reduce: Callable[[Stack], Tensor]) -> Tensor:
+    """Apply a reduction to the directions of each component, ``[K, …]``."""
+    if n_components == 1:
+        return reduce(stack)[None]
+    parts = [reduce(stack.select((components == k).nonzero().squeeze(-1))) for k in range(n_components)]
+    return torch.stack(parts)
+
+
+def _diagonal(
+    result: Curvature,
+    gradients: Gradients,
+    cotangents: Tensor,
+    components: Tensor,
+    n_components: int,
+    structure: Structure,
+    first: bool,
+) -> None:
+    for layout, stack in gradients.stacks(cotangents):
+        squares = _by_component(stack, components, n_components, lambda s: s.squares())
+        result.add_block_(layout, DiagonalBlock(squares.to(gradients.network.dtype)))
+
+
+def _full(
+    result: Curvature,
+    gradients: Gradients,
+    cotangents: Tensor,
+    components: Tensor,
+    n_components: int,
+    structure: Structure,
+    first: bool,
+) -> None:
+    layout, stack = gradients.whole(cotangents)
+    matrix = _by_component(stack, components, n_components, _outer_sum)
+    result.add_block_(layout, DenseBlock(matrix, layout.shape))
+
+
+def _outer_sum(stack: Stack) -> Tensor:
+    """``Σ_vn vec(P) vec(P)ᵀ`` for each group, ``[G, n, n]``."""
+    groups, rows, columns = stack.shape
+    total = torch.zeros(groups, rows * columns, rows * columns, dtype=stack.dtype, device=stack.device)
+    for _, values in stack.chunks():
+        flat = values.flatten(3).flatten(0, 1)  # [Vb, G, n]
+        total += torch.einsum("kgn,kgm->gnm", flat, flat)
+    return total
+
+
+def _kronecker(
+    result: Curvature,
+    gradients: Gradients,
+    cotangents: Tensor,
+    components: Tensor,
+    n_components: int,
+    structure: Structure,
+    first: bool,
+) -> None:
+    assert isinstance(structure, KroneckerStructure)
+    dtype = gradients.network.dtype
+    for layout, stack in gradients.stacks(cotangents):
+        if layout.rule in (MATRIX, EMBEDDING) and isinstance(stack, (OuterStack, OneHotStack)):
+            left = _by_component(stack, components, n_components, lambda s: _left_factor(s, structure.weight_sharing))
+            right, count = _right_factor(stack, structure.weight_sharing, layout)
+            if not first:  # the inputs are the same for every chunk of directions
+                right, count = torch.zeros_like(right), torch.zeros_like(count)
+            result.add_block_(layout, KroneckerBlock(left.to(dtype), right.to(dtype), count))
+        elif layout.rule == CHANNELS or layout.index.numel() <= structure.dense_limit:
+            matrix = _by_component(stack, components, n_components, _outer_sum)
+            result.add_block_(layout, DenseBlock(matrix.to(dtype), layout.shape))
+        else:
+            squares = _by_component(stack, components, n_components, lambda s: s.squares())
+            result.add_block_(layout, DiagonalBlock(squares.to(dtype)))
+
+
+def _left_factor(stack: Stack, weight_sharing: str) -> Tensor:
+    """Sum of ``g gᵀ``, ``[G, o, o]``."""
+    total = torch.zeros(stack.shape[0], stack.shape[1], stack.shape[1], dtype=stack.dtype, device=stack.device)
+    if isinstance(stack, OneHotStack):
+        rows = stack.left.to(stack.dtype).flatten(0, 2)
+        return total + rows.T @ rows
+    assert isinstance(stack, OuterStack)
+    for examples in stack.side_chunks():
+        left = stack.expand_left(stack.raw_left[:, examples]).to(stack.dtype)
+        if weight_sharing == "reduce":
+            left = left.sum(2, keepdim=True)
+        rows = left.flatten(0, 2).movedim(1, 0)  # [G, Vbs, o]
+        total.baddbmm_(rows.mT, rows)
+    return total
+
+
+def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Sum of ``a aᵀ`` over rows, ``[G, i, i]`` (or its diagonal), and the number of rows."""
+    if isinstance(stack, OneHotStack):
+        if weight_sharing == "reduce" and stack.index.shape[1] > 1:
+            raise UnsupportedError(
+                f'KFAC-reduce makes the input factor of the embedding {layout.key!r} dense over its whole vocabulary.',
+                expected='weight_sharing="expand" where embeddings are selected',
+                got='weight_sharing="reduce"',
+                fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
+            )
+        counts = torch.bincount(stack.index.flatten(), minlength=stack.n_columns).to(stack.dtype)
+        return counts[None], torch.tensor(float(stack.index.numel()), dtype=torch.float64)
+    assert isinstance(stack, OuterStack)
+    total, count = None, 0
+    for examples in slices(stack.n_examples, stack.n_positions * stack.shape[0] * stack.shape[2] * 4):
+        right = stack.right(examples)
+        if weight_sharing == "reduce":
+            right = right.mean(1, keepdim=True)
+        rows = right.flatten(0, 1).movedim(1, 0)  # [G or 1, rows, i]
+        product = rows.mT @ rows
+        total = product if total is None else total + product
+        count += rows.shape[1]
+    assert total is not None
+    return total, torch.tensor(float(count), dtype=torch.float64)
+
+
+_ACCUMULATORS = {DiagonalStructure: _diagonal, FullStructure: _full, KroneckerStructure: _kronecker}
+
+
+# -- the Hessian -----------------------------------------------------------------------------------------------------------
+
+
+def _hessian(
+    network: Network, likelihood: Likelihood, batch: Batch, structure: Structure
+) -> tuple[Curvature, Tensor]:
+    """Rows of the summed loss's Hessian by differentiating twice; for small networks (P backward passes)."""
+    unit = likelihood.with_noise(1.0) if likelihood.noise_std is not None else likelihood
+    with torch.enable_grad():
+        vector = network.vector().requires_grad_()
+        outputs = network(batch.inputs, network.substitute(vector))
+        likelihood.validate(outputs.detach(), batch.target)
+        rows, targets, weight = unit.rows(outputs, batch.target)
+        loss = -(unit.log_density(rows, targets) * weight).sum()
+        (gradient,) = torch.autograd.grad(loss, vector, create_graph=True)
+    total = network.n_parameters
+    full = isinstance(structure, FullStructure)
+    values = vector.new_zeros(total, total) if full else vector.new_zeros(total)
+    for n in range(total if gradient.requires_grad else 0):
+        (row,) = torch.autograd.grad(gradient[n], vector, retain_graph=True)
+        values[n] = row.detach() if full else row[n].detach()
+    values = values.detach()
+    if full:
+        layout = whole_layout(network)
+        return Curvature([(layout, DenseBlock((values + values.T)[None, None] / 2, layout.shape))]), outputs.detach()
+    layouts = Gradients(network, capture_batch(network, batch)).layouts
+    return Curvature([(layout, DiagonalBlock(layout.gather(values)[None])) for layout in layouts]), outputs.detach()

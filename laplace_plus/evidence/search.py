@@ -1,0 +1,118 @@
+"""The space of hyperparameters that a tuning method searches: logarithms of precisions and noise levels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.priors import STRUCTURES
+
+PRECISION_BOUNDS = (math.log(1e-10), math.log(1e12))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The evidence as a function of one vector of logarithms, ``[log precisions…, log noise…]``.
+
+    Attributes:
+        model: What the evidence is a function of.
+        structure: ``"scalar"``, ``"layerwise"`` or ``"diagonal"``.
+        temperature: 0-d.
+        tune_noise: Whether noise levels are searched too.
+    """
+
+    model: LaplaceModel
+    structure: str
+    temperature: Tensor
+    tune_noise: bool
+
+    @classmethod
+    def create(cls, model: LaplaceModel, structure: str, temperature: Tensor, tune_noise: bool | None) -> Objective:
+        """Check the choices; by default noise is tuned whenever the likelihood has any.
+
+        Raises:
+            ConfigurationError: An unknown structure, or noise to be tuned that does not exist.
+        """
+        if structure not in STRUCTURES:
+            raise ConfigurationError("Unknown prior structure.", expected=", ".join(STRUCTURES), got=repr(structure))
+        has_noise = model.likelihood.noise_std is not None
+        if tune_noise and not has_noise:
+            raise ConfigurationError(
+                "There is no noise to tune.", expected="a Gaussian likelihood", got=type(model.likelihood).__name__
+            )
+        return cls(model, structure, temperature.detach(), has_noise if tune_noise is None else tune_noise)
+
+    @property
+    def n_precisions(self) -> int:
+        """How many prior precisions there are."""
+        layers = self.model.layer_index
+        return {"scalar": 1, "layerwise": int(layers.max()) + 1, "diagonal": len(layers)}[self.structure]
+
+    @property
+    def n_noise(self) -> int:
+        """How many noise levels are searched."""
+        return self.model.likelihood.n_noise if self.tune_noise else 0
+
+    def split(self, logarithms: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Precisions and noise levels (None if they are not searched)."""
+        precision, noise = logarithms[: self.n_precisions].exp(), logarithms[self.n_precisions :].exp()
+        if self.structure == "scalar":
+            precision = precision[0]
+        if not self.tune_noise:
+            return precision, None
+        own = self.model.likelihood.noise_std
+        return precision, noise[0] if own is not None and own.ndim == 0 else noise
+
+    def value(self, logarithms: Tensor) -> Tensor:
+        """The log evidence; differentiable."""
+        precision, noise = self.split(logarithms)
+        return self.model.log_marginal_likelihood(precision, self.temperature, noise)
+
+    def value_and_gradient(self, logarithms: Tensor) -> tuple[float, Tensor]:
+        """The log evidence and its gradient."""
+        with torch.enable_grad():
+            point = logarithms.detach().clone().requires_grad_()
+            value = self.value(point)
+            (gradient,) = torch.autograd.grad(value, point)
+        return value.item(), gradient
+
+    def residual_noise(self) -> Tensor:
+        """Log noise levels that the training residuals alone suggest, ``[n_noise]``."""
+        sums, counts = self.model.statistics.double().chunk(2)
+        return (sums / counts).clamp_min(1e-20).log() / 2
+
+    def pack(self, log_precision: float, noise: Tensor | None = None) -> Tensor:
+        """The point with one precision for all and given (by default: residual) log noise levels."""
+        precisions = torch.full((self.n_precisions,), log_precision, dtype=torch.float64)
+        if not self.tune_noise:
+            return precisions
+        return torch.cat([precisions, self.residual_noise() if noise is None else noise])
+
+    def starts(self, count: int) -> list[Tensor]:
+        """The best points of a coarse grid: local optima, of which the evidence may have several, each get a chance."""
+        grid = torch.linspace(math.log(1e-6), math.log(1e8), 29, dtype=torch.float64)
+        shifts = (-1.0, 0.0, 0.7) if self.tune_noise else (0.0,)
+        scored = []
+        with torch.no_grad():
+            for shift in shifts:
+                noise = self.residual_noise() + shift if self.tune_noise else None
+                points = [self.pack(level.item(), noise) for level in grid]
+                values = [self.value(point).item() for point in points]
+                for n, value in enumerate(values):
+                    neighbours = values[max(0, n - 1) : n + 2]
+                    if value == max(neighbours):
+                        scored.append((value, points[n]))
+        scored.sort(key=lambda pair: -pair[0])
+        return [point for _, point in scored[:count]]
+
+    def bounds(self) -> list[tuple[float, float]]:
+        """Box in which the search stays."""
+        result = [PRECISION_BOUNDS] * self.n_precisions
+        if self.tune_noise:
+            result += [(noise.item() - 12, noise.item() + 8) for noise in self.residual_noise()]
+        return result

@@ -1,0 +1,190 @@
+"""Tuning the prior precision, and the noise level with it.
+
+The evidence's curvature is diagonalised before, so that an evaluation costs one pass over eigenvalues. All methods start
+from the best points of a coarse grid, since the evidence may have several local optima.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.evidence.search import Objective
+from laplace_plus.evidence.validation import validate
+from laplace_plus.network import Network
+
+METHODS = ("marginal_likelihood", "mackay", "em", "validation")
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """What a tuning found, and how it ended.
+
+    Attributes:
+        method: Name of the method.
+        prior_precision: 0-d, ``[L]`` or ``[P]``.
+        noise_std: 0-d or ``[C]``; None if there is none or it was not tuned.
+        value: The log evidence in nats, or minus the mean held-out loss.
+        converged: Whether the tolerance was met.
+        gradient_norm: Largest derivative of the evidence by a logarithm of a hyperparameter (away from bounds); NaN for
+            validation.
+        n_evaluations: How often the objective was evaluated.
+    """
+
+    method: str
+    prior_precision: Tensor
+    noise_std: Tensor | None
+    value: float
+    converged: bool
+    gradient_norm: float
+    n_evaluations: int
+
+
+def tune(
+    model: LaplaceModel,
+    *,
+    method: str,
+    structure: str,
+    initial: Tensor,
+    temperature: Tensor,
+    tune_noise: bool | None,
+    network: Network,
+    data: Iterable[Any] | None = None,
+    progress: bool = False,
+    tolerance: float = 1e-3,
+    max_iterations: int = 2000,
+    **options: Any,
+) -> TuningResult:
+    """Tune hyperparameters.
+
+    Args:
+        model: The evidence's parts.
+        method: One of ``METHODS``.
+        structure: ``"scalar"``, ``"layerwise"`` or ``"diagonal"``.
+        initial: The current prior precision.
+        temperature: The current temperature, which stays.
+        tune_noise: Whether to tune the noise; None for whenever there is any.
+        network: For held-out predictions.
+        data: Held-out batches, for ``"validation"``.
+        progress: Whether to show a progress bar.
+        tolerance: Converged when no derivative of the evidence by a log hyperparameter exceeds this (nats).
+        max_iterations: Where to give up.
+        **options: For ``"validation"``: see :func:`laplace_plus.evidence.validation.validate`.
+
+    Raises:
+        ConfigurationError: An unknown method, structure or option.
+
+    Warns:
+        ConvergenceWarning: The tolerance was not met.
+    """
+    if method not in METHODS:
+        raise ConfigurationError("Unknown tuning method.", expected=", ".join(METHODS), got=repr(method))
+    objective = Objective.create(model, structure, temperature, tune_noise)
+    if method == "validation":
+        found = validate(objective, network, data, initial=initial, progress=progress, **options)
+        return TuningResult(method, found.precision, found.noise_std, found.value, True, float("nan"), found.n_evaluations)
+    if options or data is not None:
+        unknown = ", ".join([*options, *(["data"] if data is not None else [])])
+        raise ConfigurationError(f'Tuning by "{method}" takes no {unknown}.', expected='method="validation" for these')
+    climb = _ascend if method == "marginal_likelihood" else _fixed_point
+    best: tuple[float, Tensor, int] | None = None
+    evaluations = 0
+    # The fixed points move slowly, so only the most promising start is followed to its end.
+    starts = objective.starts(3 if method == "marginal_likelihood" else 1)
+    for start in progress_bar(starts, enabled=progress, description=f"tuning by {method}"):
+        value, point, used = climb(objective, start, method, tolerance, max_iterations)
+        evaluations += used
+        if best is None or value > best[0]:
+            best = value, point, evaluations
+    assert best is not None
+    value, point, _ = best
+    _, gradient = objective.value_and_gradient(point)
+    norm = _free_gradient(objective, point, gradient)
+    converged = norm <= tolerance
+    if not converged:
+        warnings.warn(
+            f"Tuning by {method} ended with a derivative of {norm:.2g} nats (tolerance {tolerance:.2g}) after "
+            f"{evaluations} evaluations; raise max_iterations, or use method='marginal_likelihood'.",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+    precision, noise = objective.split(point)
+    dtype = model.vector.dtype
+    return TuningResult(method, precision.to(dtype), noise, value, converged, norm, evaluations)
+
+
+def _ascend(
+    objective: Objective, start: Tensor, method: str, tolerance: float, max_iterations: int
+) -> tuple[float, Tensor, int]:
+    """L-BFGS with bounds and line search (Byrd et al., 1995)."""
+
+    def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = objective.value_and_gradient(torch.from_numpy(x))
+        return -value, -gradient.numpy()
+
+    result = minimize(
+        negative,
+        start.numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=objective.bounds(),
+        options={"maxiter": max_iterations, "maxfun": 10 * max_iterations, "gtol": tolerance / 10, "ftol": 1e-15},
+    )
+    return -float(result.fun), torch.from_numpy(result.x), int(result.nfev)
+
+
+def _fixed_point(
+    objective: Objective, point: Tensor, method: str, tolerance: float, max_iterations: int
+) -> tuple[float, Tensor, int]:
+    """MacKay's (1992) fixed point or expectation maximisation.
+
+    With ``γ_g = d_g − ∂ log det Λ / ∂ log λ_g`` effective parameters in group g, MacKay sets ``λ_g = γ_g / ‖θ−μ‖²_g`` and
+    EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to ``σ² = SSE / (N − T γ)``.
+    """
+    model, n = objective.model, objective.n_precisions
+    prior = model.prior(torch.ones(()))
+    squares = prior.deviation(model.vector).double().square().cpu()
+    group = torch.arange(len(squares)) if objective.structure == "diagonal" else model.layer_index
+    if objective.structure == "scalar":
+        group = torch.zeros_like(model.layer_index)
+    scatter = torch.zeros(n, dtype=torch.float64).index_add_(0, group, squares).clamp_min(1e-30)
+    size = torch.zeros(n, dtype=torch.float64).index_add_(0, group, torch.ones_like(squares))
+    low, high = torch.tensor(objective.bounds(), dtype=torch.float64).T
+    temperature = objective.temperature.double().cpu()
+    for iteration in range(1, max_iterations + 1):
+        value, gradient = objective.value_and_gradient(point)
+        if _free_gradient(objective, point, gradient) <= tolerance / 10:
+            return value, point, iteration
+        # dE/dlogλ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g): the gradient holds γ already.
+        precision = point[:n].exp()
+        effective = (2 * gradient[:n] + precision * scatter).clamp(min=0.0).minimum(size)
+        if method == "mackay":
+            updated = (effective / scatter).clamp_min(1e-30).log()
+        else:
+            updated = (size / (scatter + (size - effective) / precision)).log()
+        new = [updated]
+        if objective.tune_noise:
+            sums, counts = model.statistics.double().chunk(2)
+            # dE/dlogσ = (SSE/σ² − N)/T + γ
+            noise_effective = gradient[n:] - (sums / (2 * point[n:]).exp() - counts) / temperature
+            new.append((sums / (counts - temperature * noise_effective).clamp_min(1e-12)).clamp_min(1e-30).log() / 2)
+        point = torch.cat(new).clamp(low, high)
+    with torch.no_grad():
+        return objective.value(point).item(), point, max_iterations
+
+
+def _free_gradient(objective: Objective, point: Tensor, gradient: Tensor) -> float:
+    """Largest derivative, not counting those that only press against a bound."""
+    low, high = torch.tensor(objective.bounds(), dtype=torch.float64).T
+    pressing = ((point <= low + 1e-9) & (gradient < 0)) | ((point >= high - 1e-9) & (gradient > 0))
+    return gradient.masked_fill(pressing, 0.0).abs().max().item()

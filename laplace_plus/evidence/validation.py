@@ -1,0 +1,110 @@
+"""Tuning by the loss on held-out data.
+
+The held-out data are passed over once: each batch's gradients are computed a single time and weighted for every point of
+the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.batches import iterate
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.search import Objective
+from laplace_plus.network import Network
+from laplace_plus.predictive import Prediction, from_functional
+from laplace_plus.predictive.linearized import functional_posteriors
+
+Loss = Callable[[Prediction, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best point of a grid; ``value`` is minus the mean loss."""
+
+    precision: Tensor
+    noise_std: Tensor | None
+    value: float
+    n_evaluations: int
+
+
+def negative_log_likelihood(prediction: Prediction, targets: Tensor) -> Tensor:
+    """``−log p(y|x, D)`` of each datum, in nats."""
+    return -prediction.log_prob(targets)
+
+
+def validate(
+    objective: Objective,
+    network: Network,
+    data: Iterable[Any] | None,
+    *,
+    initial: Tensor,
+    loss: Loss = negative_log_likelihood,
+    grid: Sequence[float] | Tensor | None = None,
+    link: str | None = None,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Found:
+    """Search a grid of prior precisions (and noise levels) for the least held-out loss.
+
+    Args:
+        objective: Which hyperparameters.
+        network: The network.
+        data: Held-out batches.
+        initial: Where the precision has several entries, the grid multiplies it as a whole.
+        loss: Maps a prediction and targets to losses, one for each datum (or their sum).
+        grid: Factors to try; by default 21 from 1e-4 to 1e6 (absolute for a scalar precision).
+        link: As for ``predictive``.
+        n_samples: As for ``predictive``.
+        generator: Source of randomness.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ConfigurationError: No data, an empty grid, or a structure that a grid cannot search.
+    """
+    if data is None:
+        raise ConfigurationError("Validation needs held-out data.", expected="data=loader", got="None")
+    if objective.structure != "scalar":
+        raise ConfigurationError(
+            "A grid of held-out losses searches one precision.",
+            expected='structure="scalar"',
+            got=repr(objective.structure),
+            fix='Tune several precisions by method="marginal_likelihood".',
+        )
+    levels = torch.logspace(-4, 6, 21).tolist() if grid is None else torch.as_tensor(grid).double().tolist()
+    if not levels or min(levels) <= 0:
+        raise ConfigurationError("The grid is not usable.", expected="positive factors", got=str(levels))
+    model, likelihood = objective.model, objective.model.likelihood
+    base = initial.detach() if initial.ndim else torch.ones((), dtype=initial.dtype)
+    if objective.tune_noise:
+        residual = objective.residual_noise().exp()
+        own = likelihood.noise_std
+        noises = [residual * math.exp(s) for s in (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)]
+        candidates = [likelihood.with_noise(n[0] if own is not None and own.ndim == 0 else n) for n in noises]
+    else:
+        candidates = [likelihood]
+    points = [(base * level, candidate) for level in levels for candidate in candidates]
+    factor_sets = [model.factors(precision, objective.temperature, like.noise_std) for precision, like in points]
+    totals, count = torch.zeros(len(points), dtype=torch.float64), 0
+    with torch.no_grad():
+        for batch in iterate(data, device=network.device, progress=progress, description="validation"):
+            functional = functional_posteriors(network, factor_sets, batch.inputs)
+            likelihood.validate(functional[0].mean, batch.target)
+            for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
+                prediction = from_functional(
+                    candidate, mean, covariance, link=link, n_samples=n_samples, generator=generator
+                )
+                totals[number] += loss(prediction, batch.target).double().sum().cpu()
+            count += functional[0].mean.shape[0]
+    scores = torch.where(torch.isfinite(totals), totals / count, torch.inf)
+    best = int(scores.argmin())
+    precision, candidate = points[best]
+    noise = candidate.noise_std if objective.tune_noise else None
+    return Found(precision, noise, -scores[best].item(), len(points))

@@ -1,0 +1,115 @@
+"""The demonstration's data and network: scikit-learn's 8x8 digits and a small convolutional network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.experiments.settings import DataSettings, TrainingSettings
+
+
+@dataclass(frozen=True)
+class Digits:
+    """One division of the digits.
+
+    Attributes:
+        train: Images and labels to learn from.
+        test: Images and labels of the same classes, never seen in training or tuning.
+        out_of_distribution: Images of the held-out classes; their labels are all zero and mean nothing.
+        n_classes: How many classes the network tells apart; labels are 0 … n_classes - 1 in the order of the digits.
+    """
+
+    train: TensorDataset
+    test: TensorDataset
+    out_of_distribution: TensorDataset
+    n_classes: int
+
+
+def load_digits(settings: DataSettings, *, seed: int) -> Digits:
+    """Divides the 1797 images, grey values scaled to [0, 1], each ``[1, 8, 8]``.
+
+    Args:
+        settings: Which classes are held out, and how much of the rest is trained on.
+        seed: Decides which images are trained on; the same seed gives the same division everywhere.
+
+    Raises:
+        UnsupportedError: scikit-learn, which the data come with, is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise UnsupportedError(
+            "The digits come with scikit-learn, which is not installed.", fix="pip install 'laplace_plus[demo]'"
+        ) from error
+
+    pixels, digits = datasets.load_digits(return_X_y=True)
+    images = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    classes = torch.as_tensor(digits)
+    kept = torch.tensor([digit for digit in range(10) if digit not in settings.held_out_classes])
+    known = torch.isin(classes, kept)
+    order = torch.nonzero(known).flatten()
+    order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))]
+    n_train = max(1, min(len(order) - 1, round(settings.train_fraction * len(order))))
+
+    def take(rows: Tensor) -> TensorDataset:
+        return TensorDataset(images[rows], torch.searchsorted(kept, classes[rows]))
+
+    unknown = images[~known]
+    return Digits(
+        train=take(order[:n_train]),
+        test=take(order[n_train:]),
+        out_of_distribution=TensorDataset(unknown, torch.zeros(len(unknown), dtype=torch.long)),
+        n_classes=len(kept),
+    )
+
+
+def convolutional_network(n_classes: int) -> nn.Sequential:
+    """Two convolutions, one pooling, two linear layers: about 21 000 weights. ``[B, 1, 8, 8]`` to logits ``[B, C]``."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.ReLU(),
+        nn.Linear(32, n_classes),
+    )
+
+
+def train_network(
+    digits: Digits, settings: TrainingSettings, *, seed: int, device: str = "cpu", progress: bool = False
+) -> nn.Sequential:
+    """Trains a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
+
+    Nothing is chosen by looking at the results: there is no early stopping and no validation data.
+
+    Args:
+        digits: The data; only ``train`` is looked at.
+        settings: The recipe.
+        seed: Seeds the initial weights and the order of the minibatches; the global random state is left as it was.
+        device: Where to compute.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The trained network, in evaluation mode.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = convolutional_network(digits.n_classes).to(device)
+    loader = DataLoader(
+        digits.train, batch_size=settings.batch_size, shuffle=True, generator=torch.Generator().manual_seed(seed)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    for _ in progress_bar(range(settings.epochs), enabled=progress, description=f"train (seed {seed})"):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+            optimizer.step()
+    return model.eval()

@@ -1,0 +1,413 @@
+"""The likelihood: how targets are distributed given a network's outputs.
+
+Reduction and scaling: the loss is the negative log-likelihood *summed* over the data, constants included. A likelihood
+works on rows: one row of ``C`` outputs ``f`` for every example, or for every token or pixel of one. Its curvature is
+``Λ = -∂² log p(y|f) / ∂f²``, one ``[C, C]`` matrix for each row, given through a root ``S`` with ``S Sᵀ = Λ``.
+
+A likelihood with observation noise factors its curvature: ``Λ`` is given at *unit* noise, and the directions of the
+root fall into ``K`` groups (:meth:`Likelihood.output_groups`) that :meth:`Likelihood.curvature_weights` scales. Tuning
+the noise therefore never touches curvature again.
+
+A likelihood of one's own needs only :meth:`Likelihood.log_density`; everything else has a default by automatic
+differentiation and Monte Carlo.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily
+
+from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
+from laplace_plus.likelihoods.checks import check_outputs, check_tensor, shape_text, widen
+from laplace_plus.likelihoods.sampling import from_distribution
+
+
+@dataclass(frozen=True, eq=False)
+class Marginal:
+    """The distribution of targets with the outputs integrated out, ``p(y) = ∫ p(y|f) N(f|m, V) df``.
+
+    Attributes:
+        mean: ``E[y]``, for classes their probabilities.
+        variance: ``Var[y]``.
+        distribution: Of ``y``: over the classes, or of every entry of ``y`` by itself.
+        epistemic: ``Var_f(E[y|f])`` or ``None`` where only Monte Carlo can tell.
+        aleatoric: ``E_f[Var(y|f)]`` or ``None`` likewise.
+        together: Of the entries of one target together, where they are correlated; else ``None``.
+        information: Mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    distribution: Distribution
+    epistemic: Tensor | None = None
+    aleatoric: Tensor | None = None
+    together: Distribution | None = None
+    information: Tensor | None = None
+
+
+class Likelihood(ABC):
+    """How targets are distributed given a network's outputs. Objects are immutable.
+
+    Attributes:
+        output_axis: Where the ``C`` outputs lie in what the network returns: ``-1``, or ``1`` for networks that return
+            ``[B, C, H, W]``. Targets of ``C`` numbers lie likewise.
+        links: Names of the ways to integrate over the outputs, the default first; ``"mc"`` is Monte Carlo.
+        couples_outputs: Whether ``E[y|f]`` or ``Var(y|f)`` of one target entry depends on several outputs, so that
+            Monte Carlo needs their covariances and not only their variances.
+
+    Example:
+        >>> class Laplacian(Likelihood):
+        ...     def log_density(self, outputs, targets):
+        ...         return torch.distributions.Laplace(outputs, 1.0).log_prob(targets).sum(-1)
+        >>> Laplacian().gradient(torch.tensor([[2.0]]), torch.tensor([[0.5]]))
+        tensor([[1.]])
+    """
+
+    output_axis: int = -1
+    links: tuple[str, ...] = ("mc",)
+    couples_outputs: bool = True
+
+    # What a likelihood must give -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log p(y|f)`` of every row, all constants included.
+
+        Args:
+            outputs: ``[N, C]``; the result must be twice differentiable in them, and each row's its own matter.
+            targets: ``[N, ...]``.
+
+        Returns:
+            ``[N]``, in nats.
+        """
+
+    # Outputs and targets ---------------------------------------------------------------------------------------------
+
+    def arrange(self, raw: Tensor) -> Tensor:
+        """Move the outputs to the last axis.
+
+        Args:
+            raw: What the network returned, ``C`` outputs at ``output_axis``; ``[B]`` is one output for each example.
+
+        Returns:
+            ``[B, *, C]``, a view of ``raw``.
+
+        Raises:
+            OutputError: If ``raw`` is no floating tensor with that axis.
+        """
+        if not isinstance(raw, Tensor) or not raw.is_floating_point():
+            raise OutputError(
+                "The network's output is not a floating tensor.",
+                expected="a tensor of float16, bfloat16, float32 or float64",
+                got=str(raw.dtype) if isinstance(raw, Tensor) else type(raw).__name__,
+                fix="Wrap the network so that it returns its logits or function values",
+            )
+        if raw.dim() == 1:
+            return raw.unsqueeze(-1)
+        if raw.dim() == 0 or not -raw.dim() <= self.output_axis < raw.dim() or self.output_axis in (0, -raw.dim()):
+            raise OutputError(
+                "The network's output has no axis for the outputs.",
+                expected=f"[B, *, C] with the C outputs at axis {self.output_axis}, after the batch",
+                got=f"shape {shape_text(raw.shape)}",
+                fix="Return one row for every example, or set the likelihood's output_axis",
+            )
+        return raw.movedim(self.output_axis, -1)
+
+    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse a batch that this likelihood does not describe.
+
+        Args:
+            outputs: Arranged, ``[B, *, C]``.
+            targets: As the loader gave them.
+
+        Raises:
+            OutputError: If the outputs do not fit.
+            NonFiniteError: If they hold NaN or infinity.
+            LabelError: If the targets do not fit.
+        """
+        check_outputs(outputs)
+        check_tensor(targets)
+        if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
+            raise LabelError(
+                "The targets do not pair with the outputs.",
+                expected=f"leading shape {shape_text(outputs.shape[:-1])}",
+                got=f"shape {shape_text(targets.shape)}",
+                fix="Give one target for every row of outputs",
+            )
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch, tokens and pixels included, to rows.
+
+        Args:
+            outputs: Arranged, ``[B, *, C]``.
+            targets: As the loader gave them.
+
+        Returns:
+            Outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``, 0 for rows to be ignored (their targets are
+            replaced by valid ones) and 1 for the others.
+        """
+        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
+        if targets.is_floating_point():
+            targets = targets.to(flat.dtype)
+        return flat, targets, torch.ones_like(flat[:, 0])
+
+    # Observation noise -----------------------------------------------------------------------------------------------
+
+    @property
+    def noise_std(self) -> Tensor | None:
+        """Standard deviation of the observation noise, 0-d or ``[C]``, ``float64``; ``None`` for no such noise."""
+        return None
+
+    @property
+    def n_noise(self) -> int:
+        """Number ``K`` of noise groups."""
+        return 1
+
+    def with_noise(self, noise_std: float | Tensor) -> Likelihood:
+        """A copy with another observation noise.
+
+        Raises:
+            UnsupportedError: If this likelihood has no such parameter.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no observation noise.",
+            expected="a Gaussian likelihood",
+            got=f"noise_std = {noise_std}",
+            fix="Leave noise_std out",
+        )
+
+    def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
+        """Factors ``[K]`` on the curvature at unit noise, ``float64``.
+
+        Args:
+            noise_std: Instead of the likelihood's own; only for likelihoods that have noise.
+        """
+        if noise_std is not None:
+            self.with_noise(noise_std)
+        return torch.ones(1, dtype=torch.float64)
+
+    def output_groups(self, n_directions: int) -> Tensor:
+        """Which noise group, ``0 … K-1``, each of the root's ``V`` directions belongs to, ``[V]``."""
+        return torch.zeros(n_directions, dtype=torch.long)
+
+    # Derivatives of the log-density ----------------------------------------------------------------------------------
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``-∂ log p(y|f) / ∂f`` of every row at unit noise, ``[N, C]``."""
+        f, attached = _differentiable(outputs)
+        with torch.enable_grad():
+            gradient = _negative_gradient(self, f, targets)
+        return gradient if attached else gradient.detach()
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Λ = -∂² log p(y|f) / ∂f²`` of every row at unit noise, ``[N, C, C]``."""
+        f, attached = _differentiable(outputs)
+        with torch.enable_grad():
+            gradient = _negative_gradient(self, f, targets)
+            if not gradient.requires_grad:  # the log-density is linear
+                return torch.zeros(*f.shape, f.shape[-1], dtype=f.dtype, device=f.device)
+            # Backward once per output instead of vmap: torch.distributions checks its arguments with control flow
+            # that depends on data, which vmap cannot follow.
+            columns = [
+                torch.autograd.grad(
+                    column.sum(), f, retain_graph=True, create_graph=attached, allow_unused=True, materialize_grads=True
+                )[0]
+                for column in gradient.unbind(-1)
+            ]
+            hessian = torch.stack(columns, dim=-1)
+        return (hessian + hessian.mT) / 2
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """A root ``S`` of the curvature, ``S Sᵀ = Λ`` at unit noise, ``[N, C, V]``.
+
+        Raises:
+            UnsupportedError: If the log-density is not concave at these outputs.
+        """
+        hessian = self.output_hessian(outputs, targets)
+        values, vectors = torch.linalg.eigh(hessian)
+        if values.numel():
+            eps = torch.finfo(values.dtype).eps
+            tolerance = eps**0.5 * values.abs().max() + 10 * eps * values.shape[-1]
+            if bool(values.min() < -tolerance):
+                raise UnsupportedError(
+                    "The log-density is not concave at these outputs.",
+                    expected="a positive semi-definite -∂² log p(y|f) / ∂f²",
+                    got=f"an eigenvalue of {float(values.min()):.3g}",
+                    fix="Override output_root with a root of the expected Fisher information, or use a curvature that "
+                    "needs no root: the empirical or Monte-Carlo Fisher",
+                )
+        root: Tensor = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+        return root
+
+    # Sums over the data ----------------------------------------------------------------------------------------------
+
+    def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What the log-likelihood needs to know of a batch: ``float64``, additive over batches.
+
+        Args:
+            outputs: Arranged, ``[B, *, C]``.
+            targets: As the loader gave them.
+
+        Returns:
+            ``[k]``; here ``[Σ log p(y|f)]``.
+        """
+        flat, targets, weight = self.rows(outputs, targets)
+        log_density = checked_log_density(self, flat, targets).double()
+        return torch.where(weight > 0, log_density, torch.zeros_like(log_density)).sum().reshape(1)
+
+    def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
+        """The log-likelihood of the data that gave ``statistics``: 0-d ``float64`` in nats, constants included.
+
+        Args:
+            statistics: Sum of what :meth:`statistics` returned.
+            noise_std: Instead of the likelihood's own (differentiable); only for likelihoods that have noise.
+        """
+        if noise_std is not None:
+            self.with_noise(noise_std)
+        return statistics[0].double()
+
+    # Distributions ---------------------------------------------------------------------------------------------------
+
+    def distribution(self, outputs: Tensor) -> Distribution:
+        """``p(y|f)`` for outputs ``[..., C]``.
+
+        Raises:
+            UnsupportedError: If the likelihood only gives its log-density.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} only gives its log-density.",
+            expected="a torch.distributions.Distribution of the targets",
+            got="none",
+            fix="Define distribution(outputs), or pass distribution= to LogDensity",
+        )
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Targets drawn from ``p(y|f)``, one for every row of outputs ``[..., C]``."""
+        outputs = widen(outputs)
+        return from_distribution(self.distribution(outputs), device=outputs.device, generator=generator)
+
+    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Targets drawn from ``p(y|f)`` at *unit* noise, whose gradients have the covariance ``Λ``."""
+        return self.sample(outputs, generator=generator)
+
+    def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Mean and variance of ``p(y|f)`` for outputs ``[..., C]``.
+
+        Returns:
+            By default those of :meth:`distribution` (for classes the probabilities ``p`` and ``p (1 - p)``); without
+            one the outputs themselves and ``None``.
+        """
+        outputs = widen(outputs)
+        try:
+            distribution = self.distribution(outputs)
+        except UnsupportedError:
+            return outputs, None
+        if isinstance(distribution, Categorical):
+            return distribution.probs, distribution.probs * (1 - distribution.probs)
+        return distribution.mean, distribution.variance
+
+    def mixture(self, outputs: Tensor) -> Distribution:
+        """The average of ``p(y|f)`` over samples of the outputs.
+
+        Args:
+            outputs: ``[S, ..., C]``.
+
+        Returns:
+            Here a mixture whose event is one whole target.
+        """
+        outputs = widen(outputs)
+        components = self.distribution(outputs.movedim(0, -2))  # [..., S, C]
+        extra = len(components.batch_shape) - (outputs.dim() - 1)
+        return uniform_mixture(Independent(components, extra) if extra > 0 else components, like=outputs)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``p(y) = ∫ p(y|f) N(f|mean, covariance) df`` in closed form.
+
+        Args:
+            mean: ``[..., C]``.
+            covariance: ``[..., C, C]``, or variances ``[..., C]`` where the link needs no more.
+            link: One of ``links`` other than ``"mc"``.
+
+        Raises:
+            ConfigurationError: If there is no such closed form.
+        """
+        raise unknown_link(self, link)
+
+    def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution | None:
+        """``p(y)`` of several inputs together in closed form, or ``None`` where only Monte Carlo can tell.
+
+        Args:
+            mean: ``[N, C]``.
+            covariance: ``[N C, N C]``.
+
+        Returns:
+            A distribution over the ``N C`` numbers, or ``None``.
+        """
+        return None
+
+    # Serialisation ---------------------------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        """A JSON-able description that ``likelihood_from_config`` reads."""
+        return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
+
+
+def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
+    """The error for a link that a likelihood does not have."""
+    return ConfigurationError(
+        f"{type(likelihood).__name__} has no link of that name.",
+        expected="one of " + ", ".join(repr(name) for name in likelihood.links),
+        got=repr(link),
+        fix="Choose one of these, or leave the link out for the first",
+    )
+
+
+def checked_log_density(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The log-density of rows, refused unless it is one number for every row.
+
+    Raises:
+        ConfigurationError: If the likelihood's ``log_density`` returns another shape.
+    """
+    log_density = likelihood.log_density(outputs, targets)
+    if log_density.shape != outputs.shape[:1]:
+        raise ConfigurationError(
+            f"{type(likelihood).__name__}.log_density returns the wrong shape.",
+            expected=f"{shape_text(outputs.shape[:1])}, one number for every row",
+            got=shape_text(log_density.shape),
+            fix="Sum the log-density over the entries of a target, and not over the rows",
+        )
+    return log_density
+
+
+def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFamily:
+    """A mixture with equal weights, of the dtype of ``like``, over the last batch dimension of ``components``."""
+    *batch, size = components.batch_shape
+    logits = torch.zeros(size, dtype=like.dtype, device=like.device).expand(*batch, size)
+    return MixtureSameFamily(Categorical(logits=logits, validate_args=False), components, validate_args=False)
+
+
+def _differentiable(outputs: Tensor) -> tuple[Tensor, bool]:
+    """Outputs that require gradients, and whether the caller wants a graph back to them."""
+    outputs = widen(outputs)
+    if outputs.requires_grad and torch.is_grad_enabled():
+        return outputs, True
+    return outputs.detach().clone().requires_grad_(), False
+
+
+def _negative_gradient(likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+    log_density = checked_log_density(likelihood, f, targets)
+    if not log_density.requires_grad:
+        raise ConfigurationError(
+            f"{type(likelihood).__name__}.log_density is not differentiable.",
+            expected="a torch expression of the outputs",
+            got="a result without a graph",
+            fix="Do not detach the outputs or leave torch inside log_density",
+        )
+    (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
+    return gradient

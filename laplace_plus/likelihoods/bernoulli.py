@@ -1,0 +1,114 @@
+"""Yes or no, with the log-odds as output; several outputs are independent yes-or-no questions.
+
+The closed-form link ``"probit"`` is MacKay's (1992, "The evidence framework applied to classification networks")
+``sigmoid(m / √(1 + π/8 v))``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli as BernoulliDistribution
+from torch.nn.functional import logsigmoid
+
+from laplace_plus.errors import LabelError
+from laplace_plus.likelihoods import sampling
+from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link
+from laplace_plus.likelihoods.checks import align_targets, check_outputs, check_tensor, shape_text, widen
+from laplace_plus.likelihoods.normal import variance_of
+
+
+@final
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    """``p(y_c = 1 | f) = sigmoid(f_c)``, independent over the ``C`` outputs of a row.
+
+    Targets are zeros and ones (integer, boolean or floating) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
+
+    Args:
+        output_axis: Where the logits lie in what the network returns, and their targets likewise.
+
+    Example:
+        >>> Bernoulli().log_density(torch.zeros(1, 1), torch.tensor([[1.0]])).exp()
+        tensor([0.5000])
+    """
+
+    output_axis: int = -1
+    links = ("probit", "mc")
+    couples_outputs = False
+
+    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse anything but zeros and ones of the outputs' shape."""
+        check_outputs(outputs)
+        check_tensor(targets)
+        if targets.shape == outputs.shape[:-1] and outputs.shape[-1] > 1:
+            raise LabelError(
+                "There is one target for several binary outputs.",
+                expected=f"zeros and ones of shape {shape_text(outputs.shape)}",
+                got=f"shape {shape_text(targets.shape)}",
+                fix='Use likelihood="classification" for one class out of several, or one target for every output',
+            )
+        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        wrong = (aligned != 0) & (aligned != 1)
+        if bool(wrong.any()):
+            raise LabelError(
+                "There are binary targets other than 0 and 1.",
+                expected="exactly 0 or 1",
+                got=f"{aligned[wrong][0].item()} ({int(wrong.sum())} of {aligned.numel()} are neither)",
+                fix='Map the labels to 0 and 1, or use likelihood="classification" for more classes',
+            )
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch; targets become floating ``[N, C]``."""
+        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        return flat, aligned.reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_c log sigmoid(±f_c)``, ``[N]``."""
+        return logsigmoid((2 * targets - 1) * widen(outputs)).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``sigmoid(f) - y``, ``[N, C]``."""
+        sign = 2 * targets - 1
+        return -sign * (-sign * widen(outputs)).sigmoid()  # without cancellation where the network is right and certain
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag p (1 - p)``, ``[N, C, C]``."""
+        outputs = widen(outputs)
+        return torch.diag_embed(outputs.sigmoid() * (-outputs).sigmoid())
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag √(p (1 - p))``, ``[N, C, C]``."""
+        outputs = widen(outputs)
+        return torch.diag_embed((0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp())
+
+    def distribution(self, outputs: Tensor) -> BernoulliDistribution:
+        """Bernoulli distributions with batch shape ``[..., C]``."""
+        return BernoulliDistribution(logits=widen(outputs), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Zeros and ones ``[..., C]``, floating."""
+        return sampling.bernoulli(widen(outputs).sigmoid(), generator=generator)
+
+    def mixture(self, outputs: Tensor) -> BernoulliDistribution:
+        """The Bernoulli distributions of the average probabilities, every output by itself."""
+        outputs = widen(outputs)
+        logits = logsigmoid(outputs).logsumexp(0) - logsigmoid(-outputs).logsumexp(0)
+        return BernoulliDistribution(logits=logits, validate_args=False)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"probit"``; needs variances only."""
+        if link != "probit":
+            raise unknown_link(self, link)
+        logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
+        distribution = BernoulliDistribution(logits=logits, validate_args=False)
+        return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), distribution)
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "bernoulli", "output_axis": …}``."""
+        return {"name": "bernoulli", "output_axis": self.output_axis}

@@ -1,0 +1,190 @@
+"""One class out of ``C``, with logits as outputs.
+
+Links from a Gaussian over the logits to class probabilities:
+
+* ``"probit"``: ``softmax(m / √(1 + π/8 diag V))``, the multi-class form of MacKay's (1992, "The evidence framework
+  applied to classification networks") approximation; see Gibbs (1997, PhD thesis) and Lu, Ie & Sha (2020,
+  arXiv:2006.07584).
+* ``"mc"``: the average of softmax over samples.
+* ``"bridge"``: the Laplace bridge, a Dirichlet whose Laplace approximation in the softmax basis is the Gaussian:
+  MacKay (1998, "Choice of basis for Laplace approximation"), Hobbhahn, Kristiadi & Hennig (2022, arXiv:2003.01227).
+  Exact for Gaussians that belong to a Dirichlet. It reads the concentration off the variances, so it is far from the
+  integral where they are not of such a shape, e.g. small and equal for classes of very different probability.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+
+from laplace_plus.errors import ConfigurationError, LabelError, OutputError
+from laplace_plus.likelihoods import sampling
+from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link
+from laplace_plus.likelihoods.checks import check_outputs, check_tensor, shape_text, widen
+from laplace_plus.likelihoods.normal import is_full, variance_of
+
+
+@final
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """``p(y = k | f) = softmax(f)_k`` over ``C >= 2`` classes; targets are class indices ``[B, *]``.
+
+    The Hessian of ``-log p`` does not depend on the target, so the generalised Gauss-Newton is the Fisher information.
+
+    Args:
+        ignore_index: Rows with this target are left out.
+        output_axis: Where the logits lie in what the network returns; 1 for ``[B, C, H, W]``.
+
+    Example:
+        >>> Categorical().log_density(torch.zeros(1, 4), torch.tensor([2])).exp()
+        tensor([0.2500])
+    """
+
+    ignore_index: int = -100
+    output_axis: int = -1
+    links = ("probit", "mc", "bridge")
+
+    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse anything but integer class indices ``[B, *]`` for outputs ``[B, *, C]`` with ``C >= 2``."""
+        check_outputs(outputs)
+        check_tensor(targets)
+        n_classes = outputs.shape[-1]
+        if n_classes == 1:
+            raise OutputError(
+                "One logit cannot tell classes apart.",
+                expected="at least two outputs, one for each class",
+                got="C = 1",
+                fix='Use likelihood="binary", or give the network one output per class',
+            )
+        rows = outputs.shape[:-1]
+        if targets.shape in (outputs.shape, outputs.movedim(-1, self.output_axis).shape):
+            raise LabelError(
+                "The targets look like one-hot vectors or probabilities.",
+                expected=f"integer class indices of shape {shape_text(rows)}",
+                got=f"{targets.dtype} of shape {shape_text(targets.shape)}",
+                fix="Pass targets.argmax(-1); soft labels are not supported",
+            )
+        if targets.dtype == torch.bool or targets.is_floating_point() or targets.is_complex():
+            raise LabelError(
+                "The targets are not class indices.",
+                expected="integers (torch.long)",
+                got=str(targets.dtype),
+                fix='Convert with targets.long(), or use likelihood="regression" if they are real numbers',
+            )
+        if targets.shape != rows:
+            raise LabelError(
+                "The targets do not have the shape of the outputs without their classes.",
+                expected=shape_text(rows),
+                got=shape_text(targets.shape),
+                fix="Drop the extra axis, e.g. targets.squeeze(-1), or set output_axis if the classes lie elsewhere",
+            )
+        labels = targets.long()
+        wrong = ((labels < 0) | (labels >= n_classes)) & (labels != self.ignore_index)
+        if bool(wrong.any()):
+            raise LabelError(
+                "There are class indices out of range.",
+                expected=f"0 … {n_classes - 1}, or ignore_index = {self.ignore_index}",
+                got=f"{int(labels[wrong][0])} ({int(wrong.sum())} of {labels.numel()} are out of range)",
+                fix="Count classes from 0, and give the network one output for each",
+            )
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch; ignored rows get class 0 and weight 0."""
+        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        labels = targets.reshape(-1).long()
+        kept = labels != self.ignore_index
+        return flat, torch.where(kept, labels, torch.zeros_like(labels)), kept.to(flat.dtype)
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log softmax(f)_y``, ``[N]``."""
+        return widen(outputs).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``p - e_y``, ``[N, C]``."""
+        p, complement = _probabilities(outputs)
+        index = targets.unsqueeze(-1)
+        return p.scatter(-1, index, -complement.gather(-1, index))
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag p - p pᵀ``, ``[N, C, C]``."""
+        p, complement = _probabilities(outputs)
+        return _with_diagonal(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement)
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag √p - p √pᵀ``, ``[N, C, C]``."""
+        p, complement = _probabilities(outputs)
+        root = p.sqrt()
+        return _with_diagonal(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement)
+
+    def distribution(self, outputs: Tensor) -> CategoricalDistribution:
+        """A categorical distribution with batch shape ``[...]``."""
+        return CategoricalDistribution(logits=widen(outputs), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Class indices ``[...]``."""
+        return sampling.categorical(widen(outputs).softmax(-1), generator=generator)
+
+    def mixture(self, outputs: Tensor) -> CategoricalDistribution:
+        """The categorical distribution of the average probabilities."""
+        log_probabilities = widen(outputs).log_softmax(-1)
+        return CategoricalDistribution(logits=log_probabilities.logsumexp(0), validate_args=False)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"probit"`` (needs variances only) or ``"bridge"`` (needs the full covariance)."""
+        if link == "probit":
+            logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
+        elif link == "bridge":
+            logits = _bridge_log_concentration(mean, covariance)
+        else:
+            raise unknown_link(self, link)
+        p = logits.softmax(-1)
+        return Marginal(p, p * (1 - p), CategoricalDistribution(logits=logits, validate_args=False))
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "categorical", "ignore_index": …, "output_axis": …}``."""
+        return {"name": "categorical", "ignore_index": self.ignore_index, "output_axis": self.output_axis}
+
+
+def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """``p`` and ``1 - p``, the latter without cancellation also where the network is all but certain."""
+    p = widen(outputs).softmax(-1)
+    top = p.argmax(-1, keepdim=True)
+    return p, (1 - p).scatter(-1, top, p.scatter(-1, top, 0.0).sum(-1, keepdim=True))
+
+
+def _with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:
+    return torch.diagonal_scatter(matrix, diagonal, dim1=-2, dim2=-1)
+
+
+def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Logarithm of the Dirichlet's parameters ``[..., C]``.
+
+    ``α_k = (1 - 2/C + exp(m_k)/C² Σ_l exp(-m_l)) / V_kk`` after conditioning the Gaussian on ``Σ_k f_k = 0``, the
+    direction that softmax does not see.
+    """
+    if not is_full(mean, covariance):
+        raise ConfigurationError(
+            "The Laplace bridge needs the covariances of the outputs.",
+            expected=shape_text((*mean.shape, mean.shape[-1])),
+            got=f"variances only, {shape_text(covariance.shape)}",
+            fix='Ask for the full functional covariance, or use link="probit"',
+        )
+    n_classes = mean.shape[-1]
+    row_sum = covariance.sum(-1)
+    total = row_sum.sum(-1, keepdim=True)
+    # A covariance that already leaves the sum fixed has total = 0 up to rounding, and nothing to condition on.
+    rounding = torch.finfo(mean.dtype).eps * n_classes * covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    free = total > rounding
+    gain = torch.where(free, row_sum / torch.where(free, total, torch.ones_like(total)), torch.zeros_like(row_sum))
+    centred = mean - gain * mean.sum(-1, keepdim=True)
+    variance = covariance.diagonal(dim1=-2, dim2=-1) - gain * row_sum
+    variance = variance.clamp_min(torch.finfo(mean.dtype).tiny)
+    growth = centred - 2 * math.log(n_classes) + (-centred).logsumexp(-1, keepdim=True)
+    if n_classes > 2:
+        growth = torch.logaddexp(growth, torch.full_like(growth, math.log(1 - 2 / n_classes)))
+    return growth - variance.log()

@@ -1,0 +1,329 @@
+"""Real numbers with Gaussian noise: of one known level, or of a level that the network predicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, MixtureSameFamily, MultivariateNormal, Normal
+
+from laplace_plus.errors import ConfigurationError, LabelError, OutputError
+from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link
+from laplace_plus.likelihoods.checks import (
+    align_targets,
+    check_outputs,
+    check_tensor,
+    shape_text,
+    widen,
+)
+from laplace_plus.likelihoods.normal import is_full, noisy_normal, variance_of
+from laplace_plus.likelihoods.sampling import standard_normal
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+@final
+class Gaussian(Likelihood):
+    """``p(y | f) = N(f, σ²)``, independent over the ``C`` outputs of a row.
+
+    Curvature, gradients and sampled targets are those at unit noise; :meth:`curvature_weights` gives the ``1/σ²``.
+
+    Args:
+        noise_std: ``σ``: one number for all outputs, or one for each, ``[C]``.
+        output_axis: Where the outputs lie in what the network returns, and their targets likewise.
+
+    Raises:
+        ConfigurationError: If ``σ`` is not positive and finite.
+
+    Example:
+        >>> Gaussian(noise_std=0.5).curvature_weights()
+        tensor([4.], dtype=torch.float64)
+    """
+
+    links = ("exact", "mc")
+    couples_outputs = False
+
+    def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1):
+        self._noise_std = _checked_noise(noise_std).detach().clone()
+        self.output_axis = output_axis
+
+    def __repr__(self) -> str:
+        axis = "" if self.output_axis == -1 else f", output_axis={self.output_axis}"
+        return f"Gaussian(noise_std={self._noise_std.tolist()}{axis})"
+
+    # Noise -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def noise_std(self) -> Tensor:
+        """``σ``, 0-d or ``[C]``, ``float64``."""
+        return self._noise_std
+
+    @property
+    def n_noise(self) -> int:
+        """1, or ``C`` for one noise level per output."""
+        return self._noise_std.numel()
+
+    def with_noise(self, noise_std: float | Tensor) -> Gaussian:
+        """The same likelihood with another noise, of one level or ``[C]``."""
+        return Gaussian(noise_std, output_axis=self.output_axis)
+
+    def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
+        """``1/σ²``, ``[K]`` ``float64``, differentiable in ``noise_std``."""
+        return self._groups(noise_std) ** -2
+
+    def output_groups(self, n_directions: int) -> Tensor:
+        """Zeros for one noise level, ``0 … C-1`` for one per output."""
+        if self.n_noise == 1:
+            return torch.zeros(n_directions, dtype=torch.long)
+        return torch.arange(n_directions)
+
+    def _groups(self, noise_std: float | Tensor | None) -> Tensor:
+        """The noise ``[K]``; one level stands for all groups."""
+        noise = self._noise_std if noise_std is None else _checked_noise(noise_std)
+        if noise.numel() not in (1, self.n_noise):
+            raise ConfigurationError(
+                "The noise does not fit the likelihood's.",
+                expected=f"{self.n_noise} standard deviation(s), or one",
+                got=shape_text(noise.shape),
+                fix="Fit with Gaussian(noise_std=torch.ones(C)) for one noise level per output",
+            )
+        return noise.reshape(-1).expand(self.n_noise)
+
+    def _noise_for(self, outputs: Tensor) -> Tensor:
+        """The noise in the dtype and device of ``outputs [..., C]``, broadcastable to them."""
+        return self._noise_std.to(outputs)
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse anything but finite floating targets of the outputs' shape."""
+        check_outputs(outputs)
+        if self.n_noise > 1 and self.n_noise != outputs.shape[-1]:
+            raise OutputError(
+                "There is not one noise level for every output.",
+                expected=f"{self.n_noise} outputs",
+                got=f"C = {outputs.shape[-1]}",
+                fix="Give noise_std one entry per output, or one number for all",
+            )
+        _check_real_targets(outputs, targets, outputs.shape[-1], self.output_axis)
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch to targets ``[N, C]``."""
+        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        return flat, aligned.reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+
+    def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[SSE_1 … SSE_K, count_1 … count_K]``: squared errors and how many, for every noise group."""
+        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        errors = (outputs.double() - aligned.double()).square().reshape(-1, outputs.shape[-1])
+        if self.n_noise == 1:
+            errors = errors.reshape(-1, 1)
+        return torch.cat([errors.sum(0), torch.full_like(errors[:1].sum(0), len(errors))])
+
+    def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
+        """``Σ_k -½ SSE_k / σ_k² - count_k (log σ_k + ½ log 2π)``, differentiable in ``noise_std``."""
+        errors, count = statistics.double().chunk(2)
+        noise = self._groups(noise_std).to(statistics.device)
+        return (-0.5 * errors / noise**2 - count * (noise.log() + 0.5 * LOG_2PI)).sum()
+
+    # Densities -------------------------------------------------------------------------------------------------------
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_c log N(y_c | f_c, σ_c²)``, ``[N]``."""
+        outputs = widen(outputs)
+        noise = self._noise_for(outputs).expand_as(outputs)
+        return (-0.5 * ((outputs - targets) / noise).square() - noise.log() - 0.5 * LOG_2PI).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``f - y`` (unit noise), ``[N, C]``."""
+        return widen(outputs) - targets
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The identity (unit noise), ``[N, C, C]``."""
+        outputs = widen(outputs)
+        identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+        return identity.expand(*outputs.shape, -1)
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The identity (unit noise), ``[N, C, C]``."""
+        return self.output_hessian(outputs, targets)
+
+    def distribution(self, outputs: Tensor) -> Normal:
+        """Normal distributions with batch shape ``[..., C]``."""
+        outputs = widen(outputs)
+        return Normal(outputs, self._noise_for(outputs).expand_as(outputs), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """``f + σ ε``, ``[..., C]``."""
+        outputs = widen(outputs)
+        noise = standard_normal(outputs.shape, like=outputs, generator=generator)
+        return outputs + self._noise_for(outputs) * noise
+
+    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """``f + ε`` (unit noise), ``[..., C]``."""
+        outputs = widen(outputs)
+        return outputs + standard_normal(outputs.shape, like=outputs, generator=generator)
+
+    # Predictive ------------------------------------------------------------------------------------------------------
+
+    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
+        """A mixture of normals for every output by itself."""
+        outputs = widen(outputs)
+        return normal_mixture(outputs, self._noise_for(outputs).expand_as(outputs))
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: ``N(m, V + σ²)``."""
+        if link != "exact":
+            raise unknown_link(self, link)
+        noise_variance = self._noise_for(mean).square().expand_as(mean)
+        distribution, together, information = noisy_normal(mean, covariance, noise_variance)
+        variance = variance_of(mean, covariance)
+        return Marginal(mean, variance + noise_variance, distribution, variance, noise_variance, together, information)
+
+    def predict_joint(self, mean: Tensor, covariance: Tensor) -> MultivariateNormal:
+        """``N(m, V + σ²)`` of all ``N C`` numbers."""
+        noise_variance = self._noise_for(mean).square().expand_as(mean).reshape(-1)
+        marginal, together, _ = noisy_normal(mean.reshape(-1), covariance, noise_variance)
+        if together is None:  # one number
+            return MultivariateNormal(marginal.mean, scale_tril=marginal.stddev.unsqueeze(-1), validate_args=False)
+        return together
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "gaussian", "noise_std": …, "output_axis": …}``."""
+        return {"name": "gaussian", "noise_std": self._noise_std.tolist(), "output_axis": self.output_axis}
+
+
+@final
+@dataclass(frozen=True)
+class HeteroscedasticGaussian(Likelihood):
+    """``p(y | m, l) = N(m, exp l)`` with outputs ``[m_1 … m_D, l_1 … l_D]``: ``D`` means, then ``D`` log-variances.
+
+    The Hessian of ``-log p`` is indefinite where a target lies close to its mean, so the curvature here is its
+    expectation over targets, the Fisher information ``diag(exp(-l), ½)``: :meth:`output_hessian` and
+    :meth:`output_root` both give that.
+
+    Args:
+        output_axis: Where the outputs lie in what the network returns, and their targets likewise.
+
+    Example:
+        >>> HeteroscedasticGaussian().output_hessian(torch.zeros(1, 2), torch.zeros(1, 1))
+        tensor([[[1.0000, 0.0000],
+                 [0.0000, 0.5000]]])
+    """
+
+    output_axis: int = -1
+    links = ("exact", "mc")
+
+    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse an odd number of outputs, and anything but finite floating targets ``[B, *, D]``."""
+        check_outputs(outputs)
+        if outputs.shape[-1] % 2:
+            raise OutputError(
+                "There is not one log-variance for every mean.",
+                expected="an even number of outputs: D means, then D log-variances",
+                got=f"C = {outputs.shape[-1]}",
+                fix='Give the network 2 D outputs, or use likelihood="regression" for noise of one level',
+            )
+        _check_real_targets(outputs, targets, outputs.shape[-1] // 2, self.output_axis)
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch to outputs ``[N, 2 D]`` and targets ``[N, D]``."""
+        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        size = outputs.shape[-1] // 2
+        aligned = align_targets(outputs, targets, size=size, output_axis=self.output_axis)
+        return flat, aligned.reshape(-1, size).to(flat.dtype), torch.ones_like(flat[:, 0])
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
+        mean, log_variance = widen(outputs).chunk(2, -1)
+        return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[(m - y) exp(-l), ½ - ½ (y - m)² exp(-l)]``, ``[N, 2 D]``."""
+        mean, log_variance = widen(outputs).chunk(2, -1)
+        scaled = (mean - targets) * (-log_variance).exp()
+        return torch.cat([scaled, 0.5 - 0.5 * scaled * (mean - targets)], -1)
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The expected information ``diag(exp(-l), ½)``, ``[N, 2 D, 2 D]``."""
+        _, log_variance = widen(outputs).chunk(2, -1)
+        return torch.diag_embed(torch.cat([(-log_variance).exp(), torch.full_like(log_variance, 0.5)], -1))
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag(exp(-l/2), √½)``, ``[N, 2 D, 2 D]``."""
+        _, log_variance = widen(outputs).chunk(2, -1)
+        half = torch.full_like(log_variance, math.sqrt(0.5))
+        return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), half], -1))
+
+    def distribution(self, outputs: Tensor) -> Normal:
+        """Normal distributions with batch shape ``[..., D]``."""
+        mean, log_variance = widen(outputs).chunk(2, -1)
+        return Normal(mean, (0.5 * log_variance).exp(), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """``m + exp(l/2) ε``, ``[..., D]``."""
+        mean, log_variance = widen(outputs).chunk(2, -1)
+        return mean + (0.5 * log_variance).exp() * standard_normal(mean.shape, like=mean, generator=generator)
+
+    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
+        """A mixture of normals for every target entry by itself."""
+        mean, log_variance = widen(outputs).chunk(2, -1)
+        return normal_mixture(mean, (0.5 * log_variance).exp())
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: the exact mean ``m`` and variance ``V_m + exp(l + V_l / 2)``, as those of a normal."""
+        if link != "exact":
+            raise unknown_link(self, link)
+        size = mean.shape[-1] // 2
+        variance = variance_of(mean, covariance)
+        aleatoric = (mean[..., size:] + 0.5 * variance[..., size:]).exp()
+        block = covariance[..., :size, :size] if is_full(mean, covariance) else covariance[..., :size]
+        centre, epistemic = mean[..., :size], variance[..., :size]
+        distribution, together, _ = noisy_normal(centre, block, aleatoric)
+        return Marginal(centre, epistemic + aleatoric, distribution, epistemic, aleatoric, together)
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "heteroscedastic_gaussian", "output_axis": …}``."""
+        return {"name": "heteroscedastic_gaussian", "output_axis": self.output_axis}
+
+
+def normal_mixture(means: Tensor, deviations: Tensor) -> MixtureSameFamily:
+    """Equal mixtures of ``S`` normals, ``[S, ..., C]``, for every entry ``[..., C]`` by itself."""
+    components: Distribution = Normal(means.movedim(0, -1), deviations.movedim(0, -1), validate_args=False)
+    return uniform_mixture(components, like=means)
+
+
+def _checked_noise(noise_std: float | Tensor) -> Tensor:
+    noise = torch.as_tensor(noise_std, dtype=torch.float64)
+    if noise.dim() > 1 or noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
+        raise ConfigurationError(
+            "The noise is not a standard deviation.",
+            expected="a positive finite number, or [C] of them",
+            got=f"{noise_std}",
+            fix="Pass noise_std > 0",
+        )
+    return noise
+
+
+def _check_real_targets(outputs: Tensor, targets: Tensor, size: int, output_axis: int) -> None:
+    check_tensor(targets)
+    if not targets.is_floating_point():
+        raise LabelError(
+            "The targets are not real numbers.",
+            expected="floating targets",
+            got=str(targets.dtype),
+            fix='Convert with targets.float() for regression, or use likelihood="classification" for class indices',
+        )
+    aligned = align_targets(outputs, targets, size=size, output_axis=output_axis)
+    finite = torch.isfinite(aligned)
+    if not bool(finite.all()):
+        raise LabelError(
+            "The targets hold NaN or infinity.",
+            expected="finite numbers",
+            got=f"{int((~finite).sum())} of {aligned.numel()} entries that are not",
+            fix="Drop or impute missing targets",
+        )

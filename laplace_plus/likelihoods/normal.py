@@ -1,0 +1,124 @@
+"""The few facts about multivariate normals that likelihoods and predictive distributions share.
+
+A *functional covariance* is either full, ``[..., C, C]``, or variance-only, ``[..., C]``: the shape of the mean.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal, Normal
+
+from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
+from laplace_plus.likelihoods.checks import shape_text
+from laplace_plus.likelihoods.sampling import standard_normal
+
+
+def is_full(mean: Tensor, covariance: Tensor) -> bool:
+    """Whether ``covariance`` is ``[..., C, C]`` (``True``) or the variances ``[..., C]`` alone (``False``).
+
+    Raises:
+        ConfigurationError: If it is neither.
+    """
+    if covariance.shape == (*mean.shape, mean.shape[-1]):
+        return True
+    if covariance.shape == mean.shape:
+        return False
+    raise ConfigurationError(
+        "The covariance does not fit the mean.",
+        expected=f"{shape_text((*mean.shape, mean.shape[-1]))} or {shape_text(mean.shape)}",
+        got=shape_text(covariance.shape),
+        fix="Pass joint=True if it is the covariance across inputs",
+    )
+
+
+def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The variances ``[..., C]``, with what rounding made negative set to zero."""
+    variance = covariance.diagonal(dim1=-2, dim2=-1) if is_full(mean, covariance) else covariance
+    return variance.clamp_min(0.0)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """A lower-triangular ``L`` with ``L Lᵀ = matrix`` for positive *semi*-definite matrices, batched.
+
+    A multiple of the identity is added, in proportion to the largest diagonal entry: ``n`` roundings to begin with, and
+    tenfold until the factorisation succeeds, for those matrices of the batch that need it. Cholesky rather than an
+    eigendecomposition because its derivative exists when eigenvalues coincide. A matrix of zeros has the root zero.
+
+    Args:
+        matrix: ``[..., n, n]``.
+
+    Raises:
+        NotPositiveDefiniteError: If a matrix is indefinite by more than rounding.
+    """
+    size = matrix.shape[-1]
+    eps = torch.finfo(matrix.dtype).eps
+    identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    scale = matrix.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    positive = scale > 0
+    symmetric = torch.where(positive, (matrix + matrix.mT) / 2, identity)
+    scale = torch.where(positive, scale, torch.ones_like(scale))
+    level = torch.full_like(scale, size * eps)
+    limit = max(eps**0.5, 10 * size * eps)
+    while True:
+        factor, info = torch.linalg.cholesky_ex(symmetric + level * scale * identity)
+        failed = (info > 0)[..., None, None]
+        if not bool(failed.any()):
+            return torch.where(positive, factor, torch.zeros_like(factor))
+        level = torch.where(failed, 10 * level, level)
+        if bool((level > limit).any()):
+            raise NotPositiveDefiniteError(
+                "A covariance is indefinite.",
+                expected="a positive semi-definite matrix",
+                got=f"an eigenvalue of {float(torch.linalg.eigvalsh(symmetric.detach()).min()):.3g} with a largest "
+                f"variance of {float(scale.max()):.3g}",
+                fix="Use a larger prior precision, a positive semi-definite curvature (GGN) or float64",
+            )
+
+
+def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator | None) -> Tensor:
+    """Samples of ``N(mean, covariance)``, independent over the leading dimensions; differentiable in both.
+
+    Args:
+        mean: ``[..., C]``.
+        covariance: ``[..., C, C]``, or variances ``[..., C]`` of independent entries.
+        n: Number of samples.
+        generator: Source of randomness, on any device.
+
+    Returns:
+        ``[n, ..., C]``.
+    """
+    noise = standard_normal((n, *mean.shape), like=mean, generator=generator)
+    if is_full(mean, covariance):
+        return mean + (cholesky(covariance) @ noise.unsqueeze(-1)).squeeze(-1)
+    positive = covariance > 0  # the square root has no derivative at zero
+    deviation = torch.where(positive, covariance, torch.ones_like(covariance)).sqrt()
+    return mean + torch.where(positive, deviation, torch.zeros_like(deviation)) * noise
+
+
+def noisy_normal(
+    mean: Tensor, covariance: Tensor, noise_variance: Tensor
+) -> tuple[Normal, MultivariateNormal | None, Tensor]:
+    """``N(mean, covariance + diag(noise_variance))`` and what the noisy observation says about the noiseless one.
+
+    Args:
+        mean: ``[..., C]``.
+        covariance: ``[..., C, C]`` or ``[..., C]``.
+        noise_variance: Positive, broadcastable to ``[..., C]``.
+
+    Returns:
+        The marginal of every entry; the distribution of the ``C`` entries together, or ``None`` where they are
+        independent; and the mutual information ``½ log det(I + D⁻¹ covariance D⁻¹)``, ``D² = diag(noise_variance)``,
+        in nats ``[...]``.
+    """
+    variance = variance_of(mean, covariance)
+    noise_variance = noise_variance.expand_as(variance)
+    marginal = Normal(mean, (variance + noise_variance).sqrt(), validate_args=False)
+    if mean.shape[-1] == 1 or not is_full(mean, covariance):
+        return marginal, None, 0.5 * torch.log1p(variance / noise_variance).sum(-1)
+    deviation = noise_variance.sqrt()
+    # In units of the noise the matrix is at least the identity, however small the noise is.
+    identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+    root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
+    together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
+    return marginal, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0)

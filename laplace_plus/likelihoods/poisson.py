@@ -1,0 +1,112 @@
+"""Counts, with the logarithm of the rate as output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributions import MixtureSameFamily, NegativeBinomial
+from torch.distributions import Poisson as PoissonDistribution
+
+from laplace_plus.errors import LabelError
+from laplace_plus.likelihoods import sampling
+from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link
+from laplace_plus.likelihoods.checks import align_targets, check_outputs, check_tensor, widen
+from laplace_plus.likelihoods.normal import variance_of
+
+
+@final
+@dataclass(frozen=True)
+class Poisson(Likelihood):
+    """``p(y | f) = Poisson(exp f)``, independent over the ``C`` outputs of a row.
+
+    Targets are counts (integer or whole floating numbers) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
+
+    Args:
+        output_axis: Where the log-rates lie in what the network returns, and their targets likewise.
+
+    Example:
+        >>> Poisson().log_density(torch.zeros(1, 1), torch.tensor([[0.0]]))
+        tensor([-1.])
+    """
+
+    output_axis: int = -1
+    links = ("exact", "mc")
+    couples_outputs = False
+
+    def validate(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse anything but counts of the outputs' shape."""
+        check_outputs(outputs)
+        check_tensor(targets)
+        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        counts = aligned.double()
+        wrong = ~((counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts))
+        if bool(wrong.any()):
+            raise LabelError(
+                "There are targets that are no counts.",
+                expected="whole numbers, 0 or more",
+                got=f"{aligned[wrong][0].item()} ({int(wrong.sum())} of {aligned.numel()} are not)",
+                fix='Use likelihood="regression" for real numbers',
+            )
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch; targets become floating ``[N, C]``."""
+        flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        return flat, aligned.reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
+        outputs = widen(outputs)
+        return (targets * outputs - outputs.exp() - torch.lgamma(targets + 1)).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``exp f - y``, ``[N, C]``."""
+        return widen(outputs).exp() - targets
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag exp f``, ``[N, C, C]``."""
+        return torch.diag_embed(widen(outputs).exp())
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag exp(f/2)``, ``[N, C, C]``."""
+        return torch.diag_embed((0.5 * widen(outputs)).exp())
+
+    def distribution(self, outputs: Tensor) -> PoissonDistribution:
+        """Poisson distributions with batch shape ``[..., C]``."""
+        return PoissonDistribution(widen(outputs).exp(), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Counts ``[..., C]``, floating."""
+        return sampling.poisson(widen(outputs).exp(), generator=generator)
+
+    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
+        """A mixture of Poisson distributions for every output by itself."""
+        outputs = widen(outputs)
+        components = PoissonDistribution(outputs.exp().movedim(0, -1), validate_args=False)
+        return uniform_mixture(components, like=outputs)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: the exact moments of a log-normal rate, ``E[y] = exp(m + v/2)`` and so on.
+
+        The log-normal mixture of Poisson distributions has no closed density; ``distribution`` is the negative binomial
+        (a gamma mixture) of the same mean and variance, in ``float64``, because its log-density is a difference of
+        large numbers where ``v`` is small.
+        """
+        if link != "exact":
+            raise unknown_link(self, link)
+        variance = variance_of(mean, covariance)
+        rate = (mean + 0.5 * variance).exp()
+        spread = variance.expm1()  # relative variance of the rate
+        # The dispersion's floor changes the distribution's variance by at most 1e-6 of the squared mean.
+        dispersion = spread.double().clamp_min(1e-6)
+        log_odds = mean.double() + 0.5 * variance.double() + dispersion.log()
+        distribution = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
+        epistemic = spread * rate.square()
+        return Marginal(rate, epistemic + rate, distribution, epistemic, rate)
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "poisson", "output_axis": …}``."""
+        return {"name": "poisson", "output_axis": self.output_axis}

@@ -1,0 +1,117 @@
+"""From a name, a description or a function to a likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.likelihoods.base import Likelihood
+from laplace_plus.likelihoods.bernoulli import Bernoulli
+from laplace_plus.likelihoods.categorical import Categorical
+from laplace_plus.likelihoods.density import LogDensity
+from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from laplace_plus.likelihoods.poisson import Poisson
+
+_SHORTHANDS: dict[str, Callable[[], Likelihood]] = {
+    "classification": Categorical,
+    "regression": Gaussian,
+    "binary": Bernoulli,
+}
+_BY_NAME: dict[str, Callable[..., Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+    "heteroscedastic_gaussian": HeteroscedasticGaussian,
+    "poisson": Poisson,
+}
+
+
+def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
+    """The likelihood that an argument stands for.
+
+    Args:
+        likelihood: ``"classification"``, ``"regression"`` or ``"binary"``; a :class:`Likelihood`; or a log-density
+            ``(outputs [N, C], targets) -> [N]``.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+
+    Example:
+        >>> resolve_likelihood("regression")
+        Gaussian(noise_std=1.0)
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str):
+        factory = _SHORTHANDS.get(likelihood) or _BY_NAME.get(likelihood)
+        if factory is not None:
+            return factory()
+    elif isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+        raise ConfigurationError(
+            "The likelihood is a class.",
+            expected="an instance",
+            got=likelihood.__name__,
+            fix=f"Pass {likelihood.__name__}()",
+        )
+    elif isinstance(likelihood, torch.nn.Module):
+        raise ConfigurationError(
+            "The likelihood is a loss module.",
+            expected="a name, a Likelihood or a log-density (outputs, targets) -> [N]",
+            got=type(likelihood).__name__,
+            fix='Use the likelihood that the loss belongs to: "classification" for CrossEntropyLoss, "binary" for '
+            'BCEWithLogitsLoss, "regression" for MSELoss',
+        )
+    elif callable(likelihood) and not isinstance(likelihood, type):
+        return LogDensity(likelihood)
+    raise ConfigurationError(
+        "There is no such likelihood.",
+        expected=", ".join(repr(name) for name in (*_SHORTHANDS, *_BY_NAME)) + ", a Likelihood or a log-density",
+        got=repr(likelihood),
+        fix="Choose one of these",
+    )
+
+
+def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
+    """Rebuild a likelihood from its :meth:`Likelihood.config`.
+
+    Args:
+        config: What ``config()`` returned, also after a round trip through JSON.
+
+    Raises:
+        ConfigurationError: If it describes a likelihood of the user's own, which only code can rebuild, or none at all.
+
+    Example:
+        >>> likelihood_from_config(Categorical(ignore_index=255).config())
+        Categorical(ignore_index=255, output_axis=-1)
+    """
+    options = dict(config)
+    name = options.pop("name", None)
+    if name == "custom":
+        raise ConfigurationError(
+            "A likelihood of one's own cannot be rebuilt from its description.",
+            expected="one of " + ", ".join(repr(known) for known in _BY_NAME),
+            got=f"{options.get('class')}",
+            fix="Pass the likelihood itself",
+        )
+    if name not in _BY_NAME:
+        raise ConfigurationError(
+            "There is no such likelihood.",
+            expected="one of " + ", ".join(repr(known) for known in _BY_NAME),
+            got=repr(name),
+            fix="Use a description that config() returned",
+        )
+    if isinstance(options.get("noise_std"), list):
+        options["noise_std"] = torch.tensor(options["noise_std"], dtype=torch.float64)
+    try:
+        return _BY_NAME[name](**options)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"The description of the likelihood {name!r} is damaged.",
+            expected="the options that config() returned",
+            got=f"{sorted(options)}",
+            fix="Use a description that config() returned",
+        ) from error

@@ -1,0 +1,345 @@
+"""How good predictions and their uncertainties are: proper scores, calibration, and out-of-distribution detection.
+
+All scores are 0-dimensional tensors and *means* over the data, unlike the sums that fitting works with. They are
+computed in the dtype of the predictions, but at least in float32. Densities and probabilities are scored in nats.
+
+Classification takes probabilities ``[N, C]`` and integer targets ``[N]``; the probabilities of a binary problem are two
+columns, ``torch.stack([1 - p, p], dim=-1)``, and ignored tokens are removed beforehand. Regression takes means,
+variances (of the observation, noise included) and targets of one shape, ``[N]`` or ``[N, C]``, and scores every scalar
+by itself.
+
+References:
+    Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 2007.
+    Guo, Pleiss, Sun and Weinberger, "On calibration of modern neural networks", ICML 2017.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
+from torchmetrics.functional.regression import mean_squared_error
+
+from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
+
+# -- classification ---------------------------------------------------------------------------------------------------
+
+
+def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """Computes the fraction of the data whose most probable class is the target.
+
+    Args:
+        probabilities: ``[N, C]``.
+        targets: Integers, ``[N]``.
+
+    Returns:
+        A number in ``[0, 1]``.
+
+    Raises:
+        ConfigurationError: If the probabilities are none.
+        LabelError: If the targets are no classes of theirs.
+
+    Example:
+        >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+        tensor(0.5000)
+    """
+    probabilities, targets = _check_classification(probabilities, targets)
+    n_classes = probabilities.shape[1]
+    return multiclass_accuracy(probabilities, targets, num_classes=n_classes, average="micro", validate_args=False)
+
+
+def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """Computes ``-1/N sum_n log p_n[y_n]``, in nats.
+
+    It is infinite as soon as one target has probability zero; nothing is clamped, since that would hide it.
+
+    Args:
+        probabilities: ``[N, C]``.
+        targets: Integers, ``[N]``.
+
+    Returns:
+        A number of at least 0.
+
+    Raises:
+        ConfigurationError: If the probabilities are none.
+        LabelError: If the targets are no classes of theirs.
+    """
+    probabilities, targets = _check_classification(probabilities, targets)
+    return -probabilities.gather(1, targets[:, None]).log().mean()
+
+
+def brier_score(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """Computes ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
+
+    The sum runs over all classes, so that the score of a binary problem is twice the one of its single column.
+
+    Args:
+        probabilities: ``[N, C]``.
+        targets: Integers, ``[N]``.
+
+    Returns:
+        A number in ``[0, 2]``.
+
+    Raises:
+        ConfigurationError: If the probabilities are none.
+        LabelError: If the targets are no classes of theirs.
+    """
+    probabilities, targets = _check_classification(probabilities, targets)
+    one_hot = torch.nn.functional.one_hot(targets, probabilities.shape[1])
+    return (probabilities - one_hot).square().sum(dim=1).mean()
+
+
+class ReliabilityCurve(NamedTuple):
+    """What :func:`reliability_curve` found in each bin.
+
+    Attributes:
+        confidence: Mean probability of the predicted class, ``[n_bins]``; NaN in an empty bin.
+        accuracy: Fraction of right predictions, ``[n_bins]``; NaN in an empty bin.
+        counts: Number of predictions, integers, ``[n_bins]``.
+    """
+
+    confidence: Tensor
+    accuracy: Tensor
+    counts: Tensor
+
+
+def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> ReliabilityCurve:
+    """Compares confidence and accuracy in bins of equal width, as a reliability diagram shows them.
+
+    Bin ``m`` of ``M`` holds the predictions whose largest probability is in ``((m - 1)/M, m/M]`` (Guo et al., 2017), so
+    that full confidence belongs to the last one.
+
+    Args:
+        probabilities: ``[N, C]``.
+        targets: Integers, ``[N]``.
+        n_bins: The number ``M`` of bins.
+
+    Returns:
+        Confidence, accuracy and number of predictions of every bin.
+
+    Raises:
+        ConfigurationError: If the probabilities are none, or there is no bin.
+        LabelError: If the targets are no classes of theirs.
+    """
+    probabilities, targets = _check_classification(probabilities, targets)
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
+        raise ConfigurationError("The number of bins is wrong.", expected="an integer of at least 1", got=repr(n_bins))
+    confidence, predicted = probabilities.max(dim=1)
+    edges = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)
+    bins = torch.bucketize(confidence, edges[1:-1])
+    counts = torch.bincount(bins, minlength=n_bins)
+    total_confidence = torch.zeros_like(edges[1:]).index_add_(0, bins, confidence)
+    n_right = torch.bincount(bins[predicted == targets], minlength=n_bins)
+    return ReliabilityCurve(total_confidence / counts, n_right.to(edges) / counts, counts)
+
+
+def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> Tensor:
+    """Computes the mean distance of confidence and accuracy, ``sum_m n_m/N |accuracy_m - confidence_m|``.
+
+    It is read off the :func:`reliability_curve`, so that the two always agree. It differs from ``torchmetrics`` only
+    for predictions that lie exactly on the edge of a bin; there, a confidence of exactly 1 has a bin of its own.
+
+    Args:
+        probabilities: ``[N, C]``.
+        targets: Integers, ``[N]``.
+        n_bins: The number of bins; the error is a biased estimate that grows with it.
+
+    Returns:
+        A number in ``[0, 1]``.
+
+    Raises:
+        ConfigurationError: If the probabilities are none, or there is no bin.
+        LabelError: If the targets are no classes of theirs.
+    """
+    curve = reliability_curve(probabilities, targets, n_bins)
+    gaps = torch.where(curve.counts > 0, (curve.accuracy - curve.confidence).abs(), 0.0)
+    return (gaps * curve.counts).sum() / curve.counts.sum()
+
+
+def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+    """Computes the probability that an out-of-distribution input scores higher than one from the distribution.
+
+    Ties count one half. Only the order of the scores matters, so they may be on any scale: entropies, variances, ....
+
+    Args:
+        scores_in: Scores of inputs from the distribution, one each, ``[N]``.
+        scores_out: Scores of inputs from outside it, ``[M]``.
+
+    Returns:
+        A number in ``[0, 1]``: 1 if every outlier is found, 0.5 by chance.
+
+    Raises:
+        ConfigurationError: If the scores are not one number for each input.
+        EmptyDataError: If there are none of one kind.
+        NonFiniteError: If one is NaN.
+
+    Example:
+        >>> ood_auroc(torch.tensor([0.1, 0.2]), torch.tensor([3.0, 0.15]))
+        tensor(0.7500)
+    """
+    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
+        if scores.ndim != 1 or scores.is_complex():
+            raise ConfigurationError(f"{name} is wrong.", expected="real numbers [N]", got=_describe(scores))
+        if len(scores) == 0:
+            raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
+        if n_nan := int(scores.isnan().sum()):
+            raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
+    scores = torch.cat([scores_in.detach(), scores_out.detach()])
+    # Scores outside [0, 1] would be taken for logits and squashed, which makes ties of large ones; ranks stay apart.
+    _, ranks = scores.unique(return_inverse=True)
+    is_out = torch.arange(len(scores), device=scores.device) >= len(scores_in)
+    return binary_auroc(ranks.double() / ranks.max().clamp(min=1), is_out.long(), validate_args=False)
+
+
+# -- regression -------------------------------------------------------------------------------------------------------
+
+
+def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
+    """Computes ``sqrt(mean (mean - y)^2)``, in the units of the targets, over all entries.
+
+    Args:
+        mean: Predictive means, ``[N]`` or ``[N, C]``.
+        targets: Of the same shape.
+
+    Returns:
+        A number of at least 0.
+
+    Raises:
+        ConfigurationError: If the means are no floating-point numbers.
+        LabelError: If the targets are of another shape.
+    """
+    mean, targets = _check_regression(mean, targets)
+    return mean_squared_error(mean.flatten(), targets.flatten(), squared=False)
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+    """Computes the mean of ``(log(2 pi v) + (y - m)^2 / v) / 2``, in nats per scalar, over all entries.
+
+    Args:
+        mean: Predictive means ``m``, ``[N]`` or ``[N, C]``.
+        variance: Predictive variances ``v``, observation noise included, of the same shape.
+        targets: ``y``, of the same shape.
+
+    Returns:
+        A number of either sign.
+
+    Raises:
+        ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
+        LabelError: If the targets are of another shape.
+    """
+    mean, targets = _check_regression(mean, targets)
+    variance = _check_variance(variance, mean)
+    return 0.5 * (math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance).mean()
+
+
+def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+    r"""Computes the mean continuous ranked probability score of Gaussian predictions, in the units of the targets.
+
+    With ``s = sqrt(variance)`` and ``z = (y - mean) / s``, the score of one scalar is
+    ``s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi))`` (Gneiting and Raftery, 2007). It becomes the absolute error as
+    the variance goes to zero.
+
+    Args:
+        mean: Predictive means, ``[N]`` or ``[N, C]``.
+        variance: Predictive variances, observation noise included, of the same shape.
+        targets: Of the same shape.
+
+    Returns:
+        A number of at least 0; smaller is better.
+
+    Raises:
+        ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
+        LabelError: If the targets are of another shape.
+    """
+    mean, targets = _check_regression(mean, targets)
+    scale = _check_variance(variance, mean).sqrt()
+    z = (targets - mean) / scale
+    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+    return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if probabilities.ndim != 2 or probabilities.shape[1] < 2 or not probabilities.is_floating_point():
+        raise ConfigurationError(
+            "The probabilities are of the wrong kind.",
+            expected="floating-point numbers [N, C], C at least 2",
+            got=_describe(probabilities),
+            fix="flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)",
+        )
+    if targets.shape != probabilities.shape[:1] or targets.is_floating_point() or targets.is_complex():
+        raise LabelError(
+            "The targets do not fit the probabilities.",
+            expected=f"integers [{len(probabilities)}]",
+            got=_describe(targets),
+            fix="give one class for each row",
+        )
+    if len(targets) == 0:
+        raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")
+    targets = targets.long()
+    n_classes = probabilities.shape[1]
+    if targets.min() < 0 or targets.max() >= n_classes:
+        raise LabelError(
+            "A target is no class.",
+            expected=f"0 ... {n_classes - 1}",
+            got=f"{targets.min()} ... {targets.max()}",
+            fix="remove the rows of ignored targets first",
+        )
+    # A sum of C probabilities that were rounded one by one is off by about the precision of their dtype.
+    tolerance = max(1e-4, 4 * torch.finfo(probabilities.dtype).eps)
+    probabilities = _at_least_single(probabilities)
+    sums = probabilities.sum(dim=1)
+    # Written so that NaN fails too.
+    if not ((probabilities >= -tolerance).all() and ((sums - 1).abs() <= tolerance).all()):
+        raise ConfigurationError(
+            "The rows are no probability distributions.",
+            expected="numbers in [0, 1] that sum to 1",
+            got=f"numbers in [{probabilities.min():.4g}, {probabilities.max():.4g}], "
+            f"sums in [{sums.min():.4g}, {sums.max():.4g}]",
+            fix="give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)",
+        )
+    return probabilities.clamp(0, 1), targets
+
+
+def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if not mean.is_floating_point():
+        raise ConfigurationError("The means are wrong.", expected="floating-point numbers", got=_describe(mean))
+    if targets.shape != mean.shape or targets.is_complex():
+        # Broadcasting [N] against [N, 1] would compare every prediction with every target.
+        raise LabelError(
+            "The targets do not fit the means.",
+            expected=f"real numbers {list(mean.shape)}",
+            got=_describe(targets),
+            fix="bring both to one shape, e.g. targets.reshape(mean.shape)",
+        )
+    if mean.numel() == 0:
+        raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")
+    mean = _at_least_single(mean)
+    return mean, targets.to(mean.dtype)
+
+
+def _check_variance(variance: Tensor, mean: Tensor) -> Tensor:
+    if variance.shape != mean.shape or not variance.is_floating_point():
+        raise ConfigurationError(
+            "The variances do not fit the means.",
+            expected=f"floating-point numbers {list(mean.shape)}",
+            got=_describe(variance),
+            fix="give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)",
+        )
+    smallest = variance.min()
+    if not smallest > 0:  # so that NaN fails too
+        raise ConfigurationError("A variance is not positive.", expected="positive numbers", got=f"{smallest:.4g}")
+    return variance.to(mean.dtype)
+
+
+def _at_least_single(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,319 @@
+"""The trained module as a pure function ``f(θ, x)`` of its parameters and inputs.
+
+The user's model is never touched: it runs through ``torch.func.functional_call`` in evaluation mode, on detached views
+of its parameters and on copies of its buffers, and every mode is put back, also when the network fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from laplace_plus import batches
+from laplace_plus.errors import ConfigurationError, ModelChangedError, NonFiniteError, UnsupportedError
+from laplace_plus.selection import Selected, Selection, select
+
+
+class _ReferencePath(TorchFunctionMode):
+    """Keeps modules off their fused inference kernels, which have no derivatives.
+
+    Transformer modules look for exactly this: whether some function mode is active.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every submodule in evaluation mode, and afterwards in the mode (and with the RNN weight lists) it had.
+
+    ``training`` is set directly: a user's own ``train()`` may do more than that, e.g. merge adapter weights.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    # functional_call makes an RNN rebuild its list of flat weights, and leaves it holding the substituted ones.
+    flat = [
+        (module, dict(module.__dict__))
+        for module in model.modules()
+        if isinstance(module, nn.RNNBase)
+    ]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, attributes in flat:
+            for name in ("_flat_weights", "_flat_weight_refs"):
+                if name in attributes:
+                    module.__dict__[name] = attributes[name]
+
+
+class Network:
+    """A trained network, seen as a function of some of its parameters.
+
+    Args:
+        model: The trained module; it stays as it is.
+        parameters: Which parameters; see :mod:`laplace_plus.selection`.
+        arrange: Puts the network's raw output into the shape ``[B, *, C]``, usually a likelihood's ``arrange``.
+
+    Raises:
+        ConfigurationError: ``model`` is not an ``nn.Module``.
+        UnsupportedError: The module cannot run as a pure function (TorchScript), or an example's output depends on
+            the other examples of its batch (batch statistics in evaluation mode).
+        SelectionError: See :func:`laplace_plus.selection.select`.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Selection, arrange: Callable[[Any], Tensor]):
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(
+                "The model is not a module.", expected="a trained torch.nn.Module", got=type(model).__name__
+            )
+        # A compiled module hides its operations; what it wraps is the same function of the same parameters.
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        _refuse_unsuitable(self.model)
+        self.selection = parameters
+        self.arrange = arrange
+        self._select(None)
+        # What curvature.gradients learns about the network: the axis of each call that runs over examples, and where
+        # each block lies in the parameter vector.
+        self.example_axes: dict[str, Any] = {}
+        self.layouts: dict[str, Any] = {}
+        self._known: dict[str, tuple[int, tuple[float, float]]] = {}
+
+    def _select(self, last_layer: str | None) -> None:
+        self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
+
+    def select_last_layer(self, layer: str) -> None:
+        """Correct the ``"last_layer"`` selection, once execution order has shown which layer is last."""
+        self._select(layer)
+        self.example_axes.clear()
+        self.layouts.clear()
+
+    # -- the parameter vector ------------------------------------------------------------------------------------------
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the selected parameters, in the order in which they fill the parameter vector."""
+        return tuple(item.name for item in self.selected)
+
+    @property
+    def n_parameters(self) -> int:
+        """P, the number of selected entries."""
+        return sum(item.size for item in self.selected)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the modules that own selected parameters, in order; one precision each in a layer-wise prior."""
+        return tuple(dict.fromkeys(item.layer for item in self.selected))
+
+    def offsets(self) -> dict[str, int]:
+        """Where each selected parameter starts in the parameter vector."""
+        result, position = {}, 0
+        for item in self.selected:
+            result[item.name] = position
+            position += item.size
+        return result
+
+    def layer_index(self) -> Tensor:
+        """For each entry of the parameter vector, the number of its layer: ``[P]`` integers."""
+        number = {layer: i for i, layer in enumerate(self.layers)}
+        sizes = torch.tensor([item.size for item in self.selected])
+        return torch.repeat_interleave(torch.tensor([number[item.layer] for item in self.selected]), sizes)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Detached views of all parameters, selected or not."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def vector(self) -> Tensor:
+        """The selected entries as they are in the network, ``[P]``, in at least float32."""
+        parameters = self.parameters
+        pieces = [_masked(parameters[item.name].flatten(), item.mask) for item in self.selected]
+        return torch.cat([piece.to(self.dtype) for piece in pieces])
+
+    def substitute(self, vector: Tensor) -> dict[str, Tensor]:
+        """Parameter tensors with the selected entries taken from ``vector [P]``; differentiable."""
+        parameters, result = self.parameters, {}
+        for item, piece in zip(self.selected, vector.split([item.size for item in self.selected]), strict=True):
+            original = parameters[item.name]
+            piece = piece.to(original.dtype)
+            if item.mask is not None:
+                index = item.mask.to(original.device).nonzero().squeeze(-1)
+                piece = original.flatten().index_copy(0, index, piece)
+            result[item.name] = piece.view(item.shape)
+        return result
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that factorisations use: that of the selected parameters, at least float32."""
+        parameters = dict(self.model.named_parameters())
+        dtype = torch.float32
+        for item in self.selected:
+            dtype = torch.promote_types(dtype, parameters[item.name].dtype)
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first selected parameter lives; batches are moved there."""
+        return dict(self.model.named_parameters())[self.selected[0].name].device
+
+    def receive(self, inputs: Any) -> Any:
+        """Inputs moved to the network's device."""
+        return batches.to_device(inputs, self.device)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
+        """What the model returns, with some parameters substituted."""
+        arguments, keywords = batches.bind(self.model, inputs)
+        # Buffers are handed over as copies: some modules write to them even in evaluation mode.
+        state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        state |= self.parameters | dict(parameters or {})
+        with evaluation_mode(self.model):
+            return functional_call(self.model, state, arguments, keywords)
+
+    def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
+        with _ReferencePath():
+            return self.arrange(batches.output_tensor(self.raw(inputs, parameters)))
+
+    def forward(self, inputs: Any) -> Tensor:
+        """Outputs ``[B, *, C]`` without derivatives."""
+        with torch.no_grad():
+            return self.arrange(batches.output_tensor(self.raw(inputs)))
+
+    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
+        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
+
+        The general path for parameters whose use in the network no rule describes. It maps over examples where the
+        network's operations allow it and loops over them otherwise (recurrent layers).
+
+        Args:
+            inputs: A batch's inputs.
+            names: Parameters to differentiate in.
+            cotangents: ``[V, B, *, C]``.
+        """
+        leaves, rebuild = batches.flatten(inputs)
+        size = cotangents.shape[1]
+        mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
+        chosen = {name: self.parameters[name] for name in names}
+
+        def outputs(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
+            rows = iter(example)
+            full = [next(rows)[None] if use else leaf for leaf, use in zip(leaves, mapped, strict=True)]
+            return self(rebuild(full), parameters)[0]
+
+        examples = [leaf for leaf, use in zip(leaves, mapped, strict=True) if use]
+        try:
+
+            def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+                value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)
+                return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
+
+            over_examples = torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                return over_examples(chosen, examples, cotangents)
+        except (RuntimeError, NotImplementedError, ValueError):
+            # Operations without a batching rule; if the network itself is at fault, the loop raises its error.
+            return self._looped_gradients(chosen, examples, cotangents, outputs)
+
+    def _looped_gradients(
+        self,
+        chosen: dict[str, Tensor],
+        examples: list[Tensor],
+        cotangents: Tensor,
+        outputs: Callable[[dict[str, Tensor], list[Tensor]], Tensor],
+    ) -> dict[str, Tensor]:
+        n_directions, size = cotangents.shape[:2]
+        result = {name: p.new_zeros(n_directions, size, *p.shape) for name, p in chosen.items()}
+        for n in range(size):
+            with torch.enable_grad():
+                leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
+                value = outputs(leaves, [example[n] for example in examples])
+            for v in range(n_directions):
+                gradients = torch.autograd.grad(
+                    value, list(leaves.values()), cotangents[v, n].to(value.dtype), retain_graph=True, allow_unused=True
+                )
+                for name, gradient in zip(leaves, gradients, strict=True):
+                    if gradient is not None:
+                        result[name][v, n] = gradient
+        return result
+
+    # -- guards --------------------------------------------------------------------------------------------------------
+
+    def check_finite(self) -> None:
+        """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
+        for name, parameter in self.parameters.items():
+            if not torch.isfinite(parameter).all():
+                raise NonFiniteError(
+                    f"Parameter {name!r} is not finite.",
+                    expected="a trained network with finite weights",
+                    got=f"{int((~torch.isfinite(parameter)).sum())} NaN or Inf among {parameter.numel()} entries",
+                    fix="The training diverged; train again, e.g. with a smaller learning rate.",
+                )
+
+    def remember(self) -> None:
+        """Note the state of all weights, for :meth:`check_unchanged`."""
+        self._known = {
+            name: (parameter._version, _checksum(parameter)) for name, parameter in self.model.named_parameters()
+        }
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`ModelChangedError` if weights differ from those at the last :meth:`remember`.
+
+        In-place writes are noticed by the tensors' version counters, which costs nothing; only where one has moved are
+        checksums of the values compared.
+        """
+        for name, parameter in self.model.named_parameters():
+            version, checksum = self._known.get(name, (None, None))
+            if version is None or version == parameter._version:
+                continue
+            if checksum != _checksum(parameter):
+                raise ModelChangedError(
+                    f"Parameter {name!r} is no longer what the posterior was fitted on.",
+                    expected="the weights at the time of fit()",
+                    got="weights that were written to since, e.g. by further training",
+                    fix="Call fit() again after training, or give the posterior a copy of the model.",
+                )
+            self._known[name] = (parameter._version, checksum)
+
+
+def _checksum(parameter: Tensor) -> tuple[float, float]:
+    values = parameter.detach()
+    return values.sum(dtype=torch.float64).item(), values.abs().sum(dtype=torch.float64).item()
+
+
+def _masked(flat: Tensor, mask: Tensor | None) -> Tensor:
+    return flat if mask is None else flat[mask.to(flat.device)]
+
+
+def _refuse_unsuitable(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "A TorchScript module hides its operations.",
+            expected="a plain nn.Module",
+            got="a torch.jit.ScriptModule",
+            fix="Pass the module that was scripted.",
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+            raise ConfigurationError(
+                f"Lazy module {name!r} is not initialised.", fix="Run the model once on a batch before wrapping it."
+            )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise UnsupportedError(
+                f"Module {name!r} normalises by the statistics of the batch, so examples depend on each other.",
+                expected="batch normalisation with running statistics",
+                got="track_running_stats=False",
+                fix="Train with track_running_stats=True, or replace it by group or layer normalisation.",
+            )

@@ -1,0 +1,332 @@
+"""The abstract posterior: what every method gives and what it gets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus import io
+from laplace_plus.batches import Batch, iterate
+from laplace_plus.curvature import Backend, resolve_backend
+from laplace_plus.errors import ConfigurationError, NotFittedError
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.network import Network
+from laplace_plus.posteriors.registry import name_of
+from laplace_plus.predictive import Prediction, from_functional, from_samples
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
+from laplace_plus.priors import GaussianPrior
+from laplace_plus.selection import Selection
+
+Method = Literal["linearized", "sampled"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Which parameter is treated how; prints as a table.
+
+    Attributes:
+        title: One line about the posterior.
+        rows: For each parameter its name, number of selected entries, layer and treatment.
+    """
+
+    title: str
+    rows: tuple[tuple[str, int, str, str], ...]
+
+    def __str__(self) -> str:
+        table = [("parameter", "entries", "layer", "treatment")]
+        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+        return "\n".join([self.title, *lines])
+
+
+class Posterior(ABC):
+    """A posterior over (some of) the parameters of a trained network.
+
+    A subclass must give ``_fit`` and ``sample``; it may give ``functional_posterior`` where it knows better than Monte
+    Carlo, and ``_state``/``_restore`` to be saved. The network itself is never changed.
+
+    Args:
+        model: The trained ``nn.Module``.
+        likelihood: ``"classification"``, ``"regression"``, ``"binary"``, a :class:`~laplace_plus.Likelihood`, or a
+            callable ``(outputs, targets) -> log densities``.
+        parameters: ``"all"`` (everything that requires gradients), ``"last_layer"``, parameter or module names or
+            globs, a predicate ``(name, parameter) -> bool``, or a mask.
+        prior_precision: Inverse prior variance: a scalar, one for each layer, or one for each entry.
+        prior_mean: A scalar or one for each entry.
+        temperature: Divides the log-likelihood, and with it the curvature.
+        backend: ``"native"``, ``"backpack"``, ``"curvlinops"``, or an instance with options.
+
+    Raises:
+        ConfigurationError: An argument that is not of these kinds.
+        SelectionError: No such parameters.
+        UnsupportedError: A network that cannot be treated as a function of single examples.
+    """
+
+    default_method: Method = "linearized"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+    ):
+        self.likelihood: Likelihood = resolve_likelihood(likelihood)
+        self.network = Network(model, parameters, self.likelihood.arrange)
+        self.backend = resolve_backend(backend)
+        self._prior_precision = torch.as_tensor(prior_precision)
+        self._prior_mean = torch.as_tensor(prior_mean)
+        self._temperature = _positive(temperature, "temperature")
+        if not self._is_last_layer():  # a last layer is only certain once a batch has gone through the network
+            self.prior()
+        self.n_data = 0
+        self._vector: Tensor | None = None
+
+    # -- what a method gives -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
+        """One method's own work, from streamed batches; leaves everything as it was if it fails."""
+
+    @abstractmethod
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order."""
+
+    def functional_posterior(
+        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+    ) -> FunctionalPosterior:
+        """Mean and covariance of the linearised network's outputs.
+
+        Args:
+            x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
+            joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
+            outputs: None for all outputs, ``"diagonal"`` for variances only, or indices of some outputs.
+            differentiable: Whether gradients flow to ``x``.
+
+        Returns:
+            Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
+
+        Raises:
+            ConfigurationError: This method has no linearised posterior.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no linearised posterior.", expected='method="sampled"', got='method="linearized"'
+        )
+
+    def options(self) -> dict[str, Any]:
+        """The method's own constructor arguments, in JSON's terms."""
+        return {}
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What :meth:`save` stores besides the constructor's arguments."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be saved.")
+
+    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take up what :meth:`_state` returned."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be loaded.")
+
+    # -- what it gets --------------------------------------------------------------------------------------------------
+
+    def fit(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
+        """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
+
+        Args:
+            data: An iterable of batches: ``(x, y)`` tuples, nested tuples, or mappings with labels.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness, for methods that use any.
+
+        Raises:
+            EmptyDataError: No data came.
+            DataError: A batch of a form that cannot be used.
+            LabelError: Targets that do not fit the likelihood.
+            OutputError: Network outputs that do not fit it.
+            NonFiniteError: NaN or Inf in parameters or outputs.
+            UnsupportedError: A curvature that the backend cannot compute.
+        """
+        self.network.check_finite()
+        self._fit(data, update=False, progress=progress, generator=generator)
+        return self
+
+    def update(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
+        """Add data without forgetting; arguments and errors as for :meth:`fit`."""
+        if self._vector is None:
+            return self.fit(data, progress=progress, generator=generator)
+        self.network.check_unchanged()
+        self._fit(data, update=True, progress=progress, generator=generator)
+        return self
+
+    def predictive(
+        self,
+        x: Any,
+        *,
+        method: Method | None = None,
+        link: str | None = None,
+        n_samples: int = 100,
+        joint: bool = False,
+        generator: torch.Generator | None = None,
+        differentiable: bool = False,
+    ) -> Prediction:
+        """The posterior predictive distribution ``p(y | x, D)``.
+
+        Args:
+            x: A batch's inputs.
+            method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
+                suits the class.
+            link: How a Gaussian over outputs becomes a distribution of y: ``"probit"``, ``"mc"``, ``"bridge"`` for
+                classification; by default the likelihood's first.
+            n_samples: Number of samples where any are drawn.
+            joint: Whether inputs are treated jointly, with their cross-covariances.
+            generator: Source of randomness.
+            differentiable: Whether gradients flow to ``x`` (linearised only).
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An unknown method or link.
+            ModelChangedError: The network's weights have changed since the fit.
+        """
+        self._require_fit()
+        if n_samples < 1:
+            raise ConfigurationError("Too few samples.", expected="n_samples >= 1", got=str(n_samples))
+        chosen = self.default_method if method is None else method
+        if chosen == "linearized":
+            with torch.set_grad_enabled(differentiable):
+                mean, covariance = self.functional_posterior(x, joint=joint, differentiable=differentiable)
+                return from_functional(
+                    self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
+                )
+        if chosen != "sampled":
+            raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
+        if link not in (None, "mc") or differentiable:
+            raise ConfigurationError(
+                "Sampled networks need no link and pass no gradients to x.",
+                expected='link=None and differentiable=False with method="sampled"',
+                got=f"link={link!r}, differentiable={differentiable}",
+            )
+        with torch.no_grad():
+            return from_samples(self.likelihood, torch.stack(list(self._sampled_outputs(x, n_samples, generator))))
+
+    def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        x = self.network.receive(x)
+        # A few parameter vectors at a time: all of them may be many times the network's size.
+        step = max(1, min(n, 2**26 // max(1, self.network.n_parameters)))
+        for start in range(0, n, step):
+            for vector in self.sample(min(step, n - start), generator=generator):
+                yield self.network(x, self.network.substitute(vector))
+
+    def prior(self) -> GaussianPrior:
+        """The prior at the current precision."""
+        return GaussianPrior.create(self._prior_precision, self._prior_mean, self.network.layer_index())
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Inverse prior variance: 0-d, ``[L]`` (one for each of ``layer_names``) or ``[P]``."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        GaussianPrior.create(value, self._prior_mean, self.network.layer_index())
+        self._prior_precision = torch.as_tensor(value)
+
+    @property
+    def temperature(self) -> Tensor:
+        """Divides the log-likelihood and the curvature."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        self._temperature = _positive(value, "temperature")
+
+    @property
+    def noise_std(self) -> Tensor | None:
+        """The Gaussian likelihood's noise level: 0-d or ``[C]``; None for other likelihoods."""
+        return self.likelihood.noise_std
+
+    @noise_std.setter
+    def noise_std(self, value: float | Tensor) -> None:
+        self.likelihood = self.likelihood.with_noise(value)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the selected parameters, in the order of the parameter vector."""
+        return self.network.parameter_names
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the modules that own them, in the order of a layer-wise prior precision."""
+        return self.network.layers
+
+    @property
+    def n_parameters(self) -> int:
+        """P, the number of selected entries."""
+        return self.network.n_parameters
+
+    @property
+    def mean(self) -> Tensor:
+        """The posterior mean, ``[P]``.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        self._require_fit()
+        assert self._vector is not None
+        return self._vector
+
+    def save(self, path: str | Path) -> None:
+        """Write the posterior to a folder: tensors as safetensors, the rest as JSON, nothing pickled.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            CheckpointError: The folder holds something else.
+        """
+        self._require_fit()
+        header, tensors = self._state()
+        masks = {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
+        hyper = {"prior_precision": self._prior_precision, "prior_mean": self._prior_mean, "temperature": self._temperature}
+        common = {
+            "class": name_of(type(self)),
+            "options": self.options(),
+            "likelihood": self.likelihood.config(),
+            "backend": self.backend.config(),
+            "parameters": list(self.parameter_names),
+            "layer": self.layer_names[0] if self._is_last_layer() else None,
+            "n_data": self.n_data,
+            "network": io.fingerprint(self.network.model),
+            "state": header,
+        }
+        hyper_tensors = {f"hyper.{name}": value.detach() for name, value in hyper.items()}
+        io.write(path, common, {**tensors, **masks, **hyper_tensors})
+
+    def _require_fit(self) -> None:
+        if self._vector is None:
+            raise NotFittedError(
+                f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
+            )
+        self.network.check_unchanged()
+
+    def _is_last_layer(self) -> bool:
+        return isinstance(self.network.selection, str) and self.network.selection == "last_layer"
+
+    def _batches(self, data: Iterable[Any], *, progress: bool, description: str) -> Iterator[Batch]:
+        return iterate(data, device=self.network.device, progress=progress, description=description)
+
+    def __repr__(self) -> str:
+        state = f"fitted to {self.n_data} examples" if self._vector is not None else "not fitted"
+        return f"{type(self).__name__}({self.likelihood!r}, P={self.n_parameters:,}, {state})"
+
+
+def _positive(value: float | Tensor, name: str) -> Tensor:
+    tensor = torch.as_tensor(value)
+    if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
+        raise ConfigurationError(f"The {name} is a positive number.", expected=f"{name} > 0", got=str(value))
+    return tensor

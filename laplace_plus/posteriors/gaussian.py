@@ -1,0 +1,298 @@
+"""Gaussian posteriors ``N(θ̂, (H/T + P₀)⁻¹)``: the Laplace approximation in whatever structure H has."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
+from laplace_plus.curvature.gradients import Layout
+from laplace_plus.curvature.structures import block_from_tensors
+from laplace_plus.errors import ConfigurationError, DataError, EmptyDataError, NonFiniteError
+from laplace_plus.evidence import LaplaceModel, tune
+from laplace_plus.linalg import Factor
+from laplace_plus.posteriors.base import Posterior, Summary
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
+
+
+class GaussianPosterior(Posterior):
+    """A Gaussian whose precision is a structured curvature plus the prior precision.
+
+    A subclass only names the structure; evidence, tuning, sampling and the linearised predictive come with it.
+    """
+
+    _curvature: Curvature | None = None
+    _statistics: Tensor | None = None
+    _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
+
+    @property
+    @abstractmethod
+    def structure(self) -> Structure:
+        """The structure that this posterior asks a backend for."""
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
+        structure = self.structure
+        self.backend.check(structure, self.likelihood)
+        corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
+        if corrected and iter(data) is data:
+            raise DataError(
+                "The eigenvalue correction passes over the data twice.",
+                expected="an iterable that can be started again, such as a DataLoader",
+                got=f"a {type(data).__name__} that can only be used once",
+                fix="Pass a DataLoader or a list, or set eigenvalue_corrected=False.",
+            )
+        name = type(self).__name__
+        curvature: Curvature | None = None
+        statistics: Tensor | None = None
+        n_data = 0
+        for batch in self._batches(data, progress=progress, description=f"{name}: curvature"):
+            part, outputs = self.backend.curvature(self.network, self.likelihood, batch, structure, generator=generator)
+            seen = self.likelihood.statistics(outputs, batch.target).cpu()
+            if curvature is None or statistics is None:
+                curvature, statistics = part, seen
+            else:
+                curvature.add_(part)
+                statistics = statistics + seen
+            n_data += outputs.shape[0]
+        if curvature is None or statistics is None:
+            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+        if update:
+            assert self._curvature is not None and self._statistics is not None
+            statistics, n_data = statistics + self._statistics, n_data + self.n_data
+            total = self._curvature.clone()
+            total.add_(curvature)
+            curvature = total
+        elif corrected:
+            curvature = curvature.corrected(self.backend.component_weights(self.likelihood))
+        if corrected:
+            for batch in self._batches(data, progress=progress, description=f"{name}: eigenvalues"):
+                self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
+        _require_finite(curvature)
+        self._adopt(curvature, statistics, n_data, self.network.vector())
+        self.network.remember()
+
+    def _adopt(self, curvature: Curvature, statistics: Tensor, n_data: int, vector: Tensor) -> None:
+        self.prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
+        self._curvature, self._statistics, self.n_data, self._vector = curvature, statistics, n_data, vector
+        self._factor_cache = None
+
+    def laplace_model(self) -> LaplaceModel:
+        """What the evidence is a function of, apart from the hyperparameters."""
+        self._require_fit()
+        assert self._curvature is not None and self._statistics is not None and self._vector is not None
+        return LaplaceModel(
+            curvature=self._curvature,
+            vector=self._vector,
+            prior_mean=self._prior_mean,
+            layer_index=self.network.layer_index(),
+            likelihood=self.likelihood,
+            statistics=self._statistics,
+            backend=self.backend,
+        )
+
+    # -- evidence ------------------------------------------------------------------------------------------------------
+
+    def log_marginal_likelihood(
+        self,
+        prior_precision: float | Tensor | None = None,
+        noise_std: float | Tensor | None = None,
+        *,
+        temperature: float | Tensor | None = None,
+    ) -> Tensor:
+        """The Laplace evidence ``log p(D)``, in nats, constants included; see :mod:`laplace_plus.evidence`.
+
+        Arguments only ask: the posterior stays as it is. Differentiable in all three.
+
+        Args:
+            prior_precision: 0-d, ``[L]`` or ``[P]``; by default the current one.
+            noise_std: Gaussian noise, 0-d or ``[C]``; by default the current one.
+            temperature: By default the current one.
+
+        Returns:
+            0-d float64.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: A prior that the structure does not take.
+        """
+        return self.laplace_model().log_marginal_likelihood(
+            self._prior_precision if prior_precision is None else prior_precision,
+            self._temperature if temperature is None else temperature,
+            noise_std,
+        )
+
+    def fit_prior_precision(
+        self,
+        method: str = "marginal_likelihood",
+        structure: str = "scalar",
+        *,
+        data: Iterable[Any] | None = None,
+        tune_noise: bool | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Tune the prior precision and, in regression, the noise level with it.
+
+        Args:
+            method: ``"marginal_likelihood"`` (line-searched ascent of the evidence), ``"mackay"`` (its fixed point),
+                ``"em"`` (slower and monotone), or ``"validation"`` (least loss on held-out ``data``).
+            structure: ``"scalar"``, ``"layerwise"``, or ``"diagonal"`` where the structure allows.
+            data: Held-out batches for ``"validation"``.
+            tune_noise: Whether to tune the Gaussian noise; by default whenever there is any.
+            progress: Whether to show a progress bar.
+            **options: Passed to the method; see :func:`laplace_plus.evidence.tune`.
+
+        Returns:
+            The posterior itself, with ``prior_precision`` (and ``noise_std``) set.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An unknown method or structure.
+            UnsupportedError: A prior that the posterior's structure does not take.
+
+        Warns:
+            ConvergenceWarning: The tuning ended before it met its tolerance.
+        """
+        result = tune(
+            self.laplace_model(),
+            method=method,
+            structure=structure,
+            initial=self._prior_precision,
+            temperature=self._temperature,
+            tune_noise=tune_noise,
+            network=self.network,
+            data=data,
+            progress=progress,
+            **options,
+        )
+        self._prior_precision = result.prior_precision
+        if result.noise_std is not None:
+            self.noise_std = result.noise_std
+        self.tuning = result
+        return self
+
+    # -- the Gaussian --------------------------------------------------------------------------------------------------
+
+    def _factors(self) -> dict[str, Factor]:
+        """The factorised posterior precision, kept until a hyperparameter changes."""
+        key = (self._prior_precision, self._prior_precision._version, self._temperature, self.likelihood)
+        cached = self._factor_cache
+        if cached is None or any(a is not b for a, b in zip(cached[0], key, strict=True)):
+            factors = self.laplace_model().factors(self._prior_precision.detach(), self._temperature.detach())
+            self._factor_cache = cached = (key, factors)
+        return cached[1]
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; may live on another device.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        mean, factors = self.mean, self._factors()
+        result = mean.repeat(n, 1)
+        source = mean.device if generator is None else generator.device
+        assert self._curvature is not None
+        for layout, _ in self._curvature:
+            noise = torch.randn(n, *layout.shape, dtype=mean.dtype, device=source, generator=generator)
+            draws = factors[layout.key].sample(noise.to(mean.device))
+            layout.scatter_(result, layout.gather(result) + draws)
+        return result
+
+    def functional_posterior(
+        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+    ) -> FunctionalPosterior:
+        self._require_fit()
+        return functional_posteriors(
+            self.network,
+            [self._factors()],
+            self.network.receive(x),
+            joint=joint,
+            outputs=outputs,
+            differentiable=differentiable,
+        )[0]
+
+    def variance(self) -> Tensor:
+        """Posterior variance of each parameter entry, ``[P]``."""
+        return self.laplace_model().variances(self._factors())
+
+    def precision_matrix(self) -> Tensor:
+        """The posterior precision ``H/T + P₀`` written out, ``[P, P]``; only for small P."""
+        model = self.laplace_model()
+        weights = model.weights() / self._temperature.to(model.vector)
+        return model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
+
+    def covariance_matrix(self) -> Tensor:
+        """The posterior covariance written out, ``[P, P]``; only for small P."""
+        total = torch.zeros(self.n_parameters, self.n_parameters, dtype=self.mean.dtype, device=self.mean.device)
+        factors = self._factors()
+        assert self._curvature is not None
+        for layout, _ in self._curvature:
+            for group, matrix in enumerate(factors[layout.key].covariance()):
+                place = layout.index[group].flatten().to(total.device)
+                total[place[:, None], place] = matrix
+        return total
+
+    def summary(self) -> Summary:
+        """Which parameter is treated how.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        self._require_fit()
+        assert self._curvature is not None
+        treatment: dict[str, list[str]] = {}
+        for layout, block in self._curvature:
+            groups = f"{layout.shape[0]} × " if layout.shape[0] > 1 else ""
+            text = f"{block.kind}, {groups}{layout.shape[1]} × {layout.shape[2]} ({layout.rule})"
+            for name in layout.names:
+                if text not in treatment.setdefault(name, []):
+                    treatment[name].append(text)
+        rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
+        return Summary(f"{self!r}, {self._curvature.n_bytes() / 2**20:.1f} MiB of curvature", tuple(rows))
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        assert self._curvature is not None and self._statistics is not None and self._vector is not None
+        tensors, blocks = {"statistics": self._statistics, "vector": self._vector}, []
+        for number, (layout, block) in enumerate(self._curvature):
+            blocks.append({
+                "key": layout.key,
+                "names": list(layout.names),
+                "rule": layout.rule,
+                "kind": block.storage,
+                "shape": list(block.shape),
+            })
+            tensors[f"block.{number}.index"] = layout.index
+            tensors |= {f"block.{number}.{name}": value for name, value in block.tensors().items()}
+        return {"blocks": blocks}, tensors
+
+    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        blocks = []
+        for number, entry in enumerate(header["blocks"]):
+            prefix = f"block.{number}."
+            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], own.pop("index").cpu())
+            blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
+        self._adopt(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, tensors["vector"])
+
+
+def _require_finite(curvature: Curvature) -> None:
+    for layout, block in curvature:
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
+            raise NonFiniteError(
+                f"The curvature of {', '.join(layout.names)} is not finite.",
+                expected="finite activations and output gradients",
+                got="NaN or Inf",
+                fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
+            )

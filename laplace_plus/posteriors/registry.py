@@ -1,0 +1,73 @@
+"""Names of posterior classes: our own, registered ones and those that other packages bring as entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from laplace_plus.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from laplace_plus.posteriors.base import Posterior
+
+ENTRY_POINTS = "laplace_plus.posteriors"
+_registered: dict[str, type[Posterior]] = {}
+
+
+def register(name: str, cls: type[Posterior]) -> None:
+    """Make a posterior class known by name, to :func:`laplace_plus.load` and to configurations.
+
+    Packages may instead declare an entry point of the group ``laplace_plus.posteriors``.
+
+    Args:
+        name: The name; by convention the class's own.
+        cls: A subclass of :class:`laplace_plus.Posterior`.
+
+    Raises:
+        ConfigurationError: The name belongs to another class already.
+    """
+    if _registered.get(name, cls) is not cls:
+        raise ConfigurationError(
+            f"The name {name!r} is taken.", expected="a new name", got=f"one that means {_registered[name].__qualname__}"
+        )
+    _registered[name] = cls
+
+
+def get_posterior(name: str) -> type[Posterior]:
+    """The class of that name.
+
+    Raises:
+        ConfigurationError: No class has it.
+    """
+    if name in _registered:
+        return _registered[name]
+    found = entry_points(group=ENTRY_POINTS)
+    for point in found:
+        if point.name == name:
+            register(name, point.load())
+            return _registered[name]
+    known = sorted({*_registered, *(point.name for point in found)})
+    raise ConfigurationError(
+        f"No posterior is called {name!r}.",
+        expected=", ".join(known),
+        got=repr(name),
+        fix="Register it with laplace_plus.register(name, cls), or install the package that brings it.",
+    )
+
+
+def name_of(cls: type[Posterior]) -> str:
+    """The name under which a class is registered.
+
+    Raises:
+        ConfigurationError: It is not registered.
+    """
+    for name, known in _registered.items():
+        if known is cls:
+            return name
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.load() is cls:
+            return point.name
+    raise ConfigurationError(
+        f"{cls.__qualname__} is not registered.",
+        fix=f"Call laplace_plus.register({cls.__name__!r}, {cls.__name__}) first.",
+    )

@@ -1,0 +1,8 @@
+"""From a distribution over a network's outputs to a distribution over targets."""
+
+from __future__ import annotations
+
+from laplace_plus.predictive.links import from_functional, from_samples
+from laplace_plus.predictive.prediction import Prediction
+
+__all__ = ["Prediction", "from_functional", "from_samples"]

@@ -1,0 +1,311 @@
+"""What a posterior says about targets: moments, their decomposition, entropies, log-probabilities.
+
+The variance is split by the law of total variance, ``Var[y] = Var_f(E[y|f]) + E_f[Var(y|f)]``: epistemic, what more
+data would take away, and aleatoric, what it would not. The mutual information of target and outputs,
+``H[E_f p(y|f)] - E_f H[p(y|f)]``, is the same split of the entropy (Houlsby et al. 2011, arXiv:1112.5745).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Likelihood, Marginal
+from laplace_plus.likelihoods.base import checked_log_density
+from laplace_plus.likelihoods.normal import draw
+from laplace_plus.likelihoods.sampling import draw_seed
+
+_MAX_ENTROPY_DRAWS = 128
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Randomness that does not depend on the order in which it is asked for.
+
+    Attributes:
+        seed: Of every stream, or ``None`` for the global generator.
+        device: Where the numbers are drawn.
+    """
+
+    seed: int | None = None
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, generator: torch.Generator | None) -> RandomSource:
+        """A source that one number of ``generator`` decides."""
+        return cls() if generator is None else cls(draw_seed(generator), str(generator.device))
+
+    def stream(self, index: int) -> torch.Generator | None:
+        """A fresh generator, the same one for the same index."""
+        if self.seed is None:
+            return None
+        return torch.Generator(device=self.device).manual_seed((self.seed + index) % 2**63)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """The predictive distribution of targets; made by ``from_functional`` and ``from_samples``.
+
+    Everything is differentiable in what the prediction was made of, except that entropies which have to be sampled
+    treat the sampled targets of discrete likelihoods as constants.
+
+    Attributes:
+        likelihood: How targets are distributed given the outputs.
+        functional_mean: Mean of the network's outputs, ``[B, *, C]``.
+        functional_covariance: Their covariance as it was given, or ``None`` for a prediction made of samples.
+        link: How the outputs were integrated over: one of ``likelihood.links``, or ``"sampled"``.
+        joint: Whether samples and log-probability are of all inputs together.
+        marginal: The likelihood's closed form; ``None`` for a prediction by Monte Carlo.
+        n_samples: Number ``S`` of samples.
+        source: Where random numbers come from.
+        outputs: The samples of outputs, if the prediction was made of them.
+
+    Example:
+        >>> from laplace_plus.likelihoods import Gaussian
+        >>> from laplace_plus.predictive import from_functional
+        >>> prediction = from_functional(Gaussian(0.5), torch.zeros(1, 1), torch.full((1, 1, 1), 0.75))
+        >>> prediction.variance, prediction.epistemic, prediction.aleatoric
+        (tensor([[1.]]), tensor([[0.7500]]), tensor([[0.2500]]))
+    """
+
+    likelihood: Likelihood
+    functional_mean: Tensor
+    functional_covariance: Tensor | None
+    link: str
+    joint: bool = False
+    marginal: Marginal | None = None
+    n_samples: int = 100
+    source: RandomSource = RandomSource()
+    outputs: Tensor | None = None
+
+    def __repr__(self) -> str:
+        shape = list(self.functional_mean.shape)
+        return f"Prediction({self.likelihood!r}, outputs={shape}, link={self.link!r}, joint={self.joint})"
+
+    # Samples ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def functional_samples(self) -> Tensor:
+        """Samples of the network's outputs, ``[S, B, *, C]``; drawn when first asked for.
+
+        With variances only, the outputs of a row are drawn independently of each other.
+        """
+        if self.outputs is not None:
+            return self.outputs
+        assert self.functional_covariance is not None
+        mean, covariance = self.functional_mean, self.functional_covariance
+        if self.joint:
+            mean = mean.reshape(-1)
+            covariance = covariance.reshape(mean.numel(), mean.numel())
+        samples = draw(mean, covariance, self.n_samples, generator=self.source.stream(0))
+        return samples.reshape(self.n_samples, *self.functional_mean.shape)
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """``E[y|f]`` at the sampled outputs, ``[S, B, *, C]``: class probabilities, function values, rates."""
+        return self._conditional_moments[0]
+
+    @cached_property
+    def _conditional_moments(self) -> tuple[Tensor, Tensor | None]:
+        return self.likelihood.moments(self.functional_samples)
+
+    # Moments ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """``E[y]``, ``[B, *, C]``; for classes their probabilities."""
+        return self.samples.mean(0) if self.marginal is None else self.marginal.mean
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """``Var[y]``, ``[B, *, C]``: epistemic plus aleatoric; for classes ``p (1 - p)``."""
+        return self.epistemic + self.aleatoric if self.marginal is None else self.marginal.variance
+
+    @property
+    def epistemic(self) -> Tensor:
+        """``Var_f(E[y|f])``, ``[B, *, C]``: the part of the variance that is due to not knowing the network."""
+        return self._split[0]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """``E_f[Var(y|f)]``, ``[B, *, C]``: the part of the variance that remains if the network is known.
+
+        Raises:
+            UnsupportedError: If the likelihood does not know its variance.
+        """
+        aleatoric = self._split[1]
+        if aleatoric is None:
+            raise UnsupportedError(
+                f"{type(self.likelihood).__name__} does not say what variance its targets have.",
+                expected="a likelihood with a distribution",
+                got="a log-density only",
+                fix="Define distribution(outputs) or moments(outputs), or pass distribution= to LogDensity",
+            )
+        return aleatoric
+
+    @cached_property
+    def _split(self) -> tuple[Tensor, Tensor | None]:
+        """Epistemic and aleatoric variance.
+
+        Closed-form links of classifiers only give the total; its parts are then in the proportion of the samples'.
+        """
+        if self.marginal is not None and self.marginal.epistemic is not None:
+            return self.marginal.epistemic, self.marginal.aleatoric
+        conditional_mean, conditional_variance = self._conditional_moments
+        epistemic = (conditional_mean - conditional_mean.mean(0)).square().mean(0)
+        if conditional_variance is None:
+            return epistemic, None
+        aleatoric = conditional_variance.mean(0)
+        if self.marginal is None:
+            return epistemic, aleatoric
+        total = epistemic + aleatoric
+        share = torch.where(total > 0, epistemic / torch.where(total > 0, total, torch.ones_like(total)), total)
+        return self.marginal.variance * share, self.marginal.variance * (1 - share)
+
+    # Distributions ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """The distribution of ``y``: categorical over the classes, otherwise of every entry of ``y`` by itself.
+
+        Batch shape ``[B, *]`` for classes and ``[B, *, C]`` otherwise; a likelihood of one's own gives a mixture whose
+        event is one whole target. With ``joint`` and a Gaussian likelihood it is a multivariate normal over all
+        ``B * C`` numbers.
+
+        Raises:
+            UnsupportedError: If the likelihood only gives its log-density.
+        """
+        return self._marginal_distribution if self._across is None else self._across
+
+    @cached_property
+    def _marginal_distribution(self) -> Distribution:
+        if self.marginal is None:
+            return self.likelihood.mixture(self.functional_samples)
+        return self.marginal.distribution
+
+    @cached_property
+    def _across(self) -> Distribution | None:
+        """The closed-form distribution of all targets together."""
+        if not self.joint or self.marginal is None or self.functional_covariance is None:
+            return None
+        mean = self.functional_mean.reshape(-1, self.functional_mean.shape[-1])
+        return self.likelihood.predict_joint(mean, self.functional_covariance.reshape(mean.numel(), mean.numel()))
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Log-density of targets under the prediction, in nats.
+
+        The entries of one target are taken together: with their covariances in closed forms for Gaussians, and as the
+        mixture ``log (1/S) Σ_s p(y|f_s)`` for Monte Carlo.
+
+        Args:
+            y: Targets as the loader gives them. Ignored ones (``ignore_index``) contribute 0.
+
+        Returns:
+            ``[B, *]``, one number for every row; with ``joint`` 0-d, the log-density of all targets together.
+
+        Raises:
+            LabelError: If the targets do not fit the likelihood.
+        """
+        self.likelihood.validate(self.functional_mean, y)
+        outputs, targets, weight = self.likelihood.rows(self.functional_mean, y)
+        lead = self.functional_mean.shape[:-1]
+        if self._across is not None:
+            return self._across.log_prob(targets.reshape(-1)).to(outputs.dtype)
+        if self.marginal is not None and not self.joint:
+            together = self.marginal.together
+            distribution = self.marginal.distribution if together is None else together
+            log_density = distribution.log_prob(targets.reshape(*lead, *targets.shape[1:]))
+            log_density = _sum_extra(log_density, len(lead)).to(outputs.dtype)
+            return torch.where(weight.reshape(lead) > 0, log_density, torch.zeros_like(log_density))
+        density = self._conditional_log_density(targets)
+        density = torch.where(weight > 0, density, torch.zeros_like(density))
+        if self.joint:
+            density = density.sum(-1)
+        density = density.logsumexp(0) - math.log(self.n_samples)
+        return density if self.joint else density.reshape(lead)
+
+    def _conditional_log_density(self, targets: Tensor) -> Tensor:
+        """``log p(y_n | f_sn)``, ``[S, N]``, for targets ``[N, ...]`` or ``[S, N, ...]``, one set for each sample."""
+        samples = self.functional_samples
+        size = samples.shape[-1]
+        n = samples[0, ..., 0].numel()
+        per_sample = targets.expand(self.n_samples, *targets.shape).reshape(-1, *targets.shape[1:])
+        return checked_log_density(self.likelihood, samples.reshape(-1, size), per_sample).reshape(self.n_samples, n)
+
+    # Entropies -------------------------------------------------------------------------------------------------------
+
+    def entropy(self) -> Tensor:
+        """Entropy of every row's prediction in nats, ``[B, *]`` (differential for continuous targets).
+
+        Where it has no closed form (mixtures, counts) it is a Monte-Carlo estimate. Several binary outputs count one by
+        one, and their entropies are added. With ``joint`` the entropy is still of every row by itself.
+
+        Raises:
+            UnsupportedError: If the likelihood only gives its log-density.
+        """
+        if self.marginal is not None and self.marginal.together is not None:
+            return self.marginal.together.entropy()
+        closed = _closed_entropy(self._marginal_distribution, self._n_lead)
+        return self._sampled_entropy[0] if closed is None else closed
+
+    def mutual_information(self) -> Tensor:
+        """Mutual information of target and network in nats, ``[B, *]``, epistemic uncertainty: never negative.
+
+        Exact for Gaussians in closed form; otherwise estimated from the samples, and then at most ``log S``. Several
+        binary outputs count one by one.
+
+        Raises:
+            UnsupportedError: If the likelihood only gives its log-density.
+        """
+        if self.marginal is not None and self.marginal.information is not None:
+            return self.marginal.information
+        total = _closed_entropy(self.likelihood.mixture(self.functional_samples), self._n_lead)
+        if total is None:
+            return self._sampled_entropy[1].clamp_min(0.0)
+        conditional = _closed_entropy(self.likelihood.distribution(self.functional_samples), self._n_lead + 1)
+        assert conditional is not None  # an average with a closed entropy has terms with one
+        return (total - conditional.mean(0)).clamp_min(0.0)
+
+    @property
+    def _n_lead(self) -> int:
+        return self.functional_mean.dim() - 1
+
+    @cached_property
+    def _sampled_entropy(self) -> tuple[Tensor, Tensor]:
+        """Entropy and mutual information of the mixture over the samples, each ``[B, *]``.
+
+        One target is drawn from each component (evenly spaced ones of very many), ``y_s ~ p(y|f_s)``: then
+        ``-log p(y_s)`` has the entropy as its mean, and ``log p(y_s|f_s) - log p(y_s)`` the mutual information.
+        """
+        samples = self.functional_samples
+        targets = self.likelihood.sample(samples, generator=self.source.stream(1))
+        targets = targets.reshape(self.n_samples, -1, *targets.shape[samples.dim() - 1 :])  # [S, N, ...]
+        stride = -(-self.n_samples // _MAX_ENTROPY_DRAWS)
+        entropy, information = [], []
+        for index in range(0, self.n_samples, stride):
+            conditional = self._conditional_log_density(targets[index])
+            marginal = conditional.logsumexp(0) - math.log(self.n_samples)
+            entropy.append(-marginal)
+            information.append(conditional[index] - marginal)
+        shape = self.functional_mean.shape[:-1]
+        return torch.stack(entropy).mean(0).reshape(shape), torch.stack(information).mean(0).reshape(shape)
+
+
+def _sum_extra(values: Tensor, n_lead: int) -> Tensor:
+    """Sum over the dimensions after the first ``n_lead``."""
+    return values.flatten(n_lead).sum(-1) if values.dim() > n_lead else values
+
+
+def _closed_entropy(distribution: Distribution, n_lead: int) -> Tensor | None:
+    """Entropy with the entries of one target added, or ``None`` where torch has no closed form."""
+    try:
+        entropy = distribution.entropy()
+    except NotImplementedError:
+        return None
+    return _sum_extra(entropy, n_lead)

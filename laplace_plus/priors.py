@@ -1,0 +1,98 @@
+"""Gaussian priors over the parameter vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+
+PriorStructure = Literal["scalar", "layerwise", "diagonal"]
+STRUCTURES: tuple[PriorStructure, ...] = ("scalar", "layerwise", "diagonal")
+
+
+@dataclass(frozen=True)
+class GaussianPrior:
+    """``N(mean, diag(precision)⁻¹)`` with one precision for all, one for each layer, or one for each entry.
+
+    Attributes:
+        precision: 0-d, ``[L]`` or ``[P]``; positive, in inverse squared units of the parameters.
+        mean: 0-d or ``[P]``.
+        layer_index: ``[P]`` integers: the layer (0 … L−1) of each entry.
+    """
+
+    precision: Tensor
+    mean: Tensor
+    layer_index: Tensor
+
+    @classmethod
+    def create(cls, precision: float | Tensor, mean: float | Tensor, layer_index: Tensor) -> GaussianPrior:
+        """Check and shape the two arguments.
+
+        Raises:
+            ConfigurationError: A precision that is not positive and finite, or a shape that is none of the three.
+        """
+        n, layers = len(layer_index), int(layer_index.max()) + 1
+        precision, mean = torch.as_tensor(precision), torch.as_tensor(mean)
+        precision = precision.squeeze() if precision.numel() == 1 else precision
+        mean = mean.squeeze() if mean.numel() == 1 else mean
+        if precision.shape not in ((), (layers,), (n,)):
+            raise ConfigurationError(
+                "The prior precision has a wrong shape.",
+                expected=f"a scalar, one for each of {layers} layers or one for each of {n} parameters",
+                got=f"shape {tuple(precision.shape)}",
+            )
+        if mean.shape not in ((), (n,)):
+            raise ConfigurationError(
+                "The prior mean has a wrong shape.",
+                expected=f"a scalar or one for each of {n} parameters",
+                got=f"shape {tuple(mean.shape)}",
+            )
+        bare = precision.detach()
+        if not (torch.isfinite(bare).all() and (bare > 0).all() and torch.isfinite(mean).all()):
+            raise ConfigurationError(
+                "The prior is not proper.",
+                expected="positive, finite precisions and a finite mean",
+                got=f"precisions from {bare.min().item():.3g} to {bare.max().item():.3g}",
+            )
+        return cls(precision, mean, layer_index)
+
+    @property
+    def structure(self) -> PriorStructure:
+        """Which of the three structures the precision has."""
+        if self.precision.ndim == 0:
+            return "scalar"
+        return "diagonal" if len(self.precision) == len(self.layer_index) else "layerwise"
+
+    def vector(self) -> Tensor:
+        """The precision of each entry, ``[P]``."""
+        if self.structure == "scalar":
+            return self.precision.expand(len(self.layer_index))
+        if self.structure == "layerwise":
+            return self.precision[self.layer_index.to(self.precision.device)]
+        return self.precision
+
+    def on(self, index: Tensor) -> Tensor:
+        """The precision on a block of entries: 0-d if they share one, else shaped like ``index``."""
+        if self.structure == "scalar":
+            return self.precision
+        if self.structure == "layerwise":
+            layers = self.layer_index[index.cpu()]
+            first = layers.flatten()[0]
+            if bool((layers == first).all()):
+                return self.precision[first]
+            return self.precision[layers.to(self.precision.device)]
+        return self.precision[index.to(self.precision.device)]
+
+    def deviation(self, vector: Tensor) -> Tensor:
+        """``θ − μ``."""
+        return vector - self.mean.to(vector)
+
+    def log_determinant(self) -> Tensor:
+        """``log det`` of the precision, 0-d float64."""
+        if self.structure == "scalar":
+            return len(self.layer_index) * self.precision.double().log()
+        return self.vector().double().log().sum()

@@ -1,0 +1,384 @@
+"""The command line, end to end on small problems."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus import metrics
+from laplace_plus.cli import main
+from laplace_plus.experiments.digits import convolutional_network, load_digits
+from laplace_plus.experiments.settings import DataSettings
+
+RUN = """
+seeds: 1
+data: {train_fraction: 0.1, held_out_classes: [4, 8, 9]}
+training: {epochs: 2, learning_rate: 0.01}
+posteriors:
+  - class: KFAC
+  - class: Full
+    label: last layer
+    parameters: last_layer
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    def write_file(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write_file
+
+
+@pytest.fixture
+def run_digits(write: Callable[[str, str], str], tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any], Path]]:
+    def run(*options: str, folder: str = "out", config: str = RUN) -> tuple[int, dict[str, Any], Path]:
+        output = tmp_path / folder
+        code = main(["run", write("digits.yaml", config), "--output", str(output), *options])
+        return code, json.loads((output / "metrics.json").read_text(encoding="utf-8")), output
+
+    return run
+
+
+def values(report: dict[str, Any], method: str) -> dict[str, list[float]]:
+    return {name: entry["values"] for name, entry in report["methods"][method]["metrics"].items()}
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_run_reports_what_its_own_files_give(run_digits: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report, output = run_digits()
+    assert code == 0
+    printed = capsys.readouterr()
+    for word in ("accuracy", "NLL", "Brier", "ECE", "OOD AUROC", "MAP", "KFAC", "last layer"):
+        assert word in printed.out
+    assert list(report["methods"]) == ["MAP", "KFAC", "last layer"]
+    assert (output / "reliability.png").read_bytes().startswith(b"\x89PNG")
+
+    digits = load_digits(DataSettings(train_fraction=0.1, held_out_classes=[4, 8, 9]), seed=0)
+    assert report["data"]["test"] == len(digits.test)
+    model = convolutional_network(7)
+    model.load_state_dict(load_file(output / "model.safetensors"))
+    images, labels = digits.test.tensors
+    with torch.no_grad():
+        point = model(images).double().softmax(1)
+        unknown = model(digits.out_of_distribution.tensors[0]).double().softmax(1)
+    expected = {"MAP": point}
+    for label, folder in (("KFAC", "posterior-kfac"), ("last layer", "posterior-last-layer")):
+        posterior = lp.load(output / folder, model)
+        expected[label] = posterior.predictive(images).mean.double()
+        (tuned,) = report["methods"][label]["tuned"]
+        assert tuned["log_marginal_likelihood"] == pytest.approx(float(posterior.log_marginal_likelihood()), rel=1e-5)
+        assert tuned["prior_precision"] == pytest.approx(float(posterior.prior_precision), rel=1e-5)
+    for label, probabilities in expected.items():
+        found = values(report, label)
+        assert found["accuracy"] == [pytest.approx(float(metrics.accuracy(probabilities, labels)), abs=1e-6)]
+        nll = float(metrics.negative_log_likelihood(probabilities, labels))
+        assert found["negative_log_likelihood"] == [pytest.approx(nll, rel=1e-4)]
+        assert report["methods"][label]["metrics"]["brier_score"]["standard_error"] is None
+
+    def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Categorical(probabilities).entropy()
+
+    auroc = float(metrics.ood_auroc(entropy(point), entropy(unknown)))
+    assert values(report, "MAP")["ood_auroc"] == [pytest.approx(auroc, abs=1e-4)]
+
+
+def test_run_repeats_itself_and_options_win_over_the_file(run_digits: Callable) -> None:
+    options = ("--seeds", "2", "--training.epochs", "1", "--posteriors", "[{class: Diagonal, tune: false}]")
+    _, first, _ = run_digits(*options, folder="first")
+    _, again, _ = run_digits(*options, folder="again")
+    assert first["configuration"]["training"] == {
+        "epochs": 1,
+        "batch_size": 64,
+        "learning_rate": 0.01,
+        "weight_decay": 1e-4,
+    }
+    assert first["seeds"] == [0, 1]
+    for method in ("MAP", "Diagonal"):
+        assert values(first, method) == values(again, method)
+        accuracy = first["methods"][method]["metrics"]["accuracy"]
+        one, two = accuracy["values"]
+        assert accuracy["mean"] == pytest.approx((one + two) / 2)
+        assert accuracy["standard_error"] == pytest.approx(abs(one - two) / 2)
+    assert "tune" not in first["methods"]["Diagonal"]["seconds"][0]
+
+
+def test_run_shows_progress_only_when_asked(run_digits: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--training.epochs", "1", "--posteriors", "[{class: Diagonal}]")
+    run_digits(*options)
+    assert capsys.readouterr().err == ""
+    run_digits(*options, "--progress")
+    assert "train (seed 0)" in capsys.readouterr().err
+
+
+# -- wrap --------------------------------------------------------------------------------------------------------------
+
+CLASSIFIER = """
+import torch
+from torch import nn
+
+def data(seed=0, n=60, shift=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % 3
+    points = torch.randn(n, 2, generator=generator) + 2 * torch.eye(3)[labels, :2] + shift
+    return [(points[:40], labels[:40]), (points[40:], labels[40:])]
+
+def model(hidden=8):
+    network = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+    return network
+
+def count(n):
+    return n
+"""
+
+REGRESSOR = """
+import torch
+from torch import nn
+import laplace_plus as lp
+
+def data(seed=0, n=80):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(n, 1, generator=generator, dtype=torch.float64)
+    return [(x, 2 * x - 1 + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64))]
+
+def model():
+    network = nn.Linear(1, 1, dtype=torch.float64)
+    with torch.no_grad():
+        network.weight.fill_(2.0)
+        network.bias.fill_(-1.0)
+    return network
+
+def likelihood():
+    return lp.Gaussian(noise_std=0.3)
+"""
+
+
+def wrap_config(module: str, output: Path, **keys: Any) -> str:
+    config = {
+        "model": f"{module}:model",
+        "train_data": f"{module}:data",
+        "test_data": f"{module}:data",
+        "test_data_kwargs": {"seed": 1},
+        "posteriors": [{"class": "Full"}],
+        "output": str(output),
+        **keys,
+    }
+    return json.dumps({key: value for key, value in config.items() if value is not None})  # JSON is YAML
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_wrap_a_classifier_with_a_checkpoint(write: Callable[[str, str], str], tmp_path: Path, suffix: str) -> None:
+    name = f"wrapped_classifier_{suffix}"
+    write(f"{name}.py", CLASSIFIER)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+    checkpoint = tmp_path / f"weights.{suffix}"
+    if suffix == "safetensors":
+        save_file(model.state_dict(), checkpoint)
+    else:
+        torch.save(model.state_dict(), checkpoint)
+    config = wrap_config(
+        name,
+        tmp_path / "out",
+        model_kwargs={"hidden": 5},
+        checkpoint=str(checkpoint),
+        ood_data=f"{name}:data",
+        ood_data_kwargs={"shift": 30.0},
+        posteriors=[{"class": "KFAC"}, {"class": "Full", "predict": {"link": "mc", "n_samples": 20}}],
+    )
+    path, random_state = list(sys.path), torch.random.get_rng_state()
+    assert main(["wrap", write("wrap.yaml", config)]) == 0
+    assert sys.path == path
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        module = __import__(name)
+    finally:
+        sys.path.remove(str(tmp_path))
+    inputs, targets = (torch.cat(parts) for parts in zip(*module.data(seed=1), strict=True))
+    for label, predicted in (
+        ("MAP", model(inputs).detach().double().softmax(1)),
+        ("KFAC", lp.load(tmp_path / "out" / "posterior-kfac", model).predictive(inputs).mean.double()),
+    ):
+        found = values(report, label)
+        assert found["accuracy"] == [pytest.approx(float(metrics.accuracy(predicted, targets)), abs=1e-6)]
+        assert found["brier_score"] == [pytest.approx(float(metrics.brier_score(predicted, targets)), rel=1e-4)]
+        assert 0 <= found["ood_auroc"][0] <= 1
+    assert (tmp_path / "out" / "reliability.png").is_file()
+    assert (tmp_path / "out" / "posterior-full").is_dir()
+
+
+def test_wrap_a_regression(
+    write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("wrapped_regressor.py", REGRESSOR)
+    config = wrap_config("wrapped_regressor", tmp_path / "out", likelihood="wrapped_regressor:likelihood")
+    assert main(["wrap", write("wrap.yaml", config)]) == 0
+    printed = capsys.readouterr().out
+    assert "RMSE" in printed
+    assert "CRPS" in printed
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    assert not (tmp_path / "out" / "reliability.png").exists()
+    (tuned,) = report["methods"]["Full"]["tuned"]
+    assert tuned["noise_std"] == pytest.approx(0.1, rel=0.3)  # what the data were made with; tuning started at 0.3
+
+    sys.path.insert(0, str(tmp_path))
+    try:
+        module = __import__("wrapped_regressor")
+    finally:
+        sys.path.remove(str(tmp_path))
+    ((x, y),) = module.data(seed=1)
+    found = values(report, "MAP")
+    # The network's own prediction is scored with the noise level that tuning found.
+    normal = torch.distributions.Normal(2 * x - 1, tuned["noise_std"])
+    assert found["root_mean_squared_error"] == [pytest.approx(float((2 * x - 1 - y).square().mean().sqrt()))]
+    assert found["negative_log_likelihood"] == [pytest.approx(float(-normal.log_prob(y).mean()))]
+    # The posterior's variance is larger by what the weights' uncertainty adds.
+    assert values(report, "Full")["root_mean_squared_error"] == pytest.approx(found["root_mean_squared_error"])
+    assert values(report, "Full")["negative_log_likelihood"] != found["negative_log_likelihood"]
+
+
+def test_the_example_configuration_works_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration = Path(__file__).parents[1] / "configs" / "wrap_example.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert main(["wrap", str(configuration)]) == 0
+    report = json.loads((tmp_path / "runs" / "wrap_example" / "metrics.json").read_text(encoding="utf-8"))
+    assert values(report, "MAP")["accuracy"][0] > 0.9
+    # All around the moons a network of tanh units is certain; its posterior over all weights is less so.
+    assert values(report, "KFAC")["ood_auroc"][0] > values(report, "MAP")["ood_auroc"][0]
+
+
+def test_tuning_by_validation_uses_the_validation_data(write: Callable[[str, str], str], tmp_path: Path) -> None:
+    write("wrapped_validation.py", CLASSIFIER)
+    keys = {"posteriors": [{"class": "Full", "tune": {"method": "validation"}}]}
+    without = wrap_config("wrapped_validation", tmp_path / "out", **keys)
+    assert main(["wrap", write("without.yaml", without)]) == 2
+    config = wrap_config(
+        "wrapped_validation",
+        tmp_path / "out",
+        validation_data="wrapped_validation:data",
+        validation_data_kwargs={"seed": 2},
+        **keys,
+    )
+    assert main(["wrap", write("with.yaml", config)]) == 0
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))
+    assert math.isfinite(report["methods"]["Full"]["tuned"][0]["prior_precision"])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.split() == ["laplace-plus", "0.1.0"]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("laplace-plus: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "command"),
+        (["walk"], "walk"),
+        (["run", "nowhere.yaml"], "nowhere.yaml"),
+        (["run", "--seeds", "x"], "int"),
+        (["run", "--seeds", "0"], "seeds is not positive"),
+        (["run", "--colour", "red"], "--colour"),
+        (["run", "--training.epochs", "0"], "training.epochs"),
+        (["run", "--device", "nonsense"], "device"),
+        (["wrap"], "model"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds: [1", "parsing"),
+        ("colour: red", "colour"),
+        ("training: {speed: 3}", "speed"),
+        ("posteriors: [{class: Nothing}]", "Nothing"),
+        ("posteriors: []", "posteriors is empty"),
+        ("- 3", "config"),
+    ],
+)
+def test_bad_configurations_of_run(
+    text: str, message: str, write: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(["run", write("digits.yaml", text)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model": "nowhere_at_all:model"}, "no module 'nowhere_at_all'"),
+        ({"model": "wrapped_wrongly:nothing"}, "no 'nothing'"),
+        ({"model": "wrapped_wrongly"}, "module:name"),
+        ({"model": "wrapped_wrongly:count", "model_kwargs": {"n": 3}}, "returned no network"),
+        ({"model_kwargs": {"depth": 3}}, "no option 'depth'"),
+        ({"checkpoint": "nowhere.safetensors"}, "nowhere.safetensors"),
+        ({"likelihood": "guesswork"}, "guesswork"),
+        ({"train_data": None}, "train_data"),
+        ({"posteriors": [{"class": "Full", "tune": {"speed": 1}}]}, "speed"),
+        ({"posteriors": [{"class": "Full", "predict": {"speed": 1}}]}, "no option 'speed'"),
+    ],
+)
+def test_bad_configurations_of_wrap(
+    keys: dict[str, Any],
+    message: str,
+    write: Callable[[str, str], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write("wrapped_wrongly.py", CLASSIFIER)
+    config = wrap_config("wrapped_wrongly", tmp_path / "out", **keys)
+    assert message in refused(["wrap", write("wrap.yaml", config)], capsys)
+
+
+class Surprise:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return pytest.fail, ("the checkpoint was unpickled",)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "garbage", "another network", "garbage as safetensors"])
+def test_checkpoints_that_are_refused(
+    kind: str, write: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("wrapped_checkpoint.py", CLASSIFIER)
+    checkpoint = tmp_path / ("weights.safetensors" if kind.endswith("safetensors") else "weights.pt")
+    if kind == "pickle":
+        torch.save({"0.weight": Surprise()}, checkpoint)
+    elif kind == "another network":
+        torch.save(nn.Linear(2, 2).state_dict(), checkpoint)
+    else:
+        checkpoint.write_bytes(b"not weights at all")
+    config = wrap_config("wrapped_checkpoint", tmp_path / "out", checkpoint=str(checkpoint))
+    assert "weights" in " ".join(refused(["wrap", write("wrap.yaml", config)], capsys).split())

@@ -1,0 +1,268 @@
+"""The parts of the experiments: data, evaluation, settings and reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_plus import likelihoods
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.experiments import report
+from laplace_plus.experiments.digits import Digits, load_digits, train_network
+from laplace_plus.experiments.evaluation import Classified, Regressed, doubts, gather, point_prediction
+from laplace_plus.experiments.settings import (
+    DataSettings,
+    TrainingSettings,
+    load_object,
+    make,
+    read_posteriors,
+    user_modules,
+)
+
+# -- the digits --------------------------------------------------------------------------------------------------------
+
+
+def rows(digits: Digits) -> list[set[bytes]]:
+    parts = (digits.train, digits.test, digits.out_of_distribution)
+    return [{image.numpy().tobytes() for image in part.tensors[0]} for part in parts]
+
+
+def test_the_digits_are_divided_without_overlap_or_loss() -> None:
+    digits = load_digits(DataSettings(held_out_classes=[3, 8], train_fraction=0.25), seed=4)
+    train, test, unknown = rows(digits)
+    assert not (train & test)
+    assert not (train & unknown)
+    assert not (test & unknown)
+    assert len(digits.train) + len(digits.test) + len(digits.out_of_distribution) == 1797
+    assert len(digits.train) == round(0.25 * (len(digits.train) + len(digits.test)))
+    assert digits.n_classes == 8
+    for part in (digits.train, digits.test):
+        images, labels = part.tensors
+        assert images.shape[1:] == (1, 8, 8)
+        assert images.min() >= 0
+        assert images.max() == 1
+        assert set(labels.tolist()) == set(range(8))
+
+
+def test_labels_follow_the_order_of_the_digits_that_are_left() -> None:
+    # With 0 held out, what was the digit 1 is class 0, and so on; the held-out images are those of the digit 0.
+    everything = load_digits(DataSettings(held_out_classes=[9]), seed=0)
+    without_zero = load_digits(DataSettings(held_out_classes=[0]), seed=0)
+
+    def labels(digits: Digits) -> dict[bytes, int]:
+        parts = (digits.train, digits.test)
+        return {x.numpy().tobytes(): int(y) for part in parts for x, y in zip(*part.tensors, strict=True)}
+
+    before, after = labels(everything), labels(without_zero)
+    common = before.keys() & after.keys()
+    assert len(common) > 1000
+    assert all(after[image] == before[image] - 1 for image in common)
+    zeros = {image for image, label in before.items() if label == 0}
+    assert zeros == rows(without_zero)[2]
+
+
+def test_a_seed_decides_the_division() -> None:
+    first, again, other = (load_digits(DataSettings(), seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.train.tensors[0], again.train.tensors[0])
+    assert rows(first)[0] != rows(other)[0]
+
+
+def test_training_learns_repeats_and_leaves_the_global_random_state() -> None:
+    digits = load_digits(DataSettings(train_fraction=0.3), seed=0)
+    before = torch.random.get_rng_state()
+    model = train_network(digits, TrainingSettings(epochs=8), seed=0)
+    again = train_network(digits, TrainingSettings(epochs=8), seed=0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not model.training
+    images, labels = digits.train.tensors
+    with torch.no_grad():
+        assert torch.equal(model(images), again(images))
+        assert (model(images).argmax(1) == labels).float().mean() > 0.8  # chance is 1/8
+
+
+def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'laplace_plus\[demo\]'"):
+        load_digits(DataSettings(), seed=0)
+
+
+@pytest.mark.parametrize("classes", [[], [10], [1, 1], list(range(9))])
+def test_classes_that_cannot_be_held_out(classes: list[int]) -> None:
+    with pytest.raises(ConfigurationError, match="held_out_classes"):
+        DataSettings(held_out_classes=classes)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, math.nan])
+def test_fractions_that_are_none(fraction: float) -> None:
+    with pytest.raises(ConfigurationError, match="train_fraction"):
+        DataSettings(train_fraction=fraction)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"weight_decay": -1.0}],
+    ids=lambda w: next(iter(w)),
+)
+def test_recipes_that_cannot_be_followed(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=f"training.{next(iter(wrong))}"):
+        TrainingSettings(**wrong)  # type: ignore[arg-type]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def gathered(model: nn.Module, likelihood: likelihoods.Likelihood, data: list) -> Classified | Regressed:
+    predict = point_prediction(model, likelihood)
+    return gather(predict, likelihood, data, device="cpu", progress=False, description="")
+
+
+def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()
+    x, y = torch.randn(10, 3).double(), torch.randint(4, (10,))
+    found = gathered(model, likelihoods.Categorical(), [(x[:6], y[:6]), (x[6:], y[6:])])
+    assert model.training  # dropout was off all the same, and is on again
+    assert isinstance(found, Classified)
+    probabilities = model[0](x).detach().softmax(1)
+    torch.testing.assert_close(found.probabilities, probabilities)
+    assert torch.equal(found.targets, y)
+    scores = found.scores()
+    assert scores["negative_log_likelihood"] == pytest.approx(float(nn.functional.nll_loss(probabilities.log(), y)))
+    entropy = torch.distributions.Categorical(probabilities).entropy()
+    torch.testing.assert_close(found.doubt(), entropy)
+    unknown = doubts(
+        point_prediction(model, likelihoods.Categorical()),
+        likelihoods.Categorical(),
+        [(x, torch.full((10,), -100))],  # targets that mean nothing
+        device="cpu",
+        progress=False,
+        description="",
+    )
+    torch.testing.assert_close(unknown, entropy)
+
+
+def test_tokens_are_flattened_and_ignored_ones_left_out() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[0, -100, 4], [-100, 2, 1]])
+    found = gathered(nn.Identity(), likelihoods.Categorical(), [(logits, targets)])
+    assert isinstance(found, Classified)
+    assert found.targets.tolist() == [0, 4, 2, 1]
+    torch.testing.assert_close(found.probabilities, logits.softmax(-1)[targets >= 0])
+
+
+def test_yes_or_no_has_two_columns() -> None:
+    logits = torch.tensor([[-1.0], [2.0]], dtype=torch.float64)
+    found = gathered(nn.Identity(), likelihoods.Bernoulli(), [(logits, torch.tensor([0, 1]))])
+    assert isinstance(found, Classified)
+    yes = logits[:, 0].sigmoid()
+    torch.testing.assert_close(found.probabilities, torch.stack([1 - yes, yes], 1))
+    assert found.scores()["accuracy"] == 1
+
+
+def test_the_scores_of_regression() -> None:
+    torch.manual_seed(0)
+    mean, targets = torch.randn(50, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
+    found = gathered(nn.Identity(), likelihoods.Gaussian(noise_std=0.7), [(mean, targets)])
+    assert isinstance(found, Regressed)
+    normal = torch.distributions.Normal(mean, 0.7)
+    scores = found.scores()
+    assert scores["root_mean_squared_error"] == pytest.approx(float((mean - targets).square().mean().sqrt()))
+    assert scores["negative_log_likelihood"] == pytest.approx(float(-normal.log_prob(targets).sum(1).mean()))
+    # CRPS = E|X - y| - E|X - X'| / 2, here on a fine grid of quantiles
+    grid = normal.icdf(((torch.arange(4001, dtype=torch.float64) + 0.5) / 4001)[:, None, None])
+    spread = 0.7 / math.sqrt(math.pi)  # E|X - X'| / 2 of a normal distribution
+    assert scores["crps"] == pytest.approx(float((grid - targets).abs().mean() - spread), rel=1e-3)
+    torch.testing.assert_close(found.doubt(), torch.full((50,), 2 * 0.49, dtype=torch.float64))
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_posteriors_are_read() -> None:
+    first, second = read_posteriors(
+        [
+            {"class": "KFAC", "label": "KFAC, layer by layer", "tune": {"structure": "layerwise"}},
+            {"class": "Full", "parameters": "last_layer", "tune": False, "predict": {"link": "mc"}},
+        ]
+    )
+    assert first.posterior_class.__name__ == "KFAC"
+    assert first.folder == "posterior-kfac-layer-by-layer"
+    assert first.tune == {"structure": "layerwise"}
+    assert (second.label, second.options, second.tune) == ("Full", {"parameters": "last_layer"}, None)
+    assert second.predict == {"link": "mc"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "posteriors is empty"),
+        ([{"parameters": "all"}], "has no class"),
+        ([{"class": "KFOC"}], "KFOC"),
+        ([{"class": "KFAC", "colour": "red"}], "no option 'colour'"),
+        ([{"class": "KFAC", "likelihood": "binary"}], "its own likelihood"),
+        ([{"class": "KFAC"}, {"class": "KFAC"}], "'KFAC' is taken"),
+        ([{"class": "KFAC", "label": "MAP"}], "'MAP' is taken"),
+        ([{"class": "KFAC", "tune": 3}], "tune of KFAC is not a mapping"),
+        ([{"class": "KFAC", "predict": [1]}], "predict of KFAC is not a mapping"),
+        ([{"class": "math:sqrt"}], "no posterior"),
+        ([{"class": "laplace_plus.nowhere:KFAC"}], "no module"),
+    ],
+)
+def test_posteriors_that_cannot_be_read(entries: list[dict], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_posteriors(entries)
+
+
+def test_objects_are_found_by_name() -> None:
+    assert load_object("math:sqrt") is math.sqrt
+    assert make("torch.nn:Linear", {"in_features": 2, "out_features": 3}).weight.shape == (3, 2)
+    for name, message in [
+        ("math", "incomplete"),
+        (":sqrt", "incomplete"),
+        ("math:squirt", "no 'squirt'"),
+        ("maths_of_nobody:sqrt", "no module"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            load_object(name)
+    with pytest.raises(ConfigurationError, match="cannot be called"):
+        make("math:pi", {})
+    with pytest.raises(ConfigurationError, match="no option 'width'"):
+        make("torch.nn:Linear", {"width": 2})
+
+
+def test_a_module_with_a_broken_import_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "module_with_a_broken_import.py").write_text("import package_of_nobody\n", encoding="utf-8")
+    before = list(sys.path)
+    with user_modules(tmp_path, path=sys.path), pytest.raises(ModuleNotFoundError, match="package_of_nobody"):
+        load_object("module_with_a_broken_import:model")
+    assert sys.path == before
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_mean_and_standard_error() -> None:
+    values = [0.1, 0.4, 0.7, 0.2]
+    mean, error = report.mean_and_standard_error(values)
+    sample = torch.tensor(values, dtype=torch.float64)
+    assert mean == pytest.approx(float(sample.mean()))
+    assert error == pytest.approx(float(sample.std(correction=1) / 2))
+    assert report.mean_and_standard_error([0.5]) == (0.5, None)
+
+
+def test_json_is_valid_whatever_the_numbers(tmp_path: Path) -> None:
+    report.write_json(tmp_path / "x.json", {"a": math.inf, "b": [math.nan, 1.5], "c": {"d": "é"}})
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5], "c": {"d": "é"}}
+
+
+def test_versions_name_what_the_numbers_depend_on() -> None:
+    versions = report.versions()
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"] == torch.__version__
+    assert {"python", "laplace_plus", "numpy"} <= versions.keys()

@@ -1,0 +1,252 @@
+"""Scores against closed forms, direct sums, numerical integrals and torchmetrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from laplace_plus import metrics
+from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
+
+CLASSIFICATION = [
+    metrics.accuracy,
+    metrics.negative_log_likelihood,
+    metrics.brier_score,
+    metrics.expected_calibration_error,
+    metrics.reliability_curve,
+]
+P = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [0.05, 0.9, 0.05], [0.5, 0.25, 0.25]], dtype=torch.float64)
+Y = torch.tensor([0, 1, 1, 2])
+
+
+def random_predictions(seed, n=200, n_classes=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, n_classes, (n,), generator=generator)
+    return logits.softmax(-1).to(dtype), targets
+
+
+def close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(float(actual), float(expected), rtol=tolerance, atol=tolerance)
+
+
+# -- classification ---------------------------------------------------------------------------------------------------
+
+
+def test_classification_by_hand():
+    close(metrics.accuracy(P, Y), 0.5)
+    close(metrics.negative_log_likelihood(P, Y), -sum(map(math.log, (0.7, 0.3, 0.9, 0.25))) / 4)
+    brier = (0.3**2 + 0.2**2 + 0.1**2) + (0.3**2 + 0.7**2 + 0.4**2) + (2 * 0.05**2 + 0.1**2) + (0.25 + 0.0625 + 0.5625)
+    close(metrics.brier_score(P, Y), brier / 4)
+    # Two bins: (0, 1/2] holds the second and fourth prediction, both wrong; (1/2, 1] the others, both right.
+    curve = metrics.reliability_curve(P, Y, n_bins=2)
+    torch.testing.assert_close(curve.confidence, torch.tensor([0.45, 0.8], dtype=torch.float64))
+    assert curve.accuracy.tolist() == [0.0, 1.0]
+    assert curve.counts.tolist() == [2, 2]
+    close(metrics.expected_calibration_error(P, Y, n_bins=2), (0.45 + 0.2) / 2)
+
+
+def test_the_best_and_the_worst_predictions():
+    right, wrong = torch.eye(3)[Y % 3], torch.eye(3)[(Y + 1) % 3]
+    close(metrics.accuracy(right, Y % 3), 1.0)
+    close(metrics.brier_score(right, Y % 3), 0.0)
+    close(metrics.negative_log_likelihood(right, Y % 3), 0.0)
+    close(metrics.expected_calibration_error(right, Y % 3), 0.0)
+    close(metrics.accuracy(wrong, Y % 3), 0.0)
+    close(metrics.brier_score(wrong, Y % 3), 2.0)
+    assert metrics.negative_log_likelihood(wrong, Y % 3) == math.inf
+    close(metrics.expected_calibration_error(wrong, Y % 3), 1.0)
+
+
+@pytest.mark.parametrize("n_bins", [1, 7, 15])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_calibration_error_is_that_of_torchmetrics_and_of_the_curve(seed, n_bins):
+    probabilities, targets = random_predictions(seed)
+    error = metrics.expected_calibration_error(probabilities, targets, n_bins)
+    close(error, multiclass_calibration_error(probabilities, targets, 4, n_bins), 1e-6)  # theirs is in float32
+    curve = metrics.reliability_curve(probabilities, targets, n_bins)
+    assert curve.counts.sum() == 200
+    found = curve.counts > 0
+    close(error, (((curve.accuracy - curve.confidence).abs() * curve.counts)[found]).sum() / 200)
+    assert curve.confidence[~found].isnan().all()
+    assert curve.accuracy[~found].isnan().all()
+
+
+def test_bins_are_closed_on_the_right_and_full_confidence_is_in_the_last():
+    probabilities = torch.tensor([[1.0, 0.0], [0.75, 0.25], [0.5, 0.5], [0.9, 0.1]])
+    curve = metrics.reliability_curve(probabilities, torch.zeros(4, dtype=torch.long), n_bins=4)
+    assert curve.counts.tolist() == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_probabilities_are_taken_and_scored_in_float32(dtype):
+    probabilities, targets = random_predictions(3, n_classes=50, dtype=dtype)
+    reference, _ = random_predictions(3, n_classes=50)
+    for score in CLASSIFICATION[1:4]:
+        assert score(probabilities, targets).dtype is torch.float32
+        # Rounding may move a prediction over the edge of a bin or a tie.
+        close(score(probabilities, targets), score(reference, targets), 2e-2)
+
+
+def test_probabilities_a_rounding_error_above_one_are_no_logits():
+    probabilities = torch.tensor([[1.0 + 1e-6, -1e-6], [0.6, 0.4]])
+    targets = torch.tensor([0, 1])
+    close(metrics.expected_calibration_error(probabilities, targets), 0.3, 1e-5)
+    close(metrics.negative_log_likelihood(probabilities, targets), -0.5 * math.log(0.4), 1e-5)
+
+
+def test_integer_targets_of_every_dtype():
+    for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
+        close(metrics.brier_score(P, Y.to(dtype)), metrics.brier_score(P, Y))
+    close(metrics.accuracy(P[:, :2] / P[:, :2].sum(1, keepdim=True), torch.tensor([True, False, True, False])), 0.75)
+
+
+@pytest.mark.parametrize("score", CLASSIFICATION)
+@pytest.mark.parametrize(
+    ("probabilities", "targets", "error", "message"),
+    [
+        (P[:, 0], Y, ConfigurationError, r"\[N, C\].*float64 \[4\].*stack"),
+        (P[:, :1], Y, ConfigurationError, r"float64 \[4, 1\]"),
+        (P[None], Y, ConfigurationError, r"float64 \[1, 4, 3\]"),
+        (P.long(), Y, ConfigurationError, "int64"),
+        (P, Y[:3], LabelError, r"integers \[4\].*int64 \[3\]"),
+        (P, Y[:, None], LabelError, r"int64 \[4, 1\]"),
+        (P, Y.double(), LabelError, "float64"),
+        (P, Y + 1, LabelError, r"0 \.\.\. 2.*1 \.\.\. 3"),
+        (P, torch.tensor([0, -100, 1, 2]), LabelError, "-100.*ignored"),
+        (P[:0], Y[:0], EmptyDataError, "nothing to score"),
+        (P.log(), Y, ConfigurationError, "softmax"),
+        (2 * P, Y, ConfigurationError, r"sums in \[2, 2\]"),
+        (torch.tensor([[1.5, -0.5]]), Y[:1], ConfigurationError, r"\[-0.5, 1.5\]"),
+        (P.where(P > 0.06, math.nan), Y, ConfigurationError, "nan"),
+    ],
+)
+def test_classification_refuses(score, probabilities, targets, error, message):
+    with pytest.raises(error, match=message):
+        score(probabilities, targets)
+
+
+@pytest.mark.parametrize("n_bins", [0, -1, 2.5, True])
+def test_the_number_of_bins_is_checked(n_bins):
+    with pytest.raises(ConfigurationError, match="number of bins"):
+        metrics.expected_calibration_error(P, Y, n_bins)
+
+
+# -- out of distribution ----------------------------------------------------------------------------------------------
+
+scores = st.lists(st.sampled_from([-1e30, -3.0, 0.0, 0.5, 1.0, 20.0, 21.0, 1e30]), min_size=1, max_size=6)
+
+
+@given(scores, scores)
+@settings(max_examples=60, deadline=None)
+def test_auroc_is_the_fraction_of_pairs_in_order(inside, outside):
+    wins = [(out > into) + 0.5 * (out == into) for into in inside for out in outside]
+    close(metrics.ood_auroc(torch.tensor(inside), torch.tensor(outside)), sum(wins) / len(wins), 1e-6)
+
+
+def test_auroc_depends_on_the_order_alone():
+    inside, outside = torch.randn(50, generator=torch.Generator().manual_seed(0)).double(), torch.arange(-2.0, 3.0)
+    close(metrics.ood_auroc(inside, outside), metrics.ood_auroc(1000 + 100 * inside, 1000 + 100 * outside), 1e-6)
+    close(metrics.ood_auroc(inside, outside) + metrics.ood_auroc(outside, inside), 1.0, 1e-6)
+    close(metrics.ood_auroc(torch.tensor([1, 2]), torch.tensor([math.inf, 2.0])), 0.875, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "error", "message"),
+    [
+        (torch.zeros(3, 1), torch.zeros(2), ConfigurationError, r"scores_in.*float32 \[3, 1\]"),
+        (torch.zeros(3), torch.zeros(2, dtype=torch.complex64), ConfigurationError, "scores_out.*complex64"),
+        (torch.zeros(3), torch.zeros(0), EmptyDataError, "scores_out is empty"),
+        (torch.tensor([0.0, math.nan]), torch.zeros(2), NonFiniteError, "scores_in.*1 NaN"),
+    ],
+)
+def test_auroc_refuses(inside, outside, error, message):
+    with pytest.raises(error, match=message):
+        metrics.ood_auroc(inside, outside)
+
+
+# -- regression -------------------------------------------------------------------------------------------------------
+
+
+def random_regression(shape=(30, 2), dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5)
+    mean = torch.randn(shape, generator=generator, dtype=torch.float64)
+    variance = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+    targets = mean + 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return mean.to(dtype), variance.to(dtype), targets.to(dtype)
+
+
+def test_regression_against_direct_sums():
+    mean, variance, targets = random_regression()
+    close(metrics.root_mean_squared_error(mean, targets), ((mean - targets) ** 2).mean().sqrt())
+    expected = -torch.distributions.Normal(mean, variance.sqrt()).log_prob(targets).mean()
+    close(metrics.gaussian_nll(mean, variance, targets), expected)
+
+
+def test_crps_is_the_integral_over_the_distribution_function():
+    mean, variance, targets = random_regression((3,))
+    grid = torch.linspace(-40, 40, 400_001, dtype=torch.float64)
+    total = 0.0
+    for m, v, y in zip(mean, variance, targets, strict=True):
+        distance = (torch.special.ndtr((grid - m) / v.sqrt()) - (grid >= y).double()) ** 2
+        total += float(torch.trapezoid(distance, grid))
+    close(metrics.crps_gaussian(mean, variance, targets), total / 3, 3e-4)
+
+
+def test_crps_of_a_certain_prediction_is_the_absolute_error():
+    mean, variance, targets = random_regression()
+    expected = (mean - targets).abs().mean()
+    close(metrics.crps_gaussian(mean, torch.full_like(variance, 1e-24), targets), expected, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_regression_is_scored_in_float32_at_least(dtype):
+    mean, variance, targets = random_regression(dtype=dtype)
+    for score in (metrics.gaussian_nll, metrics.crps_gaussian):
+        assert score(mean, variance, targets).dtype is torch.float32
+        close(score(mean, variance, targets), score(mean.double(), variance.double(), targets.double()), 1e-5)
+    assert metrics.root_mean_squared_error(mean, targets.double()).dtype is torch.float32
+
+
+def test_integer_targets_are_numbers_in_regression():
+    close(metrics.root_mean_squared_error(torch.tensor([1.0, 2.0]), torch.tensor([1, 4])), math.sqrt(2), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "targets", "error", "message"),
+    [
+        (torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3), LabelError, r"\[3, 1\].*float32 \[3\].*reshape"),
+        (torch.zeros(3).long(), torch.ones(3), torch.zeros(3), ConfigurationError, "int64"),
+        (torch.zeros(0), torch.ones(0), torch.zeros(0), EmptyDataError, "nothing to score"),
+        (torch.zeros(3), torch.ones(3), torch.zeros(3).cfloat(), LabelError, "complex64"),
+    ],
+)
+def test_regression_refuses(mean, variance, targets, error, message):
+    for call in (
+        lambda: metrics.root_mean_squared_error(mean, targets),
+        lambda: metrics.gaussian_nll(mean, variance, targets),
+        lambda: metrics.crps_gaussian(mean, variance, targets),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize("score", [metrics.gaussian_nll, metrics.crps_gaussian])
+@pytest.mark.parametrize(
+    ("variance", "message"),
+    [
+        (torch.ones(3, 1), r"do not fit.*\[3\].*\[3, 1\].*diagonal"),
+        (torch.ones(3).long(), "do not fit.*int64"),
+        (torch.tensor([1.0, 0.0, 1.0]), "not positive.*Got: 0"),
+        (torch.tensor([1.0, -2.0, 1.0]), "not positive.*Got: -2"),
+        (torch.tensor([1.0, math.nan, 1.0]), "not positive.*nan"),
+    ],
+)
+def test_variances_are_checked(score, variance, message):
+    with pytest.raises(ConfigurationError, match=message):
+        score(torch.zeros(3), variance, torch.zeros(3))
