@@ -15,7 +15,6 @@ from laplace_plus.errors import (
     ConfigurationError,
     LabelError,
     NonFiniteError,
-    NotPositiveDefiniteError,
     OutputError,
     UnsupportedError,
 )
@@ -30,8 +29,6 @@ from laplace_plus.likelihoods import (
     likelihood_from_config,
     resolve_likelihood,
 )
-from laplace_plus.likelihoods.normal import cholesky, draw
-from laplace_plus.likelihoods.sampling import from_distribution
 
 N, C = 6, 4
 
@@ -418,79 +415,6 @@ def test_noise_of_another_structure():
         Gaussian(torch.ones(2)).curvature_weights(torch.ones(3))
 
 
-# A likelihood of one's own --------------------------------------------------------------------------------------------
-
-
-def test_defaults_by_autodiff_agree_with_closed_forms():
-    for name in ("categorical", "bernoulli", "poisson"):
-        likelihood, outputs, targets, _ = case(name)
-        own = LogDensity(likelihood.log_density)
-        torch.testing.assert_close(own.gradient(outputs, targets), likelihood.gradient(outputs, targets))
-        torch.testing.assert_close(own.output_hessian(outputs, targets), likelihood.output_hessian(outputs, targets))
-        root = own.output_root(outputs, targets)
-        torch.testing.assert_close(root @ root.mT, likelihood.output_hessian(outputs, targets), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(own.statistics(outputs, targets)[0], likelihood.statistics(outputs, targets)[0])
-        assert not root.requires_grad
-
-
-def test_the_default_curvature_is_differentiable():
-    own = LogDensity(lambda f, y: (y * f - f.exp()).sum(-1))
-    outputs = normal(2, 2).requires_grad_()
-    torch.testing.assert_close(
-        torch.autograd.grad(own.output_hessian(outputs, torch.ones(2, 2)).sum(), outputs)[0], outputs.detach().exp()
-    )
-    with torch.no_grad():
-        assert not own.output_hessian(outputs, torch.ones(2, 2)).requires_grad
-
-
-def test_a_linear_log_density_has_no_curvature():
-    own = LogDensity(lambda f, y: (f * y).sum(-1))
-    assert torch.equal(own.output_root(torch.ones(2, 3), torch.ones(2, 3)), torch.zeros(2, 3, 3))
-
-
-def test_a_log_density_that_is_not_concave_is_named():
-    near, far = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1), 5.0, dtype=torch.float64)
-    assert StudentT().output_root(near, near).item() > 0
-    with pytest.raises(UnsupportedError, match="not concave"):
-        StudentT().output_root(far, near)
-    assert StudentT().output_hessian(far, near).item() < 0
-
-
-def test_a_distribution_of_ones_own_gives_moments_and_samples():
-    likelihood = Ordinal()
-    outputs = normal(3, 2)
-    mean, variance = likelihood.moments(outputs)
-    torch.testing.assert_close(mean, td.Geometric(logits=outputs).mean)
-    torch.testing.assert_close(variance, td.Geometric(logits=outputs).variance)
-    state = torch.random.get_rng_state()
-    first, again = (likelihood.sample_targets(outputs, generator=generator(1)) for _ in range(2))
-    assert torch.equal(first, again) and torch.equal(state, torch.random.get_rng_state())
-    assert not torch.equal(first, likelihood.sample_targets(outputs, generator=generator(2)))
-
-
-def test_without_a_generator_the_global_one_is_used():
-    torch.manual_seed(0)
-    first = from_distribution(td.Normal(torch.zeros(3), 1.0), device=torch.device("cpu"), generator=None)
-    torch.manual_seed(0)
-    assert torch.equal(first, torch.randn(3))
-
-
-def test_without_a_distribution_there_are_no_samples():
-    outputs = normal(3, 2)
-    assert StudentT().moments(outputs)[1] is None
-    torch.testing.assert_close(StudentT().moments(outputs)[0], outputs)
-    for ask in (StudentT().distribution, StudentT().sample, StudentT().mixture, LogDensity(lambda f, y: f).sample):
-        with pytest.raises(UnsupportedError, match="only gives its log-density"):
-            ask(outputs)
-
-
-def test_log_densities_of_the_wrong_kind():
-    with pytest.raises(ConfigurationError, match="wrong shape"):
-        LogDensity(lambda f, y: (f * y).sum()).gradient(torch.ones(2, 1), torch.ones(2, 1))
-    with pytest.raises(ConfigurationError, match="not differentiable"):
-        LogDensity(lambda f, y: f.detach().sum(-1)).gradient(torch.ones(2, 1), torch.ones(2, 1))
-
-
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
@@ -544,41 +468,3 @@ def test_descriptions_that_cannot_be_rebuilt():
         likelihood_from_config({"name": "weibull"})
     with pytest.raises(ConfigurationError, match="damaged"):
         likelihood_from_config({"name": "poisson", "rate": 1})
-
-
-# Normal distributions -------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 6), st.integers(0, 6), st.integers(-8, 8), st.integers(0, 100))
-def test_the_root_of_a_semi_definite_matrix(size, rank, exponent, seed):
-    factor = normal(2, size, min(rank, size), seed=seed)
-    matrix = 10.0**exponent * factor @ factor.mT
-    root = cholesky(matrix)
-    scale = matrix.abs().amax().item()
-    torch.testing.assert_close(root @ root.mT, matrix, rtol=0.0, atol=1e-12 * scale)
-    torch.testing.assert_close(root, root.tril())
-
-
-def test_the_root_of_zero_is_zero_and_has_a_derivative():
-    matrix = torch.zeros(2, 3, 3, requires_grad=True)
-    root = cholesky(matrix)
-    assert torch.equal(root, torch.zeros(2, 3, 3))
-    root.sum().backward()
-    assert matrix.grad.isfinite().all()
-
-
-def test_an_indefinite_matrix_has_no_root():
-    with pytest.raises(NotPositiveDefiniteError, match="eigenvalue of -1"):
-        cholesky(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
-
-
-def test_draws_have_the_covariance():
-    n = 50_000
-    factor = normal(2, 3, 3)
-    mean, covariance = normal(2, 3, seed=1), factor @ factor.mT
-    for given_covariance in (covariance, covariance.diagonal(dim1=-2, dim2=-1)):
-        samples = draw(mean, given_covariance, n, generator=generator(0)) - mean
-        wanted = covariance if given_covariance.dim() == 3 else torch.diag_embed(given_covariance)
-        products = samples.unsqueeze(-1) * samples.unsqueeze(-2)
-        assert ((products.mean(0) - wanted).abs() <= 4.5 * products.std(0) / math.sqrt(n)).all()

@@ -50,8 +50,8 @@ class LaplaceModel:
         return GaussianPrior.create(torch.as_tensor(precision), self.prior_mean, self.layer_index)
 
     def weights(self, noise_std: Any = None) -> Tensor:
-        """The curvature's component weights ``[K]`` at a noise level."""
-        return self.backend.component_weights(self.likelihood, noise_std).to(self.vector)
+        """The curvature's component weights ``[K]`` at a noise level, float64."""
+        return self.backend.component_weights(self.likelihood, noise_std).to(self.vector.device, torch.float64)
 
     def factors(self, precision: Any, temperature: Any = 1.0, noise_std: Any = None) -> dict[str, Factor]:
         """The posterior precision's blocks, ready to be inverted, by layout key.
@@ -60,7 +60,8 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        prior, weights = self.prior(precision), self.weights(noise_std) / torch.as_tensor(temperature).to(self.vector)
+        prior = self.prior(precision)
+        weights = (self.weights(noise_std) / torch.as_tensor(temperature).to(self.vector.device)).to(self.vector)
         return {
             layout.key: block.factor(weights, prior.on(layout.index).to(self.vector))
             for layout, block in self.curvature
@@ -78,15 +79,15 @@ class LaplaceModel:
             NotPositiveDefiniteError: The posterior precision is not positive definite.
         """
         prior = self.prior(precision)
-        temperature = torch.as_tensor(temperature)
-        weights = self.weights(noise_std) / temperature.to(self.vector)
+        temperature = torch.as_tensor(temperature).to(self.vector.device, torch.float64)
+        weights = self.weights(noise_std) / temperature
         deviation = prior.deviation(self.vector).double()
         scatter = (prior.vector().to(deviation) * deviation.square()).sum()
         log_determinant = torch.zeros((), dtype=torch.float64, device=self.vector.device)
         for layout, block in self.curvature:
-            diagonal = prior.on(layout.index).to(self.vector)
+            diagonal = prior.on(layout.index).to(weights)
             log_determinant = log_determinant + block.log_determinant(weights, diagonal).double()
-        fit = self.log_likelihood(noise_std).to(deviation.device) / temperature.to(deviation)
+        fit = self.log_likelihood(noise_std).to(deviation.device) / temperature
         return fit - (scatter + log_determinant - prior.log_determinant().to(deviation)) / 2
 
     def variances(self, factors: dict[str, Factor]) -> Tensor:

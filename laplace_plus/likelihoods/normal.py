@@ -114,7 +114,8 @@ def noisy_normal(
     variance = variance_of(mean, covariance)
     noise_variance = noise_variance.expand_as(variance)
     marginal = Normal(mean, (variance + noise_variance).sqrt(), validate_args=False)
-    if mean.shape[-1] == 1 or not is_full(mean, covariance):
+    # An empty batch has nothing to correlate, and torch's multivariate normal cannot evaluate one.
+    if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
         return marginal, None, 0.5 * torch.log1p(variance / noise_variance).sum(-1)
     deviation = noise_variance.sqrt()
     # In units of the noise the matrix is at least the identity, however small the noise is.

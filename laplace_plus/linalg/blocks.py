@@ -84,7 +84,8 @@ class Block(ABC):
         """A basis in which ``H(w)`` is diagonal and the diagonal ``[G, o, i]``.
 
         Args:
-            weights: Component weights ``w [K]``; the result is differentiable in them only where K = 1.
+            weights: Component weights ``w [K]``, whose type the diagonal takes; the result is differentiable in them
+                only where K = 1.
         """
 
     @abstractmethod
@@ -153,7 +154,7 @@ class DiagonalBlock(Block):
         self.values += other.values
 
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        return IdentityBasis(), torch.einsum("k,kgoi->goi", weights, self.values)
+        return IdentityBasis(), torch.einsum("k,kgoi->goi", weights, self.values.to(weights.dtype))
 
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         basis, values = self.eigen(weights)
@@ -170,14 +171,16 @@ class _OnceDiagonalised(Block):
     """Shared by the blocks whose eigendecomposition is worth keeping."""
 
     _cache: tuple[Tensor, Basis, Tensor] | None = None
+    dtype: torch.dtype
 
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         # With one component the weight only scales the eigenvalues, so the decomposition is that of the bare matrix.
         single = self.n_components == 1
-        key = torch.ones_like(weights) if single else weights.detach()
+        key = (torch.ones_like(weights) if single else weights.detach()).to(self.dtype)
         if self._cache is None or not torch.equal(self._cache[0], key):
             self._cache = (key, *self._decompose(key))
         _, basis, values = self._cache
+        values = values.to(weights.dtype)
         return basis, values * weights[0] if single else values
 
     @abstractmethod
@@ -200,6 +203,7 @@ class DenseBlock(_OnceDiagonalised):
 
     def __post_init__(self) -> None:
         self.kind = "dense"
+        self.dtype = self.matrix.dtype
         self.n_components = self.matrix.shape[0]
 
     def add_(self, other: Block) -> None:
@@ -212,7 +216,7 @@ class DenseBlock(_OnceDiagonalised):
         return DenseBasis(vectors), clamp_rounding(values).view(self.shape)
 
     def _combined(self, weights: Tensor) -> Tensor:
-        return torch.einsum("k,kgnm->gnm", weights, self.matrix)
+        return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
 
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if diagonal.ndim == 0:
@@ -264,6 +268,7 @@ class KroneckerBlock(_OnceDiagonalised):
     def __post_init__(self) -> None:
         self.kind = "Kronecker" if self.corrected is None else "eigenvalue-corrected Kronecker"
         self.n_components = self.left.shape[0]
+        self.dtype = self.left.dtype
         self.shape = (self.left.shape[1], self.left.shape[2], self.right.shape[1])
 
     def add_(self, other: Block) -> None:
@@ -293,12 +298,11 @@ class KroneckerBlock(_OnceDiagonalised):
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         if self.corrected is None:
             return _OnceDiagonalised.eigen(self, weights)
-        return self.kronecker_basis(), torch.einsum("k,kgoi->goi", weights, self.corrected)
+        return self.kronecker_basis(), torch.einsum("k,kgoi->goi", weights, self.corrected.to(weights.dtype))
 
     def _eigenbasis(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        key = torch.ones_like(weights) if self.n_components == 1 else weights
-        if self._cache is None or not torch.equal(self._cache[0], key):
-            self._cache = (key, *self._decompose(key))
+        if self._cache is None:  # the weights are fixed with the basis
+            self._cache = (weights, *self._decompose(weights))
         return self._cache[1:]
 
     def _decompose(self, weights: Tensor) -> tuple[Basis, Tensor]:
@@ -314,8 +318,9 @@ class KroneckerBlock(_OnceDiagonalised):
         if self.n_components == 1 or self.corrected is not None or not weights.requires_grad:
             return Block.log_determinant(self, weights, diagonal)
         # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
-        left = torch.linalg.eigvalsh(torch.einsum("k,kgop->gop", weights, self.left)).clamp(min=0)
-        right = (self.right if self.right.ndim == 2 else torch.linalg.eigvalsh(self.right)).clamp(min=0)
+        left = torch.linalg.eigvalsh(torch.einsum("k,kgop->gop", weights, self.left.to(weights.dtype))).clamp(min=0)
+        right = self.right.to(left.dtype)
+        right = (right if right.ndim == 2 else torch.linalg.eigvalsh(right)).clamp(min=0)
         return torch.log(left[:, :, None] * right[:, None, :] / self.count.to(left) + diagonal).sum()
 
     def dense(self, weights: Tensor) -> Tensor:

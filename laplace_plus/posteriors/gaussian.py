@@ -9,10 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.curvature.gradients import Layout
 from laplace_plus.curvature.structures import block_from_tensors
-from laplace_plus.errors import ConfigurationError, DataError, EmptyDataError, NonFiniteError
+from laplace_plus.errors import DataError, EmptyDataError, LaplacePlusError, NonFiniteError
 from laplace_plus.evidence import LaplaceModel, tune
 from laplace_plus.linalg import Factor
 from laplace_plus.posteriors.base import Posterior, Summary
@@ -50,9 +51,20 @@ class GaussianPosterior(Posterior):
         name = type(self).__name__
         curvature: Curvature | None = None
         statistics: Tensor | None = None
-        n_data = 0
+        n_data, first = 0, None
         for batch in self._batches(data, progress=progress, description=f"{name}: curvature"):
-            part, outputs = self.backend.curvature(self.network, self.likelihood, batch, structure, generator=generator)
+            shapes = describe(batch.inputs)
+            try:
+                part, outputs = self.backend.curvature(
+                    self.network, self.likelihood, batch, structure, generator=generator
+                )
+            except (RuntimeError, ValueError, TypeError) as error:
+                if first is None or shapes == first[0] or isinstance(error, LaplacePlusError):
+                    raise
+                raise _changed(first[0], shapes) from error
+            if first is not None and outputs.shape[-1] != first[1]:
+                raise _changed(f"{first[1]} outputs", f"{outputs.shape[-1]} outputs")
+            first = (shapes, outputs.shape[-1]) if first is None else first
             seen = self.likelihood.statistics(outputs, batch.target).cpu()
             if curvature is None or statistics is None:
                 curvature, statistics = part, seen
@@ -228,7 +240,7 @@ class GaussianPosterior(Posterior):
     def precision_matrix(self) -> Tensor:
         """The posterior precision ``H/T + P₀`` written out, ``[P, P]``; only for small P."""
         model = self.laplace_model()
-        weights = model.weights() / self._temperature.to(model.vector)
+        weights = (model.weights() / self._temperature.to(model.vector.device)).to(model.vector)
         return model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
 
     def covariance_matrix(self) -> Tensor:
@@ -285,6 +297,15 @@ class GaussianPosterior(Posterior):
             layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], own.pop("index").cpu())
             blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
         self._adopt(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, tensors["vector"])
+
+
+def _changed(expected: str, got: str) -> DataError:
+    return DataError(
+        "A batch is of another shape than the first one, and the network cannot take it.",
+        expected=expected,
+        got=got,
+        fix="Let the loader yield inputs of one kind.",
+    )
 
 
 def _require_finite(curvature: Curvature) -> None:

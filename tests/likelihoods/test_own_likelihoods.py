@@ -1,0 +1,118 @@
+"""Likelihoods that give no more than a log-density or a distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributions as td
+
+from laplace_plus.errors import (
+    ConfigurationError,
+    UnsupportedError,
+)
+from laplace_plus.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Likelihood,
+    LogDensity,
+    Poisson,
+)
+from laplace_plus.likelihoods.sampling import from_distribution
+
+
+class StudentT(Likelihood):
+    """Heavy tails: not log-concave far from the target."""
+
+    def log_density(self, outputs, targets):
+        return td.StudentT(4.0, outputs, 0.7).log_prob(targets).sum(-1)
+
+
+class Ordinal(Likelihood):
+    """A log-concave likelihood of one's own, with a distribution."""
+
+    links = ("mc",)
+
+    def log_density(self, outputs, targets):
+        return self.distribution(outputs).log_prob(targets).sum(-1)
+
+    def distribution(self, outputs):
+        return td.Geometric(logits=outputs)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Poisson()])
+def test_defaults_by_autodiff_agree_with_closed_forms(likelihood):
+    outputs = normal(6, 4, scale=1.5)
+    targets = likelihood.sample(outputs, generator=generator(1))
+    own = LogDensity(likelihood.log_density)
+    torch.testing.assert_close(own.gradient(outputs, targets), likelihood.gradient(outputs, targets))
+    torch.testing.assert_close(own.output_hessian(outputs, targets), likelihood.output_hessian(outputs, targets))
+    root = own.output_root(outputs, targets)
+    torch.testing.assert_close(root @ root.mT, likelihood.output_hessian(outputs, targets), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(own.statistics(outputs, targets)[0], likelihood.statistics(outputs, targets)[0])
+    assert not root.requires_grad
+
+
+def test_the_default_curvature_is_differentiable():
+    own = LogDensity(lambda f, y: (y * f - f.exp()).sum(-1))
+    outputs = normal(2, 2).requires_grad_()
+    torch.testing.assert_close(
+        torch.autograd.grad(own.output_hessian(outputs, torch.ones(2, 2)).sum(), outputs)[0], outputs.detach().exp()
+    )
+    with torch.no_grad():
+        assert not own.output_hessian(outputs, torch.ones(2, 2)).requires_grad
+
+
+def test_a_linear_log_density_has_no_curvature():
+    own = LogDensity(lambda f, y: (f * y).sum(-1))
+    assert torch.equal(own.output_root(torch.ones(2, 3), torch.ones(2, 3)), torch.zeros(2, 3, 3))
+
+
+def test_a_log_density_that_is_not_concave_is_named():
+    near, far = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1), 5.0, dtype=torch.float64)
+    assert StudentT().output_root(near, near).item() > 0
+    with pytest.raises(UnsupportedError, match="not concave"):
+        StudentT().output_root(far, near)
+    assert StudentT().output_hessian(far, near).item() < 0
+
+
+def test_a_distribution_of_ones_own_gives_moments_and_samples():
+    likelihood = Ordinal()
+    outputs = normal(3, 2)
+    mean, variance = likelihood.moments(outputs)
+    torch.testing.assert_close(mean, td.Geometric(logits=outputs).mean)
+    torch.testing.assert_close(variance, td.Geometric(logits=outputs).variance)
+    state = torch.random.get_rng_state()
+    first, again = (likelihood.sample_targets(outputs, generator=generator(1)) for _ in range(2))
+    assert torch.equal(first, again) and torch.equal(state, torch.random.get_rng_state())
+    assert not torch.equal(first, likelihood.sample_targets(outputs, generator=generator(2)))
+
+
+def test_without_a_generator_the_global_one_is_used():
+    torch.manual_seed(0)
+    first = from_distribution(td.Normal(torch.zeros(3), 1.0), device=torch.device("cpu"), generator=None)
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.randn(3))
+
+
+def test_without_a_distribution_there_are_no_samples():
+    outputs = normal(3, 2)
+    assert StudentT().moments(outputs)[1] is None
+    torch.testing.assert_close(StudentT().moments(outputs)[0], outputs)
+    for ask in (StudentT().distribution, StudentT().sample, StudentT().mixture, LogDensity(lambda f, y: f).sample):
+        with pytest.raises(UnsupportedError, match="only gives its log-density"):
+            ask(outputs)
+
+
+def test_log_densities_of_the_wrong_kind():
+    with pytest.raises(ConfigurationError, match="wrong shape"):
+        LogDensity(lambda f, y: (f * y).sum()).gradient(torch.ones(2, 1), torch.ones(2, 1))
+    with pytest.raises(ConfigurationError, match="not differentiable"):
+        LogDensity(lambda f, y: f.detach().sum(-1)).gradient(torch.ones(2, 1), torch.ones(2, 1))
