@@ -1,8 +1,8 @@
 """Uncertainty for networks that are already trained.
 
-    posterior = lp.KFAC(model, likelihood="classification").fit(train_loader)
-    posterior.fit_prior_precision()
-    prediction = posterior.predictive(x)
+posterior = lp.KFAC(model, likelihood="classification").fit(train_loader)
+posterior.fit_prior_precision()
+prediction = posterior.predictive(x)
 """
 
 from laplace_plus import errors, linalg

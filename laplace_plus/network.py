@@ -216,7 +216,7 @@ class Network:
         try:
 
             def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-                value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)
+                value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)  # type: ignore[misc]
                 return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
 
             over_examples = torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)
@@ -306,7 +306,7 @@ def _refuse_unsuitable(model: nn.Module) -> None:
             fix="Pass the module that was scripted.",
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ConfigurationError(
                 f"Lazy module {name!r} is not initialised.", fix="Run the model once on a batch before wrapping it."
             )

@@ -1,8 +1,8 @@
 """Which entries of a network's parameters a posterior is about.
 
 A selection is given as ``"all"`` (everything that requires gradients), ``"last_layer"``, parameter or module names and
-globs, a predicate, or a mask; :func:`select` turns each of them into an ordered list of parameters, some of them with an
-element-wise mask.
+globs, a predicate, or a mask; :func:`select` turns each into an ordered list of parameters, some with an element-wise
+mask.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def _match(parameters: dict[str, nn.Parameter], patterns: list[str]) -> dict[str
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise SelectionError("A selection by name takes strings.", expected="str", got=type(pattern).__name__)
-        prefix = pattern + "."
-        hits = [n for n in parameters if fnmatchcase(n, pattern) or n.startswith(prefix) or fnmatchcase(n, prefix + "*")]
+        below = pattern + "."
+        globs = (pattern, below + "*")
+        hits = [n for n in parameters if n.startswith(below) or any(fnmatchcase(n, glob) for glob in globs)]
         if not hits:
             raise SelectionError(
                 f"No parameter matches {pattern!r}.",

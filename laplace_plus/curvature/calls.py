@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
 
@@ -128,6 +129,7 @@ class LinearCall(Call):
         """Number of projections that are packed in the weight: 3 for attention's query, key and value."""
         return max(1, self.weight_shape[0] // self.weight_shape[1]) if self.packed else 1
 
+    @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         parts = []
         if self.weight is not None:
@@ -137,6 +139,7 @@ class LinearCall(Call):
             parts.append(self.bias.slice_of(positions[self.bias.name])[:, None])
         return torch.cat(parts, 1).unflatten(0, (self.groups, -1))
 
+    @override
     def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
         value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
         left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
@@ -155,6 +158,7 @@ class ConvolutionCall(Call):
     dilation: tuple[int, ...] = ()
     groups: int = 1
 
+    @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         parts = []
         if self.weight is not None:
@@ -163,6 +167,7 @@ class ConvolutionCall(Call):
             parts.append(positions[self.bias.name][:, None].unflatten(0, (self.groups, -1)))
         return torch.cat(parts, 2)
 
+    @override
     def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
         return OuterStack(
             by_example(self.value, n_examples, where),
@@ -195,10 +200,12 @@ class EmbeddingCall(Call):
     n_rows: int = 0
     padding: int | None = None
 
+    @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         assert self.weight is not None
         return positions[self.weight.name].T[None]
 
+    @override
     def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
         index = by_example(self.value, n_examples, where).flatten(1)
         left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)
@@ -219,9 +226,11 @@ class NormalisationCall(Call):
 
     channels_last: int = 0
 
+    @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         return torch.stack([positions[rows.name].flatten() for rows in self.rows], -1)[:, None]
 
+    @override
     def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
         value = by_example(self.value, n_examples, where)  # [B, r, …]
         gradient = by_example(gradient, n_examples, where, lead=1)
@@ -239,7 +248,7 @@ class NormalisationCall(Call):
         return DenseStack(torch.stack(parts, -1)[:, :, :, None])
 
 
-# -- rules: arguments of a function -> Call, or None where the call is of a kind that the rule does not describe ---------
+# -- rules: arguments of a function -> Call, or None where the call is of a kind that the rule does not describe ----
 
 Finder = Callable[[Any], ParameterRows | None]
 
@@ -287,7 +296,8 @@ def _convolution(find: Finder, args: Any, kwargs: Any, *, dimensions: int) -> Ca
         else:
             pads = tuple((p, p) for p in _tuple(0 if padding == "valid" else padding, dimensions))
         return ConvolutionCall(
-            find(weight), find(bias), input, 1, (0,), True, False, kernel, _tuple(stride, dimensions), pads, spread, groups
+            find(weight), find(bias), input, 1, (0,), True, False,
+            kernel, _tuple(stride, dimensions), pads, spread, groups,
         )
 
     return call(*args, **kwargs)

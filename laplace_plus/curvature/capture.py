@@ -50,6 +50,9 @@ _attention_body = types.FunctionType(
 _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 
+_SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
+
+
 class _Recorder(TorchFunctionMode):
     """Records calls whose weights are among the selected parameters."""
 
@@ -120,7 +123,7 @@ class _Recorder(TorchFunctionMode):
 
     def _is_split(self, func: Any, used: list[ParameterRows], output: Any) -> bool:
         """Register the pieces of a weight that is split by rows, as attention does with its packed projection."""
-        if not self.packed or func not in (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes):
+        if not self.packed or func not in _SPLITS:
             return False
         start = used[0].start
         for piece in output:

@@ -157,9 +157,9 @@ class Gradients:
     ) -> bool:
         calls = [self.capture.calls[number] for number in members]
         first = calls[0]
-        if any(type(call) is not type(first) or self.axes[number] is None for call, number in zip(calls, members)):
+        if any(self.axes[number] is None for number in members):
             return False
-        if len(calls) > 1 and not all(call.packed == first.packed for call in calls):
+        if any(type(call) is not type(first) or call.packed != first.packed for call in calls):
             return False
         for name, start in rows:
             for other in claims[name]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS, Backend
@@ -44,6 +45,7 @@ class Native(Backend):
         {(kind, name) for kind in KINDS for name in ("full", "diagonal", "KFAC")} - {("hessian", "KFAC")}
     )
 
+    @override
     def curvature(
         self,
         network: Network,
@@ -69,6 +71,7 @@ class Native(Backend):
             first = False
         return result, outputs
 
+    @override
     def correct(
         self,
         network: Network,
@@ -160,7 +163,7 @@ def _exact_cotangents(
         yield cotangents.reshape(len(picked), *outputs.shape), groups[direction]
 
 
-# -- accumulation, one function for each structure -------------------------------------------------------------------------
+# -- accumulation, one function for each structure ---------------------------------------------------------------------
 
 
 def _by_component(stack: Stack, components: Tensor, n_components: int, reduce: Callable[[Stack], Tensor]) -> Tensor:
@@ -280,7 +283,7 @@ def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Te
 _ACCUMULATORS = {DiagonalStructure: _diagonal, FullStructure: _full, KroneckerStructure: _kronecker}
 
 
-# -- the Hessian -----------------------------------------------------------------------------------------------------------
+# -- the Hessian -------------------------------------------------------------------------------------------------------
 
 
 def _hessian(

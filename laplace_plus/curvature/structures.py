@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from laplace_plus.curvature.gradients import Layout

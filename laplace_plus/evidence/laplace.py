@@ -18,8 +18,8 @@ from torch import Tensor
 
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
-from laplace_plus.linalg import Factor
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.linalg import Factor
 from laplace_plus.priors import GaussianPrior
 
 

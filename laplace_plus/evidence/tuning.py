@@ -1,7 +1,7 @@
 """Tuning the prior precision, and the noise level with it.
 
-The evidence's curvature is diagonalised before, so that an evaluation costs one pass over eigenvalues. All methods start
-from the best points of a coarse grid, since the evidence may have several local optima.
+The evidence's curvature is diagonalised before, so that an evaluation costs one pass over eigenvalues. All methods
+start from the best points of a coarse grid, since the evidence may have several local optima.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def tune(
     objective = Objective.create(model, structure, temperature, tune_noise)
     if method == "validation":
         found = validate(objective, network, data, initial=initial, progress=progress, **options)
-        return TuningResult(method, found.precision, found.noise_std, found.value, True, float("nan"), found.n_evaluations)
+        nothing = float("nan")
+        return TuningResult(method, found.precision, found.noise_std, found.value, True, nothing, found.n_evaluations)
     if options or data is not None:
         unknown = ", ".join([*options, *(["data"] if data is not None else [])])
         raise ConfigurationError(f'Tuning by "{method}" takes no {unknown}.', expected='method="validation" for these')
@@ -148,8 +149,8 @@ def _fixed_point(
 ) -> tuple[float, Tensor, int]:
     """MacKay's (1992) fixed point or expectation maximisation.
 
-    With ``γ_g = d_g − ∂ log det Λ / ∂ log λ_g`` effective parameters in group g, MacKay sets ``λ_g = γ_g / ‖θ−μ‖²_g`` and
-    EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to ``σ² = SSE / (N − T γ)``.
+    With ``γ_g = d_g − ∂ log det Λ / ∂ log λ_g`` effective parameters in group g, MacKay sets ``λ_g = γ_g / ‖θ−μ‖²_g``
+    and EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to ``σ² = SSE / (N − T γ)``.
     """
     model, n = objective.model, objective.n_precisions
     prior = model.prior(torch.ones(()))

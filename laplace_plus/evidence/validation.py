@@ -1,7 +1,7 @@
 """Tuning by the loss on held-out data.
 
-The held-out data are passed over once: each batch's gradients are computed a single time and weighted for every point of
-the grid.
+The held-out data are passed over once: each batch's gradients are computed a single time and weighted for every point
+of the grid.
 """
 
 from __future__ import annotations
@@ -93,13 +93,17 @@ def validate(
     points = [(base * level, candidate) for level in levels for candidate in candidates]
     factor_sets = [model.factors(precision, objective.temperature, like.noise_std) for precision, like in points]
     totals, count = torch.zeros(len(points), dtype=torch.float64), 0
+    source = "cpu" if generator is None else generator.device
     with torch.no_grad():
         for batch in iterate(data, device=network.device, progress=progress, description="validation"):
             functional = functional_posteriors(network, factor_sets, batch.inputs)
             likelihood.validate(functional[0].mean, batch.target)
+            seed = int(torch.randint(2**62, (), generator=generator, device=source))
             for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
+                # The same random numbers for every point, so that they differ by their merits alone.
+                common = torch.Generator(device=mean.device).manual_seed(seed)
                 prediction = from_functional(
-                    candidate, mean, covariance, link=link, n_samples=n_samples, generator=generator
+                    candidate, mean, covariance, link=link, n_samples=n_samples, generator=common
                 )
                 totals[number] += loss(prediction, batch.target).double().sum().cpu()
             count += functional[0].mean.shape[0]

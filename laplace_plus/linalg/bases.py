@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
 
@@ -34,12 +35,15 @@ class Basis(ABC):
 class IdentityBasis(Basis):
     """R = I."""
 
+    @override
     def rotate(self, stack: Stack) -> Stack:
         return stack
 
+    @override
     def expand(self, coordinates: Tensor) -> Tensor:
         return coordinates
 
+    @override
     def spread(self, variances: Tensor) -> Tensor:
         return variances
 
@@ -56,6 +60,7 @@ class KroneckerBasis(Basis):
     left: Tensor
     right: Tensor | None
 
+    @override
     def rotate(self, stack: Stack) -> Stack:
         left, right = self.left.to(stack.dtype), None if self.right is None else self.right.to(stack.dtype)
         if isinstance(stack, OneHotStack) and right is None:
@@ -80,10 +85,12 @@ class KroneckerBasis(Basis):
         values = torch.einsum("gop,vbgoi->vbgpi", left, stack.dense(slice(0, stack.n_examples)))
         return DenseStack(values if right is None else torch.einsum("vbgpi,gij->vbgpj", values, right))
 
+    @override
     def expand(self, coordinates: Tensor) -> Tensor:
         values = self.left @ coordinates
         return values if self.right is None else values @ self.right.mT
 
+    @override
     def spread(self, variances: Tensor) -> Tensor:
         values = self.left.square() @ variances
         return values if self.right is None else values @ self.right.square().mT
@@ -104,15 +111,18 @@ class DenseBasis(Basis):
     def _matrix(self) -> Tensor:
         return self.vectors if self.scale is None else self.scale[..., None] * self.vectors
 
+    @override
     def rotate(self, stack: Stack) -> Stack:
         values = stack.dense(slice(0, stack.n_examples)).flatten(3)  # [V, B, G, n]
         matrix = self._matrix().to(values.dtype)
         rotated = torch.einsum("vbgn,gnm->vbgm", values, matrix)
         return DenseStack(rotated.unflatten(3, stack.shape[1:]))
 
+    @override
     def expand(self, coordinates: Tensor) -> Tensor:
         flat = coordinates.flatten(2)
         return torch.einsum("gnm,kgm->kgn", self._matrix(), flat).view_as(coordinates)
 
+    @override
     def spread(self, variances: Tensor) -> Tensor:
         return torch.einsum("gnm,gm->gn", self._matrix().square(), variances.flatten(1)).view_as(variances)

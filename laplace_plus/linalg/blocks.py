@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.errors import NonFiniteError, UnsupportedError
 from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
@@ -149,20 +150,25 @@ class DiagonalBlock(Block):
         self.n_components = self.values.shape[0]
         self.shape = tuple(self.values.shape[1:])  # type: ignore[assignment]
 
+    @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, DiagonalBlock)
         self.values += other.values
 
+    @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         return IdentityBasis(), torch.einsum("k,kgoi->goi", weights, self.values.to(weights.dtype))
 
+    @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         basis, values = self.eigen(weights)
         return Factor(basis, values + diagonal)
 
+    @override
     def dense(self, weights: Tensor) -> Tensor:
         return torch.diag_embed(self.eigen(weights)[1].flatten(1))
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
 
@@ -206,6 +212,7 @@ class DenseBlock(_OnceDiagonalised):
         self.dtype = self.matrix.dtype
         self.n_components = self.matrix.shape[0]
 
+    @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, DenseBlock)
         self.matrix += other.matrix
@@ -218,6 +225,7 @@ class DenseBlock(_OnceDiagonalised):
     def _combined(self, weights: Tensor) -> Tensor:
         return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
 
+    @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if diagonal.ndim == 0:
             return Block.factor(self, weights, diagonal)
@@ -226,6 +234,7 @@ class DenseBlock(_OnceDiagonalised):
         values, vectors = symmetric_eigen(scale[..., None] * self._combined(weights) * scale[:, None, :])
         return Factor(DenseBasis(vectors, scale), clamp_rounding(values).view(self.shape) + 1, scale.log().sum() * -2)
 
+    @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return Block.log_determinant(self, weights, diagonal)
@@ -236,9 +245,11 @@ class DenseBlock(_OnceDiagonalised):
             raise not_positive_definite(smallest)
         return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
 
+    @override
     def dense(self, weights: Tensor) -> Tensor:
         return self._combined(weights)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
 
@@ -271,6 +282,7 @@ class KroneckerBlock(_OnceDiagonalised):
         self.dtype = self.left.dtype
         self.shape = (self.left.shape[1], self.left.shape[2], self.right.shape[1])
 
+    @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, KroneckerBlock)
         if self.corrected is not None:  # the basis stays what it is; what is measured in it comes by add_corrected_
@@ -295,6 +307,7 @@ class KroneckerBlock(_OnceDiagonalised):
         assert self.basis_weights is not None
         return self._eigenbasis(self.basis_weights)[0]
 
+    @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
         if self.corrected is None:
             return _OnceDiagonalised.eigen(self, weights)
@@ -314,6 +327,7 @@ class KroneckerBlock(_OnceDiagonalised):
         values = left_values.clamp(min=0)[:, :, None] * right_values.clamp(min=0)[:, None, :]
         return KroneckerBasis(left, right), values / self.count.to(values)
 
+    @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if self.n_components == 1 or self.corrected is not None or not weights.requires_grad:
             return Block.log_determinant(self, weights, diagonal)
@@ -323,6 +337,7 @@ class KroneckerBlock(_OnceDiagonalised):
         right = (right if right.ndim == 2 else torch.linalg.eigvalsh(right)).clamp(min=0)
         return torch.log(left[:, :, None] * right[:, None, :] / self.count.to(left) + diagonal).sum()
 
+    @override
     def dense(self, weights: Tensor) -> Tensor:
         basis, values = self.eigen(weights)
         n = self.shape[1] * self.shape[2]
@@ -330,6 +345,7 @@ class KroneckerBlock(_OnceDiagonalised):
         vectors = basis.expand(identity.expand(n, *self.shape)).flatten(2)  # [n, G, n]: rows are basis vectors
         return torch.einsum("ngi,gn,ngj->gij", vectors, values.flatten(1), vectors)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
         stored = {"left": self.left, "right": self.right, "count": self.count}
         if self.corrected is not None and self.basis_weights is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 CHUNK_BYTES = 256 * 2**20
 """How many bytes of written-out matrices are alive at a time."""
@@ -103,9 +104,11 @@ class DenseStack(Stack):
         self.shape = tuple(self.values.shape[2:])  # type: ignore[assignment]
         self.dtype, self.device = self.values.dtype, self.values.device
 
+    @override
     def dense(self, examples: slice) -> Tensor:
         return self.values[:, examples]
 
+    @override
     def select(self, directions: Tensor) -> DenseStack:
         return DenseStack(self.values[directions])
 
@@ -161,15 +164,18 @@ class OuterStack(Stack):
         each = self.n_positions * groups * (self.n_directions * rows + columns) * item
         return slices(self.n_examples, each)
 
+    @override
     def dense(self, examples: slice) -> Tensor:
         left, right = self.sides(examples)
         return torch.einsum("vbsgo,bsgi->vbgoi", left, right)
 
+    @override
     def select(self, directions: Tensor) -> OuterStack:
         return OuterStack(
             self.raw_right, self.raw_left[directions], self.expand_right, self.expand_left, self.compute_dtype
         )
 
+    @override
     def squares(self) -> Tensor:
         if self.n_positions > 1:
             return Stack.squares(self)
@@ -180,6 +186,7 @@ class OuterStack(Stack):
             total += torch.einsum("bgo,bgi->goi", left[:, :, 0].square().sum(0), right[:, 0].square())
         return total
 
+    @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
         if self.n_positions > 1:
             return Stack.quadratic(self, weights, mode)
@@ -211,9 +218,11 @@ class SubsetStack(Stack):
         self.dtype, self.device = self.whole.dtype, self.whole.device
         self.shape = (1, 1, len(self.positions))
 
+    @override
     def dense(self, examples: slice) -> Tensor:
         return self.whole.dense(examples).flatten(2)[..., self.positions][:, :, None, None]
 
+    @override
     def select(self, directions: Tensor) -> SubsetStack:
         return SubsetStack(self.whole.select(directions), self.positions)
 
@@ -267,20 +276,24 @@ class OneHotStack(Stack):
             examples = slice(start, start + step)
             yield examples, *self.compact(examples)
 
+    @override
     def dense(self, examples: slice) -> Tensor:
         compact, columns = self.compact(examples)
         values = compact.new_zeros(*compact.shape[:-1], self.n_columns)
         return values.index_copy(-1, columns, compact)
 
+    @override
     def select(self, directions: Tensor) -> OneHotStack:
         return OneHotStack(self.index, self.left[directions], self.n_columns, self.compute_dtype)
 
+    @override
     def squares(self) -> Tensor:
         total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for _, values, columns in self.compact_chunks():
             total.index_add_(2, columns, values.square().sum((0, 1)))
         return total
 
+    @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
         if mode == "joint":
             values, columns = self.compact(slice(None))

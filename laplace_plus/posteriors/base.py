@@ -121,7 +121,9 @@ class Posterior(ABC):
             ConfigurationError: This method has no linearised posterior.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no linearised posterior.", expected='method="sampled"', got='method="linearized"'
+            f"{type(self).__name__} has no linearised posterior.",
+            expected='method="sampled"',
+            got='method="linearized"',
         )
 
     def options(self) -> dict[str, Any]:
@@ -214,7 +216,8 @@ class Posterior(ABC):
                 got=f"link={link!r}, differentiable={differentiable}",
             )
         with torch.no_grad():
-            return from_samples(self.likelihood, torch.stack(list(self._sampled_outputs(x, n_samples, generator))))
+            outputs = torch.stack(list(self._sampled_outputs(x, n_samples, generator)))
+            return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
     def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         x = self.network.receive(x)
@@ -292,7 +295,6 @@ class Posterior(ABC):
         self._require_fit()
         header, tensors = self._state()
         masks = {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
-        hyper = {"prior_precision": self._prior_precision, "prior_mean": self._prior_mean, "temperature": self._temperature}
         common = {
             "class": name_of(type(self)),
             "options": self.options(),
@@ -304,8 +306,12 @@ class Posterior(ABC):
             "network": io.fingerprint(self.network.model),
             "state": header,
         }
-        hyper_tensors = {f"hyper.{name}": value.detach() for name, value in hyper.items()}
-        io.write(path, common, {**tensors, **masks, **hyper_tensors})
+        hyper = {
+            "hyper.prior_precision": self._prior_precision.detach(),
+            "hyper.prior_mean": self._prior_mean.detach(),
+            "hyper.temperature": self._temperature.detach(),
+        }
+        io.write(path, common, {**tensors, **masks, **hyper})
 
     def _require_fit(self) -> None:
         if self._vector is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from laplace_plus.curvature import DiagonalStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 
@@ -21,5 +23,6 @@ class Diagonal(GaussianPosterior):
     """
 
     @property
+    @override
     def structure(self) -> DiagonalStructure:
         return DiagonalStructure()

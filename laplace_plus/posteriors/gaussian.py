@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
@@ -75,7 +76,8 @@ class GaussianPosterior(Posterior):
         if curvature is None or statistics is None:
             raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
         if update:
-            assert self._curvature is not None and self._statistics is not None
+            assert self._curvature is not None
+            assert self._statistics is not None
             statistics, n_data = statistics + self._statistics, n_data + self.n_data
             total = self._curvature.clone()
             total.add_(curvature)
@@ -97,7 +99,9 @@ class GaussianPosterior(Posterior):
     def laplace_model(self) -> LaplaceModel:
         """What the evidence is a function of, apart from the hyperparameters."""
         self._require_fit()
-        assert self._curvature is not None and self._statistics is not None and self._vector is not None
+        assert self._curvature is not None
+        assert self._statistics is not None
+        assert self._vector is not None
         return LaplaceModel(
             curvature=self._curvature,
             vector=self._vector,
@@ -220,6 +224,7 @@ class GaussianPosterior(Posterior):
             layout.scatter_(result, layout.gather(result) + draws)
         return result
 
+    @override
     def functional_posterior(
         self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
     ) -> FunctionalPosterior:
@@ -275,7 +280,9 @@ class GaussianPosterior(Posterior):
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        assert self._curvature is not None and self._statistics is not None and self._vector is not None
+        assert self._curvature is not None
+        assert self._statistics is not None
+        assert self._vector is not None
         tensors, blocks = {"statistics": self._statistics, "vector": self._vector}, []
         for number, (layout, block) in enumerate(self._curvature):
             blocks.append({

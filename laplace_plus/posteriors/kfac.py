@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from laplace_plus.curvature import KroneckerStructure
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 
 
 class KFAC(GaussianPosterior):
-    """Laplace with one Kronecker product ``G ⊗ A`` for each layer: correlations within layers at the cost of their sides.
+    """Laplace with one Kronecker product ``G ⊗ A`` for each layer: correlations within layers kept.
 
     The default choice for whole networks. Linear and convolutional layers (stride, dilation, groups), embeddings and
-    attention projections get Kronecker products, scale and shift of normalisations exact 2 × 2 blocks for each channel, and
-    any other parameter an exact dense or diagonal block; :meth:`summary` says which.
+    attention projections get Kronecker products, scale and shift of normalisations exact 2 × 2 blocks for each channel,
+    and any other parameter an exact dense or diagonal block; :meth:`summary` says which.
 
     Args:
         weight_sharing: How positions (tokens, pixels) are treated: ``"expand"`` as examples of their own, for
             token-level outputs; ``"reduce"`` summed first, for networks that pool over positions.
-        eigenvalue_corrected: Whether to measure the eigenvalues in the Kronecker eigenbasis (EKFAC; George et al., 2018),
-            which takes a second pass over the data and makes the curvature's trace exact.
+        eigenvalue_corrected: Whether to measure the eigenvalues in the Kronecker eigenbasis (EKFAC; George et al.,
+            2018), which takes a second pass over the data and makes the curvature's trace exact.
         dense_limit: Largest parameter without a Kronecker rule that gets a dense block; larger ones get a diagonal.
         *args: As for :class:`Posterior`.
         **kwargs: As for :class:`Posterior`.
@@ -53,9 +55,11 @@ class KFAC(GaussianPosterior):
         super().__init__(*args, **kwargs)
 
     @property
+    @override
     def structure(self) -> KroneckerStructure:
         return self._structure
 
+    @override
     def options(self) -> dict[str, Any]:
         return {
             "weight_sharing": self._structure.weight_sharing,

@@ -28,7 +28,9 @@ def register(name: str, cls: type[Posterior]) -> None:
     """
     if _registered.get(name, cls) is not cls:
         raise ConfigurationError(
-            f"The name {name!r} is taken.", expected="a new name", got=f"one that means {_registered[name].__qualname__}"
+            f"The name {name!r} is taken.",
+            expected="a new name",
+            got=f"one that means {_registered[name].__qualname__}",
         )
     _registered[name] = cls
 

@@ -68,7 +68,7 @@ def functional_posteriors(
             expected='None, "diagonal" (not with joint=True) or indices',
             got=f"{outputs!r} with joint={joint}",
         )
-    chosen = torch.arange(n_outputs) if outputs is None or diagonal else _indices(outputs, n_outputs)
+    chosen = torch.arange(n_outputs) if outputs is None or isinstance(outputs, str) else _indices(outputs, n_outputs)
     mode = "joint" if joint else "diagonal" if diagonal else "full"
     flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
     if joint:
