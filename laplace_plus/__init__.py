@@ -5,7 +5,7 @@ posterior.fit_prior_precision()
 prediction = posterior.predictive(x)
 """
 
-from laplace_plus import errors, linalg
+from laplace_plus import errors, linalg, testing
 from laplace_plus._version import __version__
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.likelihoods import (
@@ -51,4 +51,5 @@ __all__ = [
     "linalg",
     "load",
     "register",
+    "testing",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,16 @@ from laplace_plus.errors import ConfigurationError
 
 PriorStructure = Literal["scalar", "layerwise", "diagonal"]
 STRUCTURES: tuple[PriorStructure, ...] = ("scalar", "layerwise", "diagonal")
+
+
+def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
+    """A tensor as it is, numbers in float64: in float32 they would cost a float64 network half its digits.
+
+    Example:
+        >>> as_hyperparameter(0.1).dtype
+        torch.float64
+    """
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class GaussianPrior:
             ConfigurationError: A precision that is not positive and finite, or a shape that is none of the three.
         """
         n, layers = len(layer_index), int(layer_index.max()) + 1
-        precision, mean = torch.as_tensor(precision), torch.as_tensor(mean)
+        precision, mean = as_hyperparameter(precision), as_hyperparameter(mean)
         precision = precision.squeeze() if precision.numel() == 1 else precision
         mean = mean.squeeze() if mean.numel() == 1 else mean
         if precision.shape not in ((), (layers,), (n,)):

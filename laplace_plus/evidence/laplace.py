@@ -20,7 +20,7 @@ from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Factor
-from laplace_plus.priors import GaussianPrior
+from laplace_plus.priors import GaussianPrior, as_hyperparameter
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LaplaceModel:
 
     def prior(self, precision: Any) -> GaussianPrior:
         """The prior at a precision (0-d, ``[L]`` or ``[P]``)."""
-        return GaussianPrior.create(torch.as_tensor(precision), self.prior_mean, self.layer_index)
+        return GaussianPrior.create(as_hyperparameter(precision), self.prior_mean, self.layer_index)
 
     def weights(self, noise_std: Any = None) -> Tensor:
         """The curvature's component weights ``[K]`` at a noise level, float64."""

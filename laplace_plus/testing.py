@@ -1,0 +1,285 @@
+"""The conformance suite: what every posterior must do, ours and a third party's alike.
+
+Inherit from :class:`PosteriorConformance` (or, for Gaussians, :class:`GaussianConformance`) in a test module, say how the
+posterior is made, and pytest runs the rest::
+
+    class TestMyPosterior(PosteriorConformance):
+        def make(self, model, likelihood, **options):
+            return MyPosterior(model, likelihood, **options)
+"""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus.errors import CheckpointError, EmptyDataError, LabelError, LaplacePlusError, NotFittedError
+from laplace_plus.posteriors import GaussianPosterior, Posterior, load
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that a posterior must leave alone, for comparison by :func:`assert_untouched`."""
+    modules = dict(model.named_modules())
+    hooks = [name for name in vars(model) if name.endswith("_hooks") and isinstance(vars(model)[name], dict)]
+    return {
+        "state": {name: value.detach().clone() for name, value in model.state_dict().items()},
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
+        "identity": {name: id(p) for name, p in model.named_parameters()},
+        "modes": {name: module.training for name, module in modules.items()},
+        "attributes": {name: _attributes(module) for name, module in modules.items()},
+        "hooks": {name: {h: list(vars(module).get(h, {})) for h in hooks} for name, module in modules.items()},
+    }
+
+
+def _attributes(module: nn.Module) -> dict[str, int | list[int]]:
+    # Lists are compared by what they hold: recurrent layers keep their weights in one.
+    return {
+        name: [id(item) for item in value] if isinstance(value, list) else id(value)
+        for name, value in vars(module).items()
+        if name != "training"
+    }
+
+
+def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
+    """Assert that a model is as it was at :func:`snapshot`: weights, buffers, modes, attributes and hooks."""
+    after = snapshot(model)
+    assert before["state"].keys() == after["state"].keys(), "parameters or buffers came or went"
+    for name, value in before["state"].items():
+        assert torch.equal(value, after["state"][name]), f"{name} was written to"
+    for what in ("gradients", "requires_grad", "identity", "modes", "attributes", "hooks"):
+        assert before[what] == after[what], f"the model's {what} changed"
+
+
+def raises(error: type[LaplacePlusError], call: Callable[[], Any]) -> None:
+    """Assert that a call raises an error that says what was expected."""
+    with suppress(error):
+        call()
+        raise AssertionError(f"{error.__name__} was not raised")
+
+
+class PosteriorConformance(ABC):
+    """Tests that every posterior passes.
+
+    Attributes:
+        rows: Number of data.
+    """
+
+    rows: int = 24
+
+    @abstractmethod
+    def make(self, model: nn.Module, likelihood: Any, **options: Any) -> Posterior:
+        """The posterior under test, with few enough iterations or samples to be quick."""
+
+    # -- problems ------------------------------------------------------------------------------------------------------
+
+    def network(self, outputs: int) -> nn.Module:
+        """A small network in float64, with dropout and batch normalisation, left in training mode."""
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, outputs)]
+        return nn.Sequential(*layers).double().train()
+
+    def classification(self) -> tuple[nn.Module, Batches]:
+        """A network with three classes and its data in ragged batches."""
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(self.rows, 3, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 3, (self.rows,), generator=generator)
+        return self.network(3), list(zip(x.split(7), y.split(7), strict=True))
+
+    def regression(self) -> tuple[nn.Module, Batches]:
+        """A network with two outputs and its data in ragged batches."""
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(self.rows, 3, generator=generator, dtype=torch.float64)
+        y = x[:, :2].sin() + 0.1 * torch.randn(self.rows, 2, generator=generator, dtype=torch.float64)
+        return self.network(2), list(zip(x.split(7), y.split(7), strict=True))
+
+    def fitted(self) -> tuple[Posterior, nn.Module, Batches]:
+        """The posterior fitted to the classification problem."""
+        model, data = self.classification()
+        return self.make(model, "classification").fit(data), model, data
+
+    # -- tests ---------------------------------------------------------------------------------------------------------
+
+    def test_fit_counts_what_it_sees(self) -> None:
+        posterior, _, data = self.fitted()
+        assert posterior.n_data == self.rows
+        assert posterior.fit(iter(list(data))).n_data == self.rows, "a second fit must forget the first"
+
+    def test_unfitted_is_refused(self) -> None:
+        model, data = self.classification()
+        posterior = self.make(model, "classification")
+        raises(NotFittedError, lambda: posterior.predictive(data[0][0]))
+
+    def test_bad_data_is_refused_and_changes_nothing(self) -> None:
+        posterior, model, data = self.fitted()
+        before, state = snapshot(model), posterior.predictive(data[0][0], generator=_generator()).mean
+        raises(EmptyDataError, lambda: posterior.fit([]))
+        wrong = [*data, (data[0][0], torch.full_like(data[0][1], 3))]
+        raises(LabelError, lambda: posterior.fit(wrong))
+        assert_untouched(model, before)
+        again = posterior.predictive(data[0][0], generator=_generator()).mean
+        assert torch.equal(again, state), "a failed fit must leave the posterior as it was"
+
+    def test_model_is_untouched(self) -> None:
+        model, data = self.classification()
+        before = snapshot(model)
+        posterior = self.make(model, "classification").fit(data)
+        assert_untouched(model, before)
+        posterior.predictive(data[0][0])
+        posterior.predictive(data[0][0], method="sampled", n_samples=3)
+        posterior.sample(2)
+        assert_untouched(model, before)
+
+    def test_samples_have_the_parameters_shape(self) -> None:
+        posterior, model, _ = self.fitted()
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        assert 0 < posterior.n_parameters <= sum(sizes[name] for name in posterior.parameter_names)
+        samples = posterior.sample(4, generator=_generator())
+        assert samples.shape == (4, posterior.n_parameters)
+        assert torch.isfinite(samples).all()
+
+    def test_generator_is_honoured(self) -> None:
+        posterior, _, data = self.fitted()
+        state = torch.get_rng_state()
+        for draw in self.draws(posterior, data[0][0]):
+            first, second, other = draw(_generator(0)), draw(_generator(0)), draw(_generator(1))
+            assert torch.equal(first, second), "equal generators must give equal draws"
+            assert not torch.equal(first, other), "different generators must give different draws"
+        assert torch.equal(state, torch.get_rng_state()), "the global generator must be left alone"
+
+    def draws(self, posterior: Posterior, x: Tensor) -> Iterable[Callable[[torch.Generator], Tensor]]:
+        """Everything random that a posterior offers."""
+        yield lambda g: posterior.sample(3, generator=g)
+        yield lambda g: posterior.predictive(x, method="sampled", n_samples=3, generator=g).mean
+
+    def test_classification_gives_probabilities(self) -> None:
+        posterior, _, data = self.fitted()
+        prediction = posterior.predictive(data[0][0], generator=_generator())
+        probabilities = prediction.mean
+        assert probabilities.shape == (7, 3)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(7, dtype=probabilities.dtype))
+        assert (prediction.entropy() >= 0).all()
+        assert (prediction.mutual_information() >= -1e-9).all()
+        assert prediction.log_prob(data[0][1]).shape == (7,)
+        torch.testing.assert_close(prediction.variance, probabilities * (1 - probabilities))
+
+    def test_regression_variance_holds_the_noise(self) -> None:
+        model, data = self.regression()
+        prediction = self.make(model, "regression").fit(data).predictive(data[0][0], generator=_generator())
+        assert prediction.mean.shape == prediction.variance.shape == (7, 2)
+        torch.testing.assert_close(prediction.variance, prediction.epistemic + prediction.aleatoric)
+        assert (prediction.variance >= 1.0 - 1e-9).all(), "the default noise of 1 belongs to the variance"
+
+    def test_one_input_is_a_batch(self) -> None:
+        posterior, _, data = self.fitted()
+        assert posterior.predictive(data[0][0][:1], generator=_generator()).mean.shape == (1, 3)
+
+    def test_saved_and_loaded_is_the_same(self) -> None:
+        posterior, model, data = self.fitted()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "posterior"
+            posterior.save(path)
+            loaded = load(path, model)
+            assert type(loaded) is type(posterior)
+            assert loaded.n_data == posterior.n_data
+            ours = posterior.predictive(data[0][0], generator=_generator())
+            theirs = loaded.predictive(data[0][0], generator=_generator())
+            assert torch.equal(ours.mean, theirs.mean)
+            assert torch.equal(posterior.sample(2, generator=_generator()), loaded.sample(2, generator=_generator()))
+            other = self.network(3)
+            with torch.no_grad():
+                next(other.parameters()).mul_(1.5)
+            raises(CheckpointError, lambda: load(path, other))
+
+
+class GaussianConformance(PosteriorConformance):
+    """Tests that every Gaussian posterior passes besides."""
+
+    def draws(self, posterior: Posterior, x: Tensor) -> Iterable[Callable[[torch.Generator], Tensor]]:
+        """Also the linearised predictive by Monte Carlo."""
+        yield from PosteriorConformance.draws(self, posterior, x)
+        yield lambda g: posterior.predictive(x, link="mc", generator=g).mean
+
+    def gaussian(self) -> tuple[GaussianPosterior, nn.Module, Batches]:
+        """The fitted posterior."""
+        posterior, model, data = self.fitted()
+        assert isinstance(posterior, GaussianPosterior)
+        return posterior, model, data
+
+    def test_covariance_inverts_precision(self) -> None:
+        posterior, _, _ = self.gaussian()
+        product = posterior.precision_matrix() @ posterior.covariance_matrix()
+        torch.testing.assert_close(product, torch.eye(len(product), dtype=product.dtype), rtol=0, atol=1e-9)
+        torch.testing.assert_close(posterior.variance(), posterior.covariance_matrix().diagonal())
+
+    def test_evidence_is_that_of_the_dense_precision(self) -> None:
+        posterior, model, data = self.gaussian()
+        model.eval()
+        with torch.no_grad():
+            fit = sum(-nn.functional.cross_entropy(model(x), y, reduction="sum") for x, y in data)
+        mean, prior = posterior.mean, posterior.prior().vector().to(posterior.mean)
+        expected = fit - (prior * mean.square()).sum() / 2
+        expected = expected - posterior.precision_matrix().logdet() / 2 + prior.log().sum() / 2
+        torch.testing.assert_close(posterior.log_marginal_likelihood(), expected.double(), rtol=1e-9, atol=1e-9)
+
+    def test_asking_for_evidence_changes_nothing(self) -> None:
+        posterior, _, _ = self.gaussian()
+        before = posterior.log_marginal_likelihood()
+        assert posterior.log_marginal_likelihood(prior_precision=7.0) != before
+        assert posterior.log_marginal_likelihood() == before
+
+    def test_functional_covariance_is_that_of_the_linearised_network(self) -> None:
+        posterior, _, data = self.gaussian()
+        x = data[0][0]
+        vector = posterior.network.vector()
+        jacobian = torch.func.jacrev(lambda v: posterior.network(x, posterior.network.substitute(v)))(vector)
+        covariance = posterior.covariance_matrix()
+        expected = torch.einsum("ncp,pq,mdq->ncmd", jacobian, covariance, jacobian)
+        own = torch.einsum("ncnd->ncd", expected)
+        mean, marginal = posterior.functional_posterior(x)
+        torch.testing.assert_close(mean, posterior.network.forward(x))
+        torch.testing.assert_close(marginal, own, rtol=1e-9, atol=1e-10)
+        variances = posterior.functional_posterior(x, outputs="diagonal").covariance
+        torch.testing.assert_close(variances, own.diagonal(dim1=-2, dim2=-1), rtol=1e-9, atol=1e-10)
+        some = posterior.functional_posterior(x, outputs=[2, 0]).covariance
+        torch.testing.assert_close(some, own[:, [2, 0]][..., [2, 0]], rtol=1e-9, atol=1e-10)
+        joint = posterior.functional_posterior(x, joint=True).covariance
+        torch.testing.assert_close(joint, expected, rtol=1e-9, atol=1e-10)
+
+    def test_batches_may_be_split_anyhow(self) -> None:
+        posterior, model, data = self.gaussian()
+        whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
+        other = self.make(model, "classification").fit(whole)
+        assert isinstance(other, GaussianPosterior)
+        torch.testing.assert_close(other.precision_matrix(), posterior.precision_matrix(), rtol=1e-10, atol=1e-12)
+
+    def test_tuning_raises_the_evidence(self) -> None:
+        posterior, _, _ = self.gaussian()
+        before = posterior.log_marginal_likelihood()
+        after = posterior.fit_prior_precision().log_marginal_likelihood()
+        assert after >= before
+        nearby = [posterior.log_marginal_likelihood(posterior.prior_precision * factor) for factor in (0.8, 1.25)]
+        assert all(after > value for value in nearby), "tuning must end at an optimum"
+
+    def test_predictions_are_differentiable_in_x(self) -> None:
+        posterior, _, data = self.gaussian()
+        x = data[0][0][:3].clone()
+
+        def outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+            prediction = posterior.predictive(x, differentiable=True)
+            return prediction.mean, posterior.functional_posterior(x, differentiable=True).covariance
+
+        assert torch.autograd.gradcheck(outputs, (x.requires_grad_(),), atol=1e-6, rtol=1e-5)
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

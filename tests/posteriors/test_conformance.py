@@ -1,0 +1,120 @@
+"""Our own posteriors pass the suite that third parties' must pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.posteriors import registry
+from laplace_plus.testing import GaussianConformance, PosteriorConformance
+
+
+class TestFull(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        return lp.Full(model, likelihood, **options)
+
+
+class TestKFAC(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        return lp.KFAC(model, likelihood, **options)
+
+
+class TestReduceKFAC(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        return lp.KFAC(model, likelihood, weight_sharing="reduce", **options)
+
+
+class TestEKFAC(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        return lp.KFAC(model, likelihood, eigenvalue_corrected=True, **options)
+
+    def test_fit_counts_what_it_sees(self):
+        posterior, _, data = self.fitted()
+        assert posterior.n_data == self.rows
+        with pytest.raises(lp.errors.DataError, match="twice"):
+            posterior.fit(iter(data))
+
+
+class TestDiagonal(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        return lp.Diagonal(model, likelihood, **options)
+
+
+class TestLastLayer(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        return lp.Full(model, likelihood, parameters="last_layer", **options)
+
+
+class TestMasked(GaussianConformance):
+    def make(self, model, likelihood, **options):
+        total = sum(p.numel() for p in model.parameters())
+        return lp.KFAC(model, likelihood, parameters=torch.arange(total) % 3 == 0, **options)
+
+
+class Jittered(lp.Posterior):
+    """A third party's posterior: independent noise of a fixed size on every parameter."""
+
+    default_method = "sampled"
+
+    def _fit(self, data, *, update, progress, generator):
+        n_data = self.n_data if update else 0
+        for batch in self._batches(data, progress=progress, description="Jittered"):
+            outputs = self.network.forward(batch.inputs)
+            self.likelihood.validate(outputs, batch.target)
+            n_data += outputs.shape[0]
+        self.n_data, self._vector = n_data, self.network.vector()
+        self.network.remember()
+
+    def sample(self, n, *, generator=None):
+        noise = torch.randn(n, self.n_parameters, dtype=self.mean.dtype, generator=generator)
+        return self.mean + noise / self.prior_precision.sqrt()
+
+    def _state(self):
+        return {}, {"vector": self.mean}
+
+    def _restore(self, header, tensors):
+        self._vector = tensors["vector"]
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setitem(registry._registered, "Jittered", Jittered)
+
+
+class TestThirdParty(PosteriorConformance):
+    def make(self, model, likelihood, **options):
+        return Jittered(model, likelihood, prior_precision=100.0, **options)
+
+
+def test_registered_names_are_found():
+    assert lp.get_posterior("Jittered") is Jittered
+    lp.register("Jittered", Jittered)  # twice is fine
+    with pytest.raises(lp.errors.ConfigurationError, match="taken"):
+        lp.register("Jittered", lp.Full)
+    with pytest.raises(lp.errors.ConfigurationError, match="No posterior is called 'Nobody'"):
+        lp.get_posterior("Nobody")
+
+
+def test_entry_points_are_found(monkeypatch):
+    class Point:
+        name = "FromElsewhere"
+
+        def load(self):
+            return Jittered
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == registry.ENTRY_POINTS else [])
+    monkeypatch.delitem(registry._registered, "Jittered")
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    assert lp.get_posterior("FromElsewhere") is Jittered
+
+
+def test_unregistered_classes_cannot_be_saved(tmp_path):
+    class Nameless(Jittered):
+        pass
+
+    model = nn.Linear(2, 2)
+    posterior = Nameless(model, "classification").fit([(torch.randn(3, 2), torch.tensor([0, 1, 1]))])
+    with pytest.raises(lp.errors.ConfigurationError, match="register"):
+        posterior.save(tmp_path / "nameless")
