@@ -178,7 +178,8 @@ class Network:
         # Buffers are handed over as copies: some modules write to them even in evaluation mode.
         state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         state |= self.parameters | dict(parameters or {})
-        with evaluation_mode(self.model):
+        # Compiled parts of a module hide their operations, and do not compile under the modes that are active here.
+        with evaluation_mode(self.model), torch.compiler.set_stance("force_eager"):
             return functional_call(self.model, state, arguments, keywords)
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -195,58 +196,82 @@ class Network:
         """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
 
         The general path for parameters whose use in the network no rule describes. It maps over examples where the
-        network's operations allow it and loops over them otherwise (recurrent layers).
+        network's operations allow it and loops over them otherwise (recurrent layers). Neither is trusted blindly:
+        batching rules can be wrong, and a batch cannot always be cut into examples (graphs that share one table of
+        nodes, time as the leading axis, a ``squeeze`` in the network). Both must therefore reproduce a random
+        combination of the gradients that one backward pass of the whole batch gives; else each example's output is
+        differentiated within the whole batch.
 
         Args:
             inputs: A batch's inputs.
             names: Parameters to differentiate in.
             cotangents: ``[V, B, *, C]``.
         """
-        leaves, rebuild = batches.flatten(inputs)
-        size = cotangents.shape[1]
-        mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
         chosen = {name: self.parameters[name] for name in names}
+        differentiable = torch.is_grad_enabled() and _requires_grad(inputs)
+        with torch.enable_grad():
+            leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
+            together = self(inputs, leaves)
+        # Fixed, and of different size for every direction and example.
+        weights = [torch.linspace(0.5, 1.5, n, device=cotangents.device) for n in cotangents.shape[:2]]
+        combination = torch.outer(*weights).to(cotangents.dtype)  # [V, B]
+        combined = torch.einsum("vb,vb...->b...", combination, cotangents)
+        expected = _gradients(together, leaves, combined, retain_graph=True)
+        for attempt in (self._mapped_gradients, self._looped_gradients):
+            try:
+                result = attempt(inputs, chosen, cotangents)
+            except Exception:  # noqa: BLE001, S112  -- whatever goes wrong with single examples, the batch went through
+                continue
+            if _agree(result, combination, expected):
+                return result
+        result = {name: p.new_zeros(*cotangents.shape[:2], *p.shape) for name, p in chosen.items()}
+        for n in range(cotangents.shape[1]):
+            for v in range(cotangents.shape[0]):
+                one = _gradients(
+                    together[n], leaves, cotangents[v, n], retain_graph=True, create_graph=differentiable
+                )
+                for name, gradient in one.items():
+                    result[name][v, n] = gradient
+        return result
+
+    def _single_outputs(
+        self, inputs: Any, size: int
+    ) -> tuple[Callable[[dict[str, Tensor], list[Tensor]], Tensor], list[Tensor]]:
+        """The network as a function of parameters and one example, and the leaves that hold one entry per example."""
+        leaves, rebuild = batches.flatten(inputs)
+        mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
 
         def outputs(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
             rows = iter(example)
             full = [next(rows)[None] if use else leaf for leaf, use in zip(leaves, mapped, strict=True)]
             return self(rebuild(full), parameters)[0]
 
-        examples = [leaf for leaf, use in zip(leaves, mapped, strict=True) if use]
-        try:
+        return outputs, [leaf for leaf, use in zip(leaves, mapped, strict=True) if use]
 
-            def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-                value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)  # type: ignore[misc]
-                return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
+    def _mapped_gradients(self, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor) -> dict[str, Tensor]:
+        outputs, examples = self._single_outputs(inputs, cotangents.shape[1])
 
-            over_examples = torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="There is a performance drop")
-                return over_examples(chosen, examples, cotangents)
-        except (RuntimeError, NotImplementedError, ValueError):
-            # Operations without a batching rule; if the network itself is at fault, the loop raises its error.
-            return self._looped_gradients(chosen, examples, cotangents, outputs)
+        def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+            value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)
+            return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
 
-    def _looped_gradients(
-        self,
-        chosen: dict[str, Tensor],
-        examples: list[Tensor],
-        cotangents: Tensor,
-        outputs: Callable[[dict[str, Tensor], list[Tensor]], Tensor],
-    ) -> dict[str, Tensor]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)(chosen, examples, cotangents)
+
+    def _looped_gradients(self, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor) -> dict[str, Tensor]:
         n_directions, size = cotangents.shape[:2]
+        outputs, examples = self._single_outputs(inputs, size)
+        differentiable = torch.is_grad_enabled() and _requires_grad(inputs)
         result = {name: p.new_zeros(n_directions, size, *p.shape) for name, p in chosen.items()}
         for n in range(size):
             with torch.enable_grad():
                 leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
                 value = outputs(leaves, [example[n] for example in examples])
             for v in range(n_directions):
-                gradients = torch.autograd.grad(
-                    value, list(leaves.values()), cotangents[v, n].to(value.dtype), retain_graph=True, allow_unused=True
-                )
-                for name, gradient in zip(leaves, gradients, strict=True):
-                    if gradient is not None:
-                        result[name][v, n] = gradient
+                one = _gradients(value, leaves, cotangents[v, n], retain_graph=True, create_graph=differentiable)
+                for name, gradient in one.items():
+                    result[name][v, n] = gradient
         return result
 
     # -- guards --------------------------------------------------------------------------------------------------------
@@ -286,6 +311,31 @@ class Network:
                     fix="Call fit() again after training, or give the posterior a copy of the model.",
                 )
             self._known[name] = (parameter._version, checksum)
+
+
+def _requires_grad(inputs: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batches.flatten(inputs)[0])
+
+
+def _gradients(value: Tensor, leaves: dict[str, Tensor], cotangent: Tensor, **options: bool) -> dict[str, Tensor]:
+    """One vector-Jacobian product; zeros where the value does not depend on a leaf."""
+    if not value.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    gradients = torch.autograd.grad(
+        value, list(leaves.values()), cotangent.to(value.dtype), allow_unused=True, materialize_grads=True, **options
+    )
+    return dict(zip(leaves, gradients, strict=True))
+
+
+def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, Tensor]) -> bool:
+    """Whether per-example gradients ``[V, B, *shape]`` combine to the expected ones, up to rounding."""
+    for name, wanted in expected.items():
+        terms = result[name].detach().reshape(*combination.shape, -1) * combination[..., None].to(result[name].dtype)
+        scale = terms.abs().sum((0, 1)).max()
+        error = (terms.sum((0, 1)) - wanted.flatten()).abs().max()
+        if not bool(error <= torch.finfo(wanted.dtype).eps ** 0.5 * scale):
+            return False
+    return True
 
 
 def _checksum(parameter: Tensor) -> tuple[float, float]:

@@ -208,7 +208,8 @@ class Gradients:
         if self.general:
             values = self._general_gradients(cotangents)
             for name in self.general:
-                yield self._selected(self._layouts[name], DenseStack(values[name].flatten(2)[:, :, None, None]), name)
+                flat = values[name].reshape(*cotangents.shape[:2], 1, 1, -1)  # a parameter may be 0-d
+                yield self._selected(self._layouts[name], DenseStack(flat), name)
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, DenseStack]:
         """The Jacobian over all selected entries as one block ``[V, B, 1, 1, P]``, for structures whose P is small."""

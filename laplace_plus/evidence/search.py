@@ -94,7 +94,7 @@ class Objective:
         return torch.cat([precisions, self.residual_noise() if noise is None else noise])
 
     def starts(self, count: int) -> list[Tensor]:
-        """The best points of a coarse grid: local optima, of which the evidence may have several, each get a chance."""
+        """The best points of a coarse grid, one for each noise level tried: far away the evidence is flat."""
         grid = torch.linspace(math.log(1e-6), math.log(1e8), 29, dtype=torch.float64)
         shifts = (-1.0, 0.0, 0.7) if self.tune_noise else (0.0,)
         scored = []

@@ -25,6 +25,9 @@ from laplace_plus.selection import Selection
 
 Method = Literal["linearized", "sampled"]
 
+MANY_OUTPUTS = 64
+"""With more outputs than this, links that need only variances get only variances."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -91,6 +94,7 @@ class Posterior(ABC):
         if not self._is_last_layer():  # a last layer is only certain once a batch has gone through the network
             self.prior()
         self.n_data = 0
+        self.n_outputs = 0
         self._vector: Tensor | None = None
 
     # -- what a method gives -------------------------------------------------------------------------------------------
@@ -181,6 +185,10 @@ class Posterior(ABC):
     ) -> Prediction:
         """The posterior predictive distribution ``p(y | x, D)``.
 
+        With more than 64 outputs and the probit link, only variances of the outputs are computed: mean, variance and
+        log-probability are the same, but what the prediction estimates by Monte Carlo (the split of the variance, the
+        mutual information) then treats outputs as uncorrelated.
+
         Args:
             x: A batch's inputs.
             method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
@@ -202,8 +210,13 @@ class Posterior(ABC):
             raise ConfigurationError("Too few samples.", expected="n_samples >= 1", got=str(n_samples))
         chosen = self.default_method if method is None else method
         if chosen == "linearized":
+            # The probit link only looks at variances, and with many outputs covariances cost many times as much.
+            many = self.n_outputs > MANY_OUTPUTS and not joint and (link or self.likelihood.links[0]) == "probit"
+            outputs: Outputs = "diagonal" if many else None
             with torch.set_grad_enabled(differentiable):
-                mean, covariance = self.functional_posterior(x, joint=joint, differentiable=differentiable)
+                mean, covariance = self.functional_posterior(
+                    x, joint=joint, outputs=outputs, differentiable=differentiable
+                )
                 return from_functional(
                     self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
                 )
@@ -303,6 +316,7 @@ class Posterior(ABC):
             "parameters": list(self.parameter_names),
             "layer": self.layer_names[0] if self._is_last_layer() else None,
             "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
             "network": io.fingerprint(self.network.model),
             "state": header,
         }

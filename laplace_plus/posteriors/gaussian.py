@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -21,14 +22,38 @@ from laplace_plus.posteriors.base import Posterior, Summary
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """What a fit adds up over the data.
+
+    Attributes:
+        curvature: H at unit noise.
+        statistics: The likelihood's additive statistics.
+        n_data: Number of examples seen.
+        n_outputs: C.
+    """
+
+    curvature: Curvature
+    statistics: Tensor
+    n_data: int
+    n_outputs: int
+
+    def plus(self, other: _Sums) -> _Sums:
+        """The sums over both data sets; neither is changed."""
+        curvature = self.curvature.clone()
+        curvature.add_(other.curvature)
+        return replace(
+            self, curvature=curvature, statistics=self.statistics + other.statistics, n_data=self.n_data + other.n_data
+        )
+
+
 class GaussianPosterior(Posterior):
     """A Gaussian whose precision is a structured curvature plus the prior precision.
 
     A subclass only names the structure; evidence, tuning, sampling and the linearised predictive come with it.
     """
 
-    _curvature: Curvature | None = None
-    _statistics: Tensor | None = None
+    _sums: _Sums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
 
     @property
@@ -49,66 +74,68 @@ class GaussianPosterior(Posterior):
                 got=f"a {type(data).__name__} that can only be used once",
                 fix="Pass a DataLoader or a list, or set eigenvalue_corrected=False.",
             )
-        name = type(self).__name__
-        curvature: Curvature | None = None
-        statistics: Tensor | None = None
-        n_data, first = 0, None
-        for batch in self._batches(data, progress=progress, description=f"{name}: curvature"):
-            shapes = describe(batch.inputs)
-            try:
-                part, outputs = self.backend.curvature(
-                    self.network, self.likelihood, batch, structure, generator=generator
-                )
-            except (RuntimeError, ValueError, TypeError) as error:
-                if first is None or shapes == first[0] or isinstance(error, LaplacePlusError):
-                    raise
-                raise _changed(first[0], shapes) from error
-            if first is not None and outputs.shape[-1] != first[1]:
-                raise _changed(f"{first[1]} outputs", f"{outputs.shape[-1]} outputs")
-            first = (shapes, outputs.shape[-1]) if first is None else first
-            seen = self.likelihood.statistics(outputs, batch.target).cpu()
-            if curvature is None or statistics is None:
-                curvature, statistics = part, seen
-            else:
-                curvature.add_(part)
-                statistics = statistics + seen
-            n_data += outputs.shape[0]
-        if curvature is None or statistics is None:
-            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+        sums = self._accumulate(data, progress=progress, generator=generator)
         if update:
-            assert self._curvature is not None
-            assert self._statistics is not None
-            statistics, n_data = statistics + self._statistics, n_data + self.n_data
-            total = self._curvature.clone()
-            total.add_(curvature)
-            curvature = total
+            assert self._sums is not None
+            sums = self._sums.plus(sums)
         elif corrected:
-            curvature = curvature.corrected(self.backend.component_weights(self.likelihood))
+            weights = self.backend.component_weights(self.likelihood)
+            sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
-            for batch in self._batches(data, progress=progress, description=f"{name}: eigenvalues"):
-                self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
-        _require_finite(curvature)
-        self._adopt(curvature, statistics, n_data, self.network.vector())
+            name = f"{type(self).__name__}: eigenvalues"
+            for batch in self._batches(data, progress=progress, description=name):
+                self.backend.correct(self.network, self.likelihood, batch, sums.curvature, generator=generator)
+        _require_finite(sums.curvature)
+        self._adopt(sums, self.network.vector())
         self.network.remember()
 
-    def _adopt(self, curvature: Curvature, statistics: Tensor, n_data: int, vector: Tensor) -> None:
+    def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> _Sums:
+        """Curvature and statistics summed over the data."""
+        sums: _Sums | None = None
+        first = ""
+        for batch in self._batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
+            shapes = describe(batch.inputs)
+            try:
+                curvature, outputs = self.backend.curvature(
+                    self.network, self.likelihood, batch, self.structure, generator=generator
+                )
+            except (RuntimeError, ValueError, TypeError) as error:
+                if sums is None or shapes == first or isinstance(error, LaplacePlusError):
+                    raise
+                raise _changed(first, shapes) from error
+            statistics = self.likelihood.statistics(outputs, batch.target).cpu()
+            part = _Sums(curvature, statistics, outputs.shape[0], outputs.shape[-1])
+            if sums is None:
+                sums, first = part, shapes
+                continue
+            if sums.n_outputs != part.n_outputs:
+                raise _changed(f"{sums.n_outputs} outputs", f"{part.n_outputs} outputs")
+            sums.curvature.add_(curvature)
+            sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + part.n_data)
+        if sums is None:
+            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+        return sums
+
+    def _adopt(self, sums: _Sums, vector: Tensor) -> None:
         self.prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
-        self._curvature, self._statistics, self.n_data, self._vector = curvature, statistics, n_data, vector
-        self._factor_cache = None
+        self._sums, self._vector, self._factor_cache = sums, vector, None
+        self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
+
+    def _require_sums(self) -> _Sums:
+        self._require_fit()
+        assert self._sums is not None
+        return self._sums
 
     def laplace_model(self) -> LaplaceModel:
         """What the evidence is a function of, apart from the hyperparameters."""
-        self._require_fit()
-        assert self._curvature is not None
-        assert self._statistics is not None
-        assert self._vector is not None
+        sums = self._require_sums()
         return LaplaceModel(
-            curvature=self._curvature,
-            vector=self._vector,
+            curvature=sums.curvature,
+            vector=self.mean,
             prior_mean=self._prior_mean,
             layer_index=self.network.layer_index(),
             likelihood=self.likelihood,
-            statistics=self._statistics,
+            statistics=sums.statistics,
             backend=self.backend,
         )
 
@@ -217,8 +244,7 @@ class GaussianPosterior(Posterior):
         mean, factors = self.mean, self._factors()
         result = mean.repeat(n, 1)
         source = mean.device if generator is None else generator.device
-        assert self._curvature is not None
-        for layout, _ in self._curvature:
+        for layout, _ in self._require_sums().curvature:
             noise = torch.randn(n, *layout.shape, dtype=mean.dtype, device=source, generator=generator)
             draws = factors[layout.key].sample(noise.to(mean.device))
             layout.scatter_(result, layout.gather(result) + draws)
@@ -252,8 +278,7 @@ class GaussianPosterior(Posterior):
         """The posterior covariance written out, ``[P, P]``; only for small P."""
         total = torch.zeros(self.n_parameters, self.n_parameters, dtype=self.mean.dtype, device=self.mean.device)
         factors = self._factors()
-        assert self._curvature is not None
-        for layout, _ in self._curvature:
+        for layout, _ in self._require_sums().curvature:
             for group, matrix in enumerate(factors[layout.key].covariance()):
                 place = layout.index[group].flatten().to(total.device)
                 total[place[:, None], place] = matrix
@@ -265,26 +290,23 @@ class GaussianPosterior(Posterior):
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        self._require_fit()
-        assert self._curvature is not None
+        curvature = self._require_sums().curvature
         treatment: dict[str, list[str]] = {}
-        for layout, block in self._curvature:
+        for layout, block in curvature:
             groups = f"{layout.shape[0]} × " if layout.shape[0] > 1 else ""
             text = f"{block.kind}, {groups}{layout.shape[1]} × {layout.shape[2]} ({layout.rule})"
             for name in layout.names:
                 if text not in treatment.setdefault(name, []):
                     treatment[name].append(text)
         rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
-        return Summary(f"{self!r}, {self._curvature.n_bytes() / 2**20:.1f} MiB of curvature", tuple(rows))
+        return Summary(f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature", tuple(rows))
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        assert self._curvature is not None
-        assert self._statistics is not None
-        assert self._vector is not None
-        tensors, blocks = {"statistics": self._statistics, "vector": self._vector}, []
-        for number, (layout, block) in enumerate(self._curvature):
+        sums = self._require_sums()
+        tensors, blocks = {"statistics": sums.statistics, "vector": self.mean}, []
+        for number, (layout, block) in enumerate(sums.curvature):
             blocks.append({
                 "key": layout.key,
                 "names": list(layout.names),
@@ -303,7 +325,8 @@ class GaussianPosterior(Posterior):
             own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], own.pop("index").cpu())
             blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
-        self._adopt(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, tensors["vector"])
+        sums = _Sums(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, self.n_outputs)
+        self._adopt(sums, tensors["vector"])
 
 
 def _changed(expected: str, got: str) -> DataError:

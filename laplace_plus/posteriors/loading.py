@@ -53,7 +53,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
         **hyper,
         **header["options"],
     )
-    posterior.n_data = header["n_data"]
+    posterior.n_data, posterior.n_outputs = header["n_data"], header["n_outputs"]
     device = posterior.network.device
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(("mask.", "hyper."))}
     posterior._restore(header["state"], state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ class Architecture:
         general: The parameters that may take the general path; every other one must follow a rule.
         as_mapping: Whether the target is yielded inside a mapping, as Hugging Face data sets do.
         flat: Whether the loader yields ``(x1, x2, y)``.
+        tolerance: Relative error that the network's own rounding makes inevitable.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Architecture:
     likelihood: Any = "classification"
     as_mapping: bool = False
     flat: bool = False
-    tags: frozenset[str] = field(default=frozenset())
+    tolerance: float = 1e-9
 
     def model(self) -> nn.Module:
         """A module in float64 with weights that leave nothing at a special value such as zero."""
@@ -74,7 +75,7 @@ class Architecture:
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter += noise * (0.3 if parameter.ndim < 2 else parameter[0].numel() ** -0.5)
+                parameter += noise * (0.3 if parameter.ndim < 2 else max(1, parameter[0].numel()) ** -0.5)
             for name, buffer in model.named_buffers():
                 if name.endswith("running_mean"):
                     buffer += 0.2 * torch.randn(buffer.shape, generator=generator, dtype=buffer.dtype)
@@ -165,12 +166,12 @@ def mobilenet() -> nn.Module:
 def efficientnet() -> nn.Module:
     norm = partial(nn.BatchNorm2d, eps=1e-3)
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
-        MBConv(MBConvConfig(2, 3, 1, 4, 4, 1, 1.0, 1.0), 0.2, norm),
+        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+        MBConv(MBConvConfig(2, 3, 1, 8, 8, 1), 0.2, norm),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(0.2),
-        nn.Linear(4, 3),
+        nn.Linear(8, 3),
     )
 
 
@@ -194,7 +195,7 @@ def timm_vit() -> nn.Module:
 
 
 def timm_convnext() -> nn.Module:
-    return ConvNeXt(in_chans=3, depths=(1, 1), dims=(4, 8), num_classes=3, patch_size=2, drop_path_rate=0.1)
+    return ConvNeXt(in_chans=3, depths=(1, 1, 1, 1), dims=(2, 2, 4, 4), num_classes=3, patch_size=2, drop_path_rate=0.1)
 
 
 def timm_swin() -> nn.Module:
@@ -243,7 +244,7 @@ def generator() -> nn.Module:
         nn.ConvTranspose1d(4, 2, 3, stride=2),
         nn.Tanh(),
         nn.Flatten(),
-        nn.LazyLinear(2),
+        nn.Linear(146, 2),
     )
 
 
@@ -655,7 +656,7 @@ ARCHITECTURES = [
     Architecture("densenet", densenet, normal(3, 32, 32), 3, _weights("classifier")),
     Architecture("vit", vit, normal(3, 8, 8), 3, _weights("heads.head"), ("class_token", "encoder.pos_embedding")),
     Architecture("timm_vit", timm_vit, normal(1, 8, 8), 3, _weights("head"), ("cls_token", "pos_embed", "*.gamma")),
-    Architecture("timm_convnext", timm_convnext, normal(3, 8, 8), 3, _weights("head.fc"), ("*.gamma",)),
+    Architecture("timm_convnext", timm_convnext, normal(3, 32, 32), 3, _weights("head.fc"), ("*.gamma",)),
     Architecture("timm_swin", timm_swin, normal(1, 8, 8), 3, _weights("head.fc"), ("*.relative_position_bias_table",)),
     Architecture("timm_mixer", timm_mixer, normal(1, 8, 8), 3, _weights("head")),
     Architecture(
@@ -729,7 +730,16 @@ ARCHITECTURES = [
         (3,),
         as_mapping=True,
     ),
-    Architecture("llama", llama, padded(5), 3, ("score.weight",), ("*norm.weight", "*layernorm.weight"), as_mapping=True),
+    Architecture(  # normalises and rotates in float32, whatever its weights are in
+        "llama",
+        llama,
+        padded(5),
+        3,
+        ("score.weight",),
+        ("*norm.weight", "*layernorm.weight"),
+        as_mapping=True,
+        tolerance=1e-6,
+    ),
     # one's own
     Architecture(
         "weight_normed", weight_normed, normal(3), 3, _weights("6"), ("*.original0", "*.original1", "*.original")

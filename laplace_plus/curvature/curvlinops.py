@@ -1,0 +1,281 @@
+"""Curvature by curvlinops (Dangel et al., 2025, arXiv:2501.19183).
+
+Full matrices are curvlinops' linear operators applied to the identity; they see the network as a function of the
+parameter vector, so every architecture and selection that ``torch.func`` can differentiate is as good as another. The
+Kronecker factors come from hooks on the modules of a private copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus import batches
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.base import KINDS
+from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.foreign import ForeignBackend, Loss, loss_targets
+from laplace_plus.curvature.gradients import whole_layout
+from laplace_plus.curvature.native import capture_batch
+from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure
+from laplace_plus.likelihoods import Categorical, Likelihood
+from laplace_plus.likelihoods.checks import widen
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg import DenseBlock, KroneckerBlock
+from laplace_plus.linalg.stacks import CHUNK_BYTES
+from laplace_plus.network import Network
+
+with warnings.catch_warnings():
+    # curvlinops imports a package that compiles functions by torch.jit.script, which torch has deprecated.
+    warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
+    from curvlinops import (
+        EFLinearOperator,
+        FisherMCLinearOperator,
+        FisherType,
+        GGNLinearOperator,
+        HessianLinearOperator,
+        KFACLinearOperator,
+    )
+
+_FULL: dict[str, Callable[..., Any]] = {
+    "ggn": GGNLinearOperator,
+    "ggn_mc": FisherMCLinearOperator,
+    "empirical_fisher": EFLinearOperator,
+    "hessian": HessianLinearOperator,
+}
+_FACTORS = {"ggn": FisherType.TYPE2, "ggn_mc": FisherType.MC, "empirical_fisher": FisherType.EMPIRICAL}
+
+
+class Curvlinops(ForeignBackend):
+    """Full and Kronecker-factored curvature by curvlinops; see :class:`Backend`.
+
+    Full matrices take P matrix-vector products and any selection; Kronecker factors exist for ``nn.Linear`` and
+    ``nn.Conv2d`` without groups. Likelihoods are Categorical, Bernoulli and Gaussian. There is no exact diagonal.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> net, x = torch.nn.Linear(2, 3), torch.ones(4, 2)
+        >>> data = [(x, torch.tensor([0, 1, 2, 0]))]
+        >>> mine = lp.Full(net, "classification", backend="curvlinops").fit(data).precision_matrix()
+        >>> torch.allclose(mine, lp.Full(net, "classification").fit(data).precision_matrix())
+        True
+    """
+
+    name: ClassVar[str] = "curvlinops"
+    supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(
+        {(kind, "full") for kind in KINDS} | {(kind, "KFAC") for kind in _FACTORS}
+    )
+
+    def curvature(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        structure: Structure,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Curvature, Tensor]:
+        self.check(structure, likelihood)
+        loss = self.loss(likelihood)
+        capture = capture_batch(network, batch)
+        outputs = capture.outputs.view(capture.output_shape)
+        likelihood.validate(outputs, batch.target)
+        targets, ignored = loss_targets(likelihood, widen(outputs), batch)
+        factored = isinstance(structure, KroneckerStructure)
+        if outputs.ndim > 2 and (factored or self.kind == "empirical_fisher"):
+            # curvlinops treats positions as examples, or adds up the gradients of one direction over all of them.
+            raise self.refusal(
+                f"does not keep the positions of one example together in a {structure.name} {self.kind} curvature",
+                expected="outputs [B, C]",
+                got=f"outputs {tuple(outputs.shape)}",
+            )
+        if ignored and (factored or self.kind == "ggn_mc"):
+            raise self.refusal(
+                f"counts ignored targets in a {structure.name} {self.kind} curvature",
+                expected="no target equal to ignore_index",
+                got="ignored targets",
+            )
+        seed = partial(draw_seed, torch.default_generator if generator is None else generator)
+        if isinstance(structure, KroneckerStructure):
+            return self._factored(network, likelihood, loss, batch, targets, capture, structure, seed), outputs
+        return self._full(network, likelihood, loss, batch, targets, capture, seed), outputs
+
+    # -- full matrices -------------------------------------------------------------------------------------------------
+
+    def _full(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        loss: Loss,
+        batch: Batch,
+        targets: Tensor,
+        capture: Capture,
+        seed: Callable[[], int],
+    ) -> Curvature:
+        options: dict[str, Any] = {"mc_samples": self.n_samples} if self.kind == "ggn_mc" else {}
+        parts = []
+        for component in _components(likelihood):
+            model = _FunctionOfVector(network, likelihood, component)
+            if self.kind == "ggn_mc":
+                options["seed"] = seed()
+            operator = _FULL[self.kind](
+                model,
+                loss.module,
+                [model.vector],
+                [({"inputs": batch.inputs}, _component_of(targets, component))],
+                check_deterministic=False,
+                num_data=capture.output_shape[0],
+                batch_size_fn=lambda _: capture.output_shape[0],
+                **options,
+            )
+            with self.translated(), warnings.catch_warnings():
+                # Forward-mode differentiation compiles its rules likewise; operations that vmap loops over are no news.
+                warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                parts.append(_dense(operator, network, capture.activation_elements()))
+        scale = loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
+        matrix = torch.stack(parts)[:, None] * scale  # [K, 1, P, P]
+        layout = whole_layout(network)
+        return Curvature([(layout, DenseBlock((matrix + matrix.mT) / 2, layout.shape))])
+
+    # -- Kronecker factors ---------------------------------------------------------------------------------------------
+
+    def _factored(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        loss: Loss,
+        batch: Batch,
+        targets: Tensor,
+        capture: Capture,
+        structure: KroneckerStructure,
+        seed: Callable[[], int],
+    ) -> Curvature:
+        private = self.private_copy(network)
+        layers = self.kronecker_layers(network, capture, private)
+        n_data = capture.output_shape[0]
+        positions = {layer.name: _watch_positions(layer.module) for layer in layers}
+        parameters = dict(private.named_parameters())
+        scale = loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
+        lefts: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+        rights: dict[str, Tensor] = {}
+        for component in _components(likelihood):
+            with self.translated(), torch.enable_grad():
+                operator = KFACLinearOperator(
+                    _WithOutputs(private, network, component),
+                    loss.module,
+                    [parameters[name] for name in network.parameter_names],
+                    [({"inputs": batch.inputs}, _component_of(targets, component))],
+                    check_deterministic=False,
+                    seed=seed() if self.kind == "ggn_mc" else 0,
+                    fisher_type=_FACTORS[self.kind],
+                    mc_samples=self.n_samples if self.kind == "ggn_mc" else 1,
+                    kfac_approx=structure.weight_sharing,
+                    num_per_example_loss_terms=1,
+                    separate_weight_and_bias=False,
+                    num_data=n_data,
+                    batch_size_fn=lambda _: n_data,
+                )
+                operator.compute_kronecker_factors()
+                factors = operator.state_dict()
+            for layer in layers:
+                key = f"private.{layer.name}" if layer.name else "private"
+                left = factors["gradient_covariances"].get(key)
+                right = factors["input_covariances"].get(key)
+                if left is None or (right is None and layer.has_weight):
+                    raise self.refusal(
+                        f"did not see {layer.name!r} at work",
+                        expected="layers that are called as modules and that the outputs depend on",
+                        got="a layer whose weight is used by a function",
+                    )
+                lefts[layer.name].append(left * scale)
+                rights[layer.name] = left.new_ones(1, 1) if right is None else right
+        blocks: list[tuple[Any, Any]] = []
+        for layer in layers:
+            n_rows, per_example = positions[layer.name][-1]
+            if structure.weight_sharing == "reduce":
+                if n_rows != n_data * per_example or layer.axis is None or layer.axis != (0, False):
+                    raise self.refusal(
+                        f"averages over all but the first axis, which for {layer.name!r} is not that of the examples",
+                        expected='examples along the first axis, or weight_sharing="expand"',
+                        got=f"{n_rows} rows for {n_data} examples",
+                    )
+                n_rows, per_example = n_data, 1
+            # curvlinops has divided the sum of a aᵀ by the number of examples and of positions of each.
+            right = rights[layer.name] * (n_data * per_example if layer.has_weight else n_rows)
+            count = torch.tensor(float(n_rows), dtype=torch.float64)
+            left = torch.stack(lefts[layer.name])[:, None].to(network.dtype)
+            blocks.append((layer.layout, KroneckerBlock(left, right[None].to(network.dtype), count)))
+        return Curvature(blocks)
+
+
+class _FunctionOfVector(nn.Module):
+    """The outputs as a function of the parameter vector, the only parameter, in the axes that torch's losses take."""
+
+    def __init__(self, network: Network, likelihood: Likelihood, component: int | None):
+        super().__init__()
+        self.vector = nn.Parameter(network.vector())
+        self.classes_first = isinstance(likelihood, Categorical)
+        self.component = component
+        # In a tuple: the user's model must not become a part of this module.
+        self.network = (network,)
+
+    def forward(self, data: dict[str, Any]) -> Tensor:
+        network = self.network[0]
+        outputs = widen(network(data["inputs"], network.substitute(self.vector)))
+        outputs = _component_of(outputs, self.component)
+        return outputs.movedim(-1, 1) if self.classes_first else outputs
+
+
+class _WithOutputs(nn.Module):
+    """A private copy that takes a batch's inputs however the model takes them and returns ``[B, C]``."""
+
+    def __init__(self, private: nn.Module, network: Network, component: int | None):
+        super().__init__()
+        self.private = private
+        self.arrange = network.arrange
+        self.component = component
+
+    def forward(self, data: dict[str, Any]) -> Tensor:
+        outputs = self.arrange(batches.output_tensor(batches.call(self.private, data["inputs"])))
+        return _component_of(outputs, self.component)
+
+
+def _components(likelihood: Likelihood) -> list[int | None]:
+    """The outputs that get a curvature of their own: None for all at once."""
+    return [None] if likelihood.n_noise == 1 else list(range(likelihood.n_noise))
+
+
+def _component_of(values: Tensor, component: int | None) -> Tensor:
+    return values if component is None else values[..., component : component + 1]
+
+
+def _dense(operator: Any, network: Network, n_activations: int) -> Tensor:
+    """An operator written out, ``[P, P]``, a bounded number of columns at a time."""
+    vector = network.vector()
+    total = len(vector)
+    step = max(1, CHUNK_BYTES // (4 * vector.element_size() * (n_activations + total)))
+    columns = []
+    for start in range(0, total, step):
+        width = min(step, total - start)
+        identity = vector.new_zeros(total, width)
+        identity[start : start + width] = torch.eye(width, dtype=vector.dtype, device=vector.device)
+        columns.append(operator @ identity)
+    return torch.cat(columns, 1).detach()
+
+
+def _watch_positions(module: nn.Module) -> list[tuple[int, int]]:
+    """A list that every call of the module adds to: the rows of its input factor, and positions for each first index."""
+    seen: list[tuple[int, int]] = []
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        per_example = (output.shape[2:] if isinstance(module, nn.Conv2d) else output.shape[1:-1]).numel()
+        seen.append((output.shape[0] * per_example, per_example))
+
+    module.register_forward_hook(note)
+    return seen

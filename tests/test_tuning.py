@@ -1,0 +1,445 @@
+"""Tuning finds the best evidence that its prior structure allows, cheaply, or says that it did not.
+
+With the weights fixed and a positive semi-definite curvature H, the evidence is a concave function of the logarithms of
+all its hyperparameters together: ``det(e^b H + diag(e^u))`` is a sum of exponentials of linear functions of (b, u) with
+non-negative coefficients (principal minors of H), so its logarithm is convex, and every other term is concave or linear.
+So there is one optimum, which brute force from anywhere must agree with.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from dense_reference import occam
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import differential_evolution, minimize
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.curvature import capture as capture_module
+from laplace_plus.errors import (
+    ConfigurationError,
+    ConvergenceWarning,
+    EmptyDataError,
+    NotPositiveDefiniteError,
+    UnsupportedError,
+)
+from laplace_plus.evidence.search import Objective
+
+CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "Diagonal": lp.Diagonal}
+METHODS = ["marginal_likelihood", "mackay", "em"]
+PROMISED = 0.05  # nats
+LOG_2PI = math.log(2 * math.pi)
+
+
+def problem(task, *, n=20, width=4, seed=0):
+    """A small trained network and its data."""
+    torch.manual_seed(seed)
+    x = torch.randn(n, 2, dtype=torch.float64)
+    if task == "classification":
+        y = (x[:, 0] + 0.5 * torch.randn(n, dtype=torch.float64) > 0).long() + (x[:, 1] > 1).long()
+        net, loss = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 3)), nn.CrossEntropyLoss()
+    else:
+        y = torch.sin(2 * x[:, :1]) + torch.tensor([[0.1, 0.5]]) * torch.randn(n, 2, dtype=torch.float64)
+        net, loss = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2)), nn.MSELoss()
+    net = net.double()
+    optimizer = torch.optim.Adam(net.parameters(), 0.05, weight_decay=1e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+    return net, x, y
+
+
+def likelihood_of(task):
+    return {
+        "classification": lambda: lp.Categorical(),
+        "regression": lambda: lp.Gaussian(0.5),
+        "regression per output": lambda: lp.Gaussian(torch.tensor([0.5, 0.7])),
+    }[task]()
+
+
+def fitted(cls, task, **options):
+    net, x, y = problem(task)
+    return cls(net, likelihood_of(task), **options).fit([(x[:12], y[:12]), (x[12:], y[12:])]), net, x, y
+
+
+def dense_evidence(posterior, net, x, y, structure):
+    """The evidence as a function of ``[log precisions…, log noise…]`` by dense linear algebra, and its dimensions."""
+    model = posterior.laplace_model()
+    components = model.weights().numel()
+    parts = [model.curvature.dense(torch.eye(components, dtype=torch.float64)[k]) for k in range(components)]
+    layers = posterior.network.layer_index()
+    group = {"scalar": torch.zeros_like(layers), "layerwise": layers, "diagonal": torch.arange(len(layers))}[structure]
+    n_precisions = int(group.max()) + 1
+    f = net(x).detach()
+    likelihood = posterior.likelihood
+    n_noise = likelihood.n_noise if likelihood.noise_std is not None else 0
+    errors = None if n_noise == 0 else (f - y).square().sum(0).view(-1, f.shape[1] // n_noise if n_noise == 1 else 1)
+    if n_noise == 1:
+        errors = (f - y).square().sum()[None]
+    count = f.numel() // max(1, n_noise)
+
+    def evidence(point):
+        point = torch.as_tensor(point, dtype=torch.float64)
+        precision = point[:n_precisions].exp()[group]
+        if n_noise == 0:
+            fit = f.log_softmax(-1).gather(1, y[:, None]).sum().item()
+            return fit + occam(parts[0], posterior.mean, precision)
+        noise = point[n_precisions:].exp()
+        fit = sum(-0.5 * e / s**2 - count * (s.log() + 0.5 * LOG_2PI) for e, s in zip(errors, noise, strict=True))
+        curvature = sum(part / s**2 for part, s in zip(parts, noise, strict=True))
+        return fit.item() + occam(curvature, posterior.mean, precision)
+
+    return evidence, n_precisions, n_noise
+
+
+def brute_force(evidence, n_precisions, n_noise):
+    """The best of a global search and of local searches from random points."""
+    bounds = [(-12.0, 20.0)] * n_precisions + [(-5.0, 3.0)] * n_noise
+    best = -np.inf
+    if len(bounds) <= 4:
+        options = {"popsize": 8, "maxiter": 60, "tol": 1e-6, "polish": False}
+        found = differential_evolution(lambda u: -evidence(u), bounds, seed=0, **options)
+        best, starts = -found.fun, [found.x]
+    else:
+        rng = np.random.default_rng(0)
+        starts = [rng.uniform(*np.array(bounds).T) / 3 for _ in range(2)]
+    for start in starts:
+        local = minimize(lambda u: -evidence(u), start, method="L-BFGS-B", bounds=bounds, options={"maxfun": 4000})
+        best = max(best, -local.fun)
+    return best
+
+
+@pytest.mark.parametrize("task", ["classification", "regression", "regression per output"])
+@pytest.mark.parametrize("structure", ["scalar", "layerwise", "diagonal"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_within_the_promised_nats_of_the_best(name, structure, task):
+    posterior, net, x, y = fitted(CLASSES[name], task)
+    if name == "KFAC" and structure == "diagonal":
+        with pytest.raises(UnsupportedError, match="layerwise"):
+            posterior.fit_prior_precision(structure=structure)
+        return
+    evidence, n_precisions, n_noise = dense_evidence(posterior, net, x, y, structure)
+    posterior.fit_prior_precision(structure=structure)
+    reached = posterior.log_marginal_likelihood().item()
+    parts = [posterior.prior_precision] + ([posterior.noise_std] if n_noise else [])
+    point = torch.cat([part.reshape(-1).log() for part in parts])
+    assert reached == pytest.approx(evidence(point), abs=1e-8)  # the two evidences are one function
+    assert posterior.tuning.converged
+    assert posterior.tuning.value == pytest.approx(reached, abs=1e-8)
+    assert reached > brute_force(evidence, n_precisions, n_noise) - PROMISED
+
+
+@pytest.mark.parametrize("task", ["classification", "regression", "regression per output"])
+@pytest.mark.parametrize("structure", ["scalar", "layerwise"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_methods_agree(method, structure, task):
+    posterior, net, x, y = fitted(lp.KFAC, task)
+    want = fitted(lp.KFAC, task)[0].fit_prior_precision(structure=structure)
+    posterior.fit_prior_precision(method, structure)
+    assert posterior.tuning.converged
+    # Both ends have derivatives below 1e-3 nats, so by concavity they are closer than 1e-3 times their log distance.
+    assert posterior.tuning.value == pytest.approx(want.tuning.value, abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_expectation_maximisation_never_falls(monkeypatch, temperature):
+    """Each EM step maximises a lower bound that touches the evidence, the noise included (Dempster et al., 1977)."""
+    far = torch.tensor([-3.0, 4.0, 1.5, -4.0], dtype=torch.float64)
+    monkeypatch.setattr(Objective, "starts", lambda self, count: [far])
+    posterior = fitted(lp.Full, "regression per output", temperature=temperature)[0]
+    values = []
+    for iterations in range(1, 30):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            posterior.fit_prior_precision("em", "layerwise", max_iterations=iterations, tolerance=1e-12)
+        values.append(posterior.tuning.value)
+    steps = np.diff(values)
+    assert steps.min() > -1e-9  # rounding
+    assert values[-1] - values[0] > 0.1  # it does move
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_evidence_is_concave_in_the_logarithms(data):
+    """So no tuning can be caught in a second local optimum."""
+    name = data.draw(st.sampled_from(["Full", "KFAC", "Diagonal"]))
+    task = data.draw(st.sampled_from(["classification", "regression per output"]))
+    posterior = CONCAVE[name, task]
+    structure = data.draw(st.sampled_from(["scalar", "layerwise"] + (["diagonal"] if name != "KFAC" else [])))
+    size = {"scalar": 1, "layerwise": 2, "diagonal": posterior.n_parameters}[structure]
+    n_noise = 0 if task == "classification" else 2
+    numbers = st.floats(-6, 6)
+    a, b = (torch.tensor(data.draw(st.lists(numbers, min_size=size + n_noise, max_size=size + n_noise))) for _ in "ab")
+
+    def value(point):
+        point = point.double()
+        precision = point[:size].exp()
+        noise = (point[size:] / 3).exp() if n_noise else None
+        return posterior.log_marginal_likelihood(precision[0] if size == 1 else precision, noise).item()
+
+    ends, middle = (value(a) + value(b)) / 2, value((a + b) / 2)
+    assert middle >= ends - 1e-9 * (1 + abs(ends))  # rounding
+
+
+CONCAVE = {
+    (name, task): fitted(cls, task)[0]
+    for name, cls in CLASSES.items()
+    for task in ("classification", "regression per output")
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("structure", ["scalar", "layerwise"])
+def test_weights_at_the_prior_mean(method, structure):
+    """Then the prior may be as narrow as can be: the evidence rises to the likelihood as the precision grows."""
+    net, x, y = problem("classification")
+    mean = torch.cat([p.detach().flatten() for p in net.parameters()])
+    posterior = lp.KFAC(net, "classification", prior_mean=mean).fit([(x, y)])
+    posterior.fit_prior_precision(method, structure)
+    supremum = net(x).log_softmax(-1).gather(1, y[:, None]).sum().item()
+    assert posterior.tuning.converged
+    assert supremum - PROMISED < posterior.tuning.value <= supremum
+    assert posterior.prior_precision.min() > 1e3
+    assert torch.isfinite(posterior.predictive(x).mean).all()
+
+
+def test_one_layer_at_the_prior_mean():
+    """An entry of zero only has its own precision driven up, and the others stay at their optimum."""
+    net, x, y = problem("classification")
+    with torch.no_grad():
+        net[0].bias.zero_()
+        net[0].weight.zero_()
+    posterior = lp.Diagonal(net, "classification").fit([(x, y)])
+    evidence, *sizes = dense_evidence(posterior, net, x, y, "layerwise")
+    posterior.fit_prior_precision(structure="layerwise")
+    assert posterior.tuning.converged
+    assert posterior.tuning.value > brute_force(evidence, *sizes) - PROMISED
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unfinished_tuning_says_so(method):
+    posterior = fitted(lp.Full, "regression")[0]
+    with pytest.warns(ConvergenceWarning, match="max_iterations"):
+        posterior.fit_prior_precision(method, "diagonal", max_iterations=1)
+    assert not posterior.tuning.converged
+    assert posterior.tuning.gradient_norm > 1e-3
+
+
+def test_perfect_fit_has_a_bounded_noise():
+    """Residuals of exactly zero must not end in an infinite evidence or a NaN."""
+    net = nn.Linear(2, 1, dtype=torch.float64)
+    x = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    posterior = lp.Full(net, "regression").fit([(x, net(x).detach())])
+    posterior.fit_prior_precision()
+    assert math.isfinite(posterior.tuning.value)
+    assert 0 < posterior.noise_std < 1e-6
+
+
+def test_indefinite_hessian_is_refused():
+    """log det(H + P₀) has no lower bound where H has negative eigenvalues, so there is no best precision."""
+    net, x, y = problem("classification")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3).add_(0.5)
+    posterior = lp.Full(net, "classification", backend=lp.Native("hessian"), prior_precision=100.0).fit([(x, y)])
+    assert torch.linalg.eigvalsh(posterior.precision_matrix() - 100 * torch.eye(posterior.n_parameters)).min() < -0.1
+    assert torch.isfinite(posterior.log_marginal_likelihood())
+    with pytest.raises(NotPositiveDefiniteError, match="GGN"):
+        posterior.fit_prior_precision()
+
+
+def test_noise_may_stay():
+    posterior = fitted(lp.Full, "regression")[0]
+    posterior.fit_prior_precision(tune_noise=False)
+    assert posterior.noise_std.item() == 0.5
+    assert posterior.tuning.noise_std is None
+    free = fitted(lp.Full, "regression")[0].fit_prior_precision()
+    assert free.tuning.value > posterior.tuning.value
+
+
+def test_the_starting_precision_does_not_matter():
+    values = []
+    for start in (1e-8, 1.0, 1e8):
+        posterior = fitted(lp.Full, "regression", prior_precision=start)[0].fit_prior_precision(structure="layerwise")
+        values.append(posterior.tuning.value)
+    assert max(values) - min(values) < 1e-6
+
+
+def test_float32_networks_tune_as_well():
+    """Within the promise, although single precision only has 7 digits."""
+    net, x, y = problem("regression")
+    want = lp.KFAC(net, "regression").fit([(x, y)]).fit_prior_precision(structure="layerwise").tuning.value
+    single = lp.KFAC(net.float(), "regression").fit([(x.float(), y.float())]).fit_prior_precision(structure="layerwise")
+    assert single.tuning.converged
+    assert single.tuning.value == pytest.approx(want, abs=PROMISED)
+    assert single.prior_precision.dtype == torch.float32
+
+
+# -- what is computed once ------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Counts decompositions, captures and calls of the network."""
+
+    def __init__(self, monkeypatch, net):
+        self.decompositions = self.captures = self.calls = 0
+        eigh, init = torch.linalg.eigh, capture_module.Capture.__init__
+
+        def counted_eigh(*args, **kwargs):
+            self.decompositions += 1
+            return eigh(*args, **kwargs)
+
+        def counted_init(capture, *args, **kwargs):
+            self.captures += 1
+            init(capture, *args, **kwargs)
+
+        monkeypatch.setattr(torch.linalg, "eigh", counted_eigh)
+        monkeypatch.setattr(capture_module.Capture, "__init__", counted_init)
+        net.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+    def taken(self):
+        result = self.decompositions, self.captures, self.calls
+        self.decompositions = self.captures = self.calls = 0
+        return result
+
+
+# Decompositions by class: one of the whole matrix, two sides of two layers, none.
+ONCE = {"Full": 1, "KFAC": 4, "EKFAC": 4, "Diagonal": 0}
+
+
+def ekfac(*args, **kwargs):
+    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("name", ONCE)
+def test_each_factor_is_decomposed_once(monkeypatch, name, task):
+    net, x, y = problem(task)
+    posterior = {**CLASSES, "EKFAC": ekfac}[name](net, task)
+    counter = Counter(monkeypatch, net)
+    posterior.fit([(x[:12], y[:12]), (x[12:], y[12:])])
+    decompositions, _, _ = counter.taken()
+    posterior.fit_prior_precision()
+    for method in ("mackay", "em"):
+        posterior.fit_prior_precision(method)
+    for precision in torch.logspace(-3, 3, 100, dtype=torch.float64):
+        posterior.log_marginal_likelihood(precision, temperature=precision)
+    posterior.prior_precision, posterior.temperature = 3.0, 0.5
+    posterior.sample(2)
+    more, captures, calls = counter.taken()
+    assert decompositions + more == ONCE[name]
+    assert (captures, calls) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "Diagonal"])
+def test_layerwise_tuning_decomposes_nothing_again(monkeypatch, name):
+    net, x, y = problem("classification")
+    posterior = {**CLASSES, "EKFAC": ekfac}[name](net, "classification").fit([(x, y)])
+    posterior.log_marginal_likelihood()
+    counter = Counter(monkeypatch, net)
+    posterior.fit_prior_precision(structure="layerwise")
+    posterior.log_marginal_likelihood(torch.tensor([0.1, 3.0]))
+    assert counter.taken() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("name", ONCE)
+def test_validation_passes_over_the_held_out_data_once(monkeypatch, name, task):
+    net, x, y = problem(task)
+    posterior = {**CLASSES, "EKFAC": ekfac}[name](net, task).fit([(x[:10], y[:10])])
+    posterior.log_marginal_likelihood()
+    counter = Counter(monkeypatch, net)
+    posterior.fit_prior_precision("validation", data=[(x[10:15], y[10:15]), (x[15:18], y[15:18]), (x[18:], y[18:])])
+    assert counter.taken() == (0, 3, 3)
+    assert posterior.tuning.n_evaluations == 21 * (7 if task == "regression" else 1)
+
+
+def test_further_data_are_decomposed_anew(monkeypatch):
+    net, x, y = problem("classification")
+    posterior = lp.Full(net, "classification").fit([(x[:12], y[:12])])
+    posterior.log_marginal_likelihood()
+    counter = Counter(monkeypatch, net)
+    posterior.update([(x[12:], y[12:])]).log_marginal_likelihood()
+    assert counter.taken()[0] == 1
+
+
+# -- asking and refusing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_asking_changes_nothing(name):
+    posterior, _, x, _ = fitted(CLASSES[name], "regression")
+
+    def state():
+        functional = posterior.functional_posterior(x)
+        return [
+            posterior.log_marginal_likelihood(),
+            posterior.prior_precision,
+            posterior.noise_std,
+            posterior.temperature,
+            posterior.mean,
+            posterior.variance(),
+            posterior.precision_matrix(),
+            posterior.sample(2, generator=torch.Generator().manual_seed(0)),
+            functional.mean,
+            functional.covariance,
+        ]
+
+    before = [tensor.clone() for tensor in state()]
+    asked = posterior.log_marginal_likelihood(17.0, 3.0, temperature=0.2)
+    posterior.log_marginal_likelihood(torch.tensor([0.1, 4.0]).requires_grad_(), torch.tensor(0.1)).backward()
+    assert asked.item() != before[0].item()
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+
+def test_tuning_takes_effect_everywhere():
+    posterior, _, x, _ = fitted(lp.KFAC, "regression")
+    before = posterior.predictive(x)
+    posterior.sample(1)
+    posterior.fit_prior_precision(structure="layerwise")
+    fresh = fitted(lp.KFAC, "regression", prior_precision=posterior.prior_precision)[0]
+    fresh.noise_std = posterior.noise_std
+    assert torch.equal(posterior.predictive(x).variance, fresh.predictive(x).variance)
+    assert not torch.allclose(posterior.predictive(x).variance, before.variance)
+
+
+@pytest.mark.parametrize("structure", ["layerwise", "diagonal"])
+def test_a_grid_searches_one_precision_only(structure):
+    posterior, _, x, y = fitted(lp.Full, "regression")
+    with pytest.raises(ConfigurationError, match="marginal_likelihood"):
+        posterior.fit_prior_precision("validation", structure, data=[(x, y)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (("gradient descent",), {}),
+        (("marginal_likelihood", "blockwise"), {}),
+        (("validation",), {}),
+        (("validation",), {"data": [], "grid": []}),
+        (("validation",), {"data": [], "grid": [0.0, 1.0]}),
+        (("marginal_likelihood",), {"data": []}),
+        (("mackay",), {"grid": [1.0]}),
+    ],
+)
+def test_refusals(arguments, options):
+    posterior = fitted(lp.Full, "regression")[0]
+    with pytest.raises(ConfigurationError):
+        posterior.fit_prior_precision(*arguments, **options)
+
+
+def test_validation_needs_data():
+    with pytest.raises(EmptyDataError):
+        fitted(lp.Full, "regression")[0].fit_prior_precision("validation", data=[])
+
+
+def test_no_noise_to_tune():
+    with pytest.raises(ConfigurationError, match="noise"):
+        fitted(lp.Full, "classification")[0].fit_prior_precision(tune_noise=True)
