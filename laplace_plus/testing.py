@@ -1,7 +1,7 @@
 """The conformance suite: what every posterior must do, ours and a third party's alike.
 
-Inherit from :class:`PosteriorConformance` (or, for Gaussians, :class:`GaussianConformance`) in a test module, say how the
-posterior is made, and pytest runs the rest::
+Inherit from :class:`PosteriorConformance` (or, for Gaussians, :class:`GaussianConformance`) in a test module, say how
+the posterior is made, and pytest runs the rest::
 
     class TestMyPosterior(PosteriorConformance):
         def make(self, model, likelihood, **options):

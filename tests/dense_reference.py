@@ -1,4 +1,4 @@
-"""Dense float64 references that share no code with the package: Jacobians by autodiff, curvature and evidence in full."""
+"""Dense float64 references that share no code with the package: Jacobians by autodiff, curvature, evidence."""
 
 from __future__ import annotations
 

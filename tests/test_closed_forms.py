@@ -174,9 +174,7 @@ def test_conditional_on_the_parameters_left_out(selection):
 def test_plain_numbers_are_as_exact_as_tensors():
     """A Python float is a float64; rounding it to float32 would cost eight digits."""
     problem = LinearRegression(precision=0.7, mean=0.8, noise=0.4, temperature=0.3)
-    posterior = lp.Full(
-        problem.net, lp.Gaussian(0.4), prior_precision=0.7, prior_mean=0.8, temperature=0.3
-    )
+    posterior = lp.Full(problem.net, lp.Gaussian(0.4), prior_precision=0.7, prior_mean=0.8, temperature=0.3)
     posterior.fit([(problem.x, problem.y)])
     want = problem.log_evidence().item()
     assert posterior.log_marginal_likelihood().item() == pytest.approx(want, rel=EXACT)
@@ -200,7 +198,7 @@ def test_layerwise_prior():
     assert again.log_marginal_likelihood().item() == pytest.approx(want, rel=EXACT)
 
 
-# -- the optimum -----------------------------------------------------------------------------------------------------------
+# -- the optimum -------------------------------------------------------------------------------------------------------
 
 
 def evidence_at(posterior, problem, precision, noise):
@@ -271,14 +269,17 @@ def test_validation_takes_the_best_point_of_its_grid():
     assert posterior.tuning.value == pytest.approx(-loss(*best), rel=1e-10)
 
 
-# -- derivatives of the evidence -------------------------------------------------------------------------------------------
+# -- derivatives of the evidence ---------------------------------------------------------------------------------------
 
 
 LIKELIHOODS = {
     "categorical": (lambda: lp.Categorical(), lambda n: torch.arange(n) % 3),
     "bernoulli": (lambda: lp.Bernoulli(), lambda n: (torch.arange(3 * n) % 2).view(n, 3)),
     "poisson": (lambda: lp.Poisson(), lambda n: (torch.arange(3 * n) % 4).view(n, 3)),
-    "heteroscedastic": (lambda: lp.HeteroscedasticGaussian(), lambda n: torch.linspace(-1, 1, 2 * n).double().view(n, 2)),
+    "heteroscedastic": (
+        lambda: lp.HeteroscedasticGaussian(),
+        lambda n: torch.linspace(-1, 1, 2 * n).double().view(n, 2),
+    ),
     "gaussian": (lambda: lp.Gaussian(0.6), lambda n: torch.linspace(-1, 1, 3 * n).double().view(n, 3)),
     "gaussian per output": (
         lambda: lp.Gaussian(torch.tensor([0.4, 0.8, 1.1])),

@@ -34,7 +34,7 @@ def rows(digits: Digits) -> list[set[bytes]]:
 
 
 def test_the_digits_are_divided_without_overlap_or_loss() -> None:
-    digits = load_digits(DataSettings(held_out_classes=[3, 8], train_fraction=0.25), seed=4)
+    digits = load_digits(DataSettings(held_out_classes=[3, 8], train_fraction=0.25, noise_std=0.0), seed=4)
     train, test, unknown = rows(digits)
     assert not (train & test)
     assert not (train & unknown)
@@ -52,8 +52,8 @@ def test_the_digits_are_divided_without_overlap_or_loss() -> None:
 
 def test_labels_follow_the_order_of_the_digits_that_are_left() -> None:
     # With 0 held out, what was the digit 1 is class 0, and so on; the held-out images are those of the digit 0.
-    everything = load_digits(DataSettings(held_out_classes=[9]), seed=0)
-    without_zero = load_digits(DataSettings(held_out_classes=[0]), seed=0)
+    everything = load_digits(DataSettings(held_out_classes=[9], noise_std=0.0), seed=0)
+    without_zero = load_digits(DataSettings(held_out_classes=[0], noise_std=0.0), seed=0)
 
     def labels(digits: Digits) -> dict[bytes, int]:
         parts = (digits.train, digits.test)
@@ -73,8 +73,16 @@ def test_a_seed_decides_the_division() -> None:
     assert rows(first)[0] != rows(other)[0]
 
 
+def test_the_noise_is_of_the_size_that_was_asked_for() -> None:
+    clean, noisy = (load_digits(DataSettings(noise_std=noise_std), seed=3) for noise_std in (0.0, 0.4))
+    for part in ("train", "test", "out_of_distribution"):
+        (before, labels), (after, same) = getattr(clean, part).tensors, getattr(noisy, part).tensors
+        assert torch.equal(labels, same)
+        assert float((after - before).std()) == pytest.approx(0.4, rel=0.03)
+
+
 def test_training_learns_repeats_and_leaves_the_global_random_state() -> None:
-    digits = load_digits(DataSettings(train_fraction=0.3), seed=0)
+    digits = load_digits(DataSettings(train_fraction=0.3, noise_std=0.0), seed=0)
     before = torch.random.get_rng_state()
     model = train_network(digits, TrainingSettings(epochs=8), seed=0)
     again = train_network(digits, TrainingSettings(epochs=8), seed=0)
@@ -102,6 +110,12 @@ def test_classes_that_cannot_be_held_out(classes: list[int]) -> None:
 def test_fractions_that_are_none(fraction: float) -> None:
     with pytest.raises(ConfigurationError, match="train_fraction"):
         DataSettings(train_fraction=fraction)
+
+
+@pytest.mark.parametrize("noise_std", [-0.1, math.nan, math.inf])
+def test_noise_that_is_none(noise_std: float) -> None:
+    with pytest.raises(ConfigurationError, match="noise_std"):
+        DataSettings(noise_std=noise_std)
 
 
 @pytest.mark.parametrize(

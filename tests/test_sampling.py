@@ -37,7 +37,10 @@ def embedding():
 
 NETWORKS = {
     "mlp": (mlp, lambda n, g: torch.randn(n, 3, generator=g, dtype=torch.float64)),
-    "grouped convolution": (grouped_convolution, lambda n, g: torch.randn(n, 4, 3, 3, generator=g, dtype=torch.float64)),
+    "grouped convolution": (
+        grouped_convolution,
+        lambda n, g: torch.randn(n, 4, 3, 3, generator=g, dtype=torch.float64),
+    ),
     "embedding": (embedding, lambda n, g: torch.randint(0, 6, (n, 4), generator=g)),
 }
 
@@ -109,7 +112,13 @@ def test_moments_of_selections(name, selection):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("Full", "diagonal"), ("Diagonal", "diagonal"), ("Full", "layerwise"), ("KFAC", "layerwise"), ("EKFAC", "layerwise")],
+    [
+        ("Full", "diagonal"),
+        ("Diagonal", "diagonal"),
+        ("Full", "layerwise"),
+        ("KFAC", "layerwise"),
+        ("EKFAC", "layerwise"),
+    ],
 )
 def test_moments_under_other_priors(name, precision):
     values = {"diagonal": torch.logspace(-1, 2, 31).tolist(), "layerwise": [0.1, 20.0]}[precision]
@@ -123,10 +132,12 @@ def test_moments_with_noise_for_each_output(name):
 
 
 def test_the_statistic_sees_a_transposed_factor():
-    """Samples made with L instead of L⁻ᵀ's counterpart, a mistake that leaves mean and determinant right, are caught."""
+    """Samples made with Lᵀ instead of L, a mistake that leaves mean and determinant right, are caught."""
     posterior, _ = fitted(lp.Full)
     covariance = torch.linalg.inv(posterior.precision_matrix())
-    noise = torch.randn(N_DRAWS, posterior.n_parameters, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise = torch.randn(
+        N_DRAWS, posterior.n_parameters, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     lower = torch.linalg.cholesky(covariance)
     right = moment_statistics(posterior.mean + noise @ lower.T, posterior.mean, posterior.precision_matrix())
     wrong = moment_statistics(posterior.mean + noise @ lower, posterior.mean, posterior.precision_matrix())
@@ -141,7 +152,7 @@ def test_the_statistic_sees_ten_percent():
     assert moment_statistics(wide, posterior.mean, posterior.precision_matrix())[1] > 1
 
 
-# -- the generator ---------------------------------------------------------------------------------------------------------
+# -- the generator -----------------------------------------------------------------------------------------------------
 
 
 def draw_everything(posterior, x, generator):
@@ -159,7 +170,9 @@ def draw_everything(posterior, x, generator):
     return results
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression", lp.Poisson()], ids=["classes", "reals", "counts"])
+@pytest.mark.parametrize(
+    "likelihood", ["classification", "regression", lp.Poisson()], ids=["classes", "reals", "counts"]
+)
 @pytest.mark.parametrize("name", CLASSES)
 def test_generator_is_the_only_randomness(name, likelihood):
     posterior, x = fitted(CLASSES[name], likelihood=likelihood)
@@ -202,7 +215,7 @@ def test_without_a_generator_the_global_seed_decides():
     assert not torch.equal(posterior.sample(2), first[0])
 
 
-# -- sampled networks ------------------------------------------------------------------------------------------------------
+# -- sampled networks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -2,8 +2,8 @@
 
 With the weights fixed and a positive semi-definite curvature H, the evidence is a concave function of the logarithms of
 all its hyperparameters together: ``det(e^b H + diag(e^u))`` is a sum of exponentials of linear functions of (b, u) with
-non-negative coefficients (principal minors of H), so its logarithm is convex, and every other term is concave or linear.
-So there is one optimum, which brute force from anywhere must agree with.
+non-negative coefficients (principal minors of H), so its logarithm is convex; every other term is concave or linear.
+There is one optimum, which brute force from anywhere must agree with.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def test_float32_networks_tune_as_well():
     assert single.prior_precision.dtype == torch.float32
 
 
-# -- what is computed once ------------------------------------------------------------------------------------------------
+# -- what is computed once ---------------------------------------------------------------------------------------------
 
 
 class Counter:
@@ -370,7 +370,7 @@ def test_further_data_are_decomposed_anew(monkeypatch):
     assert counter.taken()[0] == 1
 
 
-# -- asking and refusing ---------------------------------------------------------------------------------------------------
+# -- asking and refusing -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASSES)

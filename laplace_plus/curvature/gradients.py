@@ -19,7 +19,16 @@ from laplace_plus import batches
 from laplace_plus.curvature.calls import Call, EmbeddingCall, ExampleAxis, NormalisationCall, by_example
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.linalg.stacks import CHUNK_BYTES, DenseStack, OneHotStack, OuterStack, Stack, SubsetStack, concatenate
+from laplace_plus.linalg.stacks import (
+    CHUNK_BYTES,
+    DenseStack,
+    JoinedStack,
+    OneHotStack,
+    OuterStack,
+    Stack,
+    SubsetStack,
+    concatenate,
+)
 from laplace_plus.network import Network
 
 MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
@@ -211,15 +220,10 @@ class Gradients:
                 flat = values[name].reshape(*cotangents.shape[:2], 1, 1, -1)  # a parameter may be 0-d
                 yield self._selected(self._layouts[name], DenseStack(flat), name)
 
-    def whole(self, cotangents: Tensor) -> tuple[Layout, DenseStack]:
-        """The Jacobian over all selected entries as one block ``[V, B, 1, 1, P]``, for structures whose P is small."""
-        layout = whole_layout(self.network)
-        shape = (*cotangents.shape[:2], self.network.n_parameters)
-        values = torch.zeros(shape, dtype=self.network.dtype, device=cotangents.device)
-        for part, stack in self.stacks(cotangents):
-            for examples, chunk in stack.chunks():
-                part.scatter_(values[:, examples], chunk)
-        return layout, DenseStack(values[:, :, None, None])
+    def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedStack]:
+        """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
+        parts = [(stack, layout.index) for layout, stack in self.stacks(cotangents)]
+        return whole_layout(self.network), JoinedStack(parts, self.network.n_parameters)
 
     def _use(self, number: int, gradient: Tensor) -> Stack:
         call = self.capture.calls[number]

@@ -199,7 +199,7 @@ def _full(
 ) -> None:
     layout, stack = gradients.whole(cotangents)
     matrix = _by_component(stack, components, n_components, _outer_sum)
-    result.add_block_(layout, DenseBlock(matrix, layout.shape))
+    result.add_block_(layout, DenseBlock(matrix.to(gradients.network.dtype), layout.shape))
 
 
 def _outer_sum(stack: Stack) -> Tensor:

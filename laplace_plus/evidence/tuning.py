@@ -1,7 +1,9 @@
 """Tuning the prior precision, and the noise level with it.
 
-The evidence's curvature is diagonalised before, so that an evaluation costs one pass over eigenvalues. All methods
-start from the best points of a coarse grid, since the evidence may have several local optima.
+The evidence's curvature is diagonalised before, so that an evaluation costs one pass over eigenvalues. With the
+weights fixed and a positive semi-definite curvature H, the evidence is concave in the logarithms of all hyperparameters
+together: ``det(e^b H + diag(e^u))`` is a sum of exponentials of linear functions with non-negative coefficients, so its
+logarithm is convex. There is one optimum, and the coarse grid that all methods start from only shortens the way to it.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class Digits:
 
 
 def load_digits(settings: DataSettings, *, seed: int) -> Digits:
-    """Divides the 1797 images, grey values scaled to [0, 1], each ``[1, 8, 8]``.
+    """Divides the 1797 images, grey values scaled to [0, 1] and then made noisy, each ``[1, 8, 8]``.
 
     Args:
-        settings: Which classes are held out, and how much of the rest is trained on.
-        seed: Decides which images are trained on; the same seed gives the same division everywhere.
+        settings: Which classes are held out, how much of the rest is trained on, and how noisy the images are.
+        seed: Decides the noise and which images are trained on; the same seed gives the same data everywhere.
 
     Raises:
         UnsupportedError: scikit-learn, which the data come with, is not installed.
@@ -48,12 +48,14 @@ def load_digits(settings: DataSettings, *, seed: int) -> Digits:
         ) from error
 
     pixels, digits = datasets.load_digits(return_X_y=True)
+    generator = torch.Generator().manual_seed(seed)
     images = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    images = images + settings.noise_std * torch.randn(images.shape, generator=generator)
     classes = torch.as_tensor(digits)
     kept = torch.tensor([digit for digit in range(10) if digit not in settings.held_out_classes])
     known = torch.isin(classes, kept)
     order = torch.nonzero(known).flatten()
-    order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))]
+    order = order[torch.randperm(len(order), generator=generator)]
     n_train = max(1, min(len(order) - 1, round(settings.train_fraction * len(order))))
 
     def take(rows: Tensor) -> TensorDataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,10 +55,13 @@ class DataSettings:
     Attributes:
         held_out_classes: Digits that the network never sees; their images are the out-of-distribution data.
         train_fraction: Share of the other images that is trained on; the rest is the test data.
+        noise_std: Standard deviation of the noise on every pixel of every image, whose grey values lie in [0, 1]. Clean
+            digits are so easy that there is next to nothing to be uncertain about.
     """
 
     held_out_classes: list[int] = field(default_factory=lambda: [8, 9])
     train_fraction: float = 0.5
+    noise_std: float = 0.5
 
     def __post_init__(self) -> None:
         """Refuses a division that leaves nothing to learn, to test or to hold out."""
@@ -71,6 +75,10 @@ class DataSettings:
         if not 0 < self.train_fraction < 1:
             raise ConfigurationError(
                 "data.train_fraction is not a share.", expected="a number between 0 and 1", got=str(self.train_fraction)
+            )
+        if not 0 <= self.noise_std < math.inf:
+            raise ConfigurationError(
+                "data.noise_std is no standard deviation.", expected="a number >= 0", got=str(self.noise_std)
             )
 
 
@@ -94,8 +102,13 @@ class RunSettings:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     posteriors: list[dict[str, Any]] = field(
         default_factory=lambda: [
-            {"class": "KFAC", "label": "KFAC"},
-            {"class": "Full", "label": "last layer", "parameters": "last_layer"},
+            {"class": "KFAC", "label": "KFAC", "predict": {"link": "mc", "n_samples": 500}},
+            {
+                "class": "Full",
+                "label": "last layer",
+                "parameters": "last_layer",
+                "predict": {"link": "mc", "n_samples": 500},
+            },
         ]
     )
     device: str = "cpu"

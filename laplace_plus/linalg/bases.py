@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
+from laplace_plus.linalg.stacks import CHUNK_BYTES, DenseStack, MappedStack, OneHotStack, OuterStack, Stack
 
 
 class Basis(ABC):
@@ -113,10 +113,10 @@ class DenseBasis(Basis):
 
     @override
     def rotate(self, stack: Stack) -> Stack:
-        values = stack.dense(slice(0, stack.n_examples)).flatten(3)  # [V, B, G, n]
-        matrix = self._matrix().to(values.dtype)
-        rotated = torch.einsum("vbgn,gnm->vbgm", values, matrix)
-        return DenseStack(rotated.unflatten(3, stack.shape[1:]))
+        mapped = MappedStack(stack, self._matrix())
+        if stack.n_bytes() > CHUNK_BYTES:
+            return mapped
+        return DenseStack(mapped.dense(slice(0, stack.n_examples)))  # small: map once, for however many weightings
 
     @override
     def expand(self, coordinates: Tensor) -> Tensor:

@@ -44,11 +44,15 @@ class Stack(ABC):
     def select(self, directions: Tensor) -> Stack:
         """The stack of some of the directions only."""
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Pairs of a slice of the examples and their matrices ``[V, b, G, o, i]``, a bounded number at a time."""
+    def n_bytes(self) -> int:
+        """Memory that all matrices take when they are written out."""
         groups, rows, columns = self.shape
         item = torch.finfo(self.dtype).bits // 8
-        for examples in slices(self.n_examples, self.n_directions * groups * rows * columns * item):
+        return self.n_directions * self.n_examples * groups * rows * columns * item
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Pairs of a slice of the examples and their matrices ``[V, b, G, o, i]``, a bounded number at a time."""
+        for examples in slices(self.n_examples, self.n_bytes() // max(1, self.n_examples)):
             yield examples, self.dense(examples)
 
     def squares(self) -> Tensor:
@@ -225,6 +229,72 @@ class SubsetStack(Stack):
     @override
     def select(self, directions: Tensor) -> SubsetStack:
         return SubsetStack(self.whole.select(directions), self.positions)
+
+
+@dataclass
+class JoinedStack(Stack):
+    """Several stacks side by side, as ``[1, 1, n]`` matrices.
+
+    Attributes:
+        parts: Pairs of a stack and the ``[G, o, i]`` positions that its entries take among the n.
+        size: n.
+    """
+
+    parts: list[tuple[Stack, Tensor]]
+    size: int
+
+    def __post_init__(self) -> None:
+        first = self.parts[0][0]
+        self.n_directions, self.n_examples, self.device = first.n_directions, first.n_examples, first.device
+        self.dtype = first.dtype
+        for stack, _ in self.parts:
+            self.dtype = torch.promote_types(self.dtype, stack.dtype)
+        self.shape = (1, 1, self.size)
+
+    @override
+    def dense(self, examples: slice) -> Tensor:
+        result: Tensor | None = None
+        for stack, positions in self.parts:
+            values = stack.dense(examples)
+            if result is None:
+                result = torch.zeros(*values.shape[:2], self.size, dtype=self.dtype, device=self.device)
+            result[..., positions.flatten().to(self.device)] = values.flatten(2).to(self.dtype)
+        assert result is not None
+        return result[:, :, None, None]
+
+    @override
+    def select(self, directions: Tensor) -> JoinedStack:
+        return JoinedStack([(stack.select(directions), positions) for stack, positions in self.parts], self.size)
+
+
+@dataclass
+class MappedStack(Stack):
+    """A stack whose matrices pass through a linear map as they are written out.
+
+    Attributes:
+        source: The stack.
+        matrix: ``[G, n, n]``, applied to flattened ``[o·i]`` matrices from the right.
+    """
+
+    source: Stack
+    matrix: Tensor
+
+    def __post_init__(self) -> None:
+        self.n_directions, self.n_examples, self.shape = (
+            self.source.n_directions,
+            self.source.n_examples,
+            self.source.shape,
+        )
+        self.dtype, self.device = self.source.dtype, self.source.device
+
+    @override
+    def dense(self, examples: slice) -> Tensor:
+        values = self.source.dense(examples).flatten(3)  # [V, b, G, n]
+        return torch.einsum("vbgn,gnm->vbgm", values, self.matrix.to(values.dtype)).unflatten(3, self.shape[1:])
+
+    @override
+    def select(self, directions: Tensor) -> MappedStack:
+        return MappedStack(self.source.select(directions), self.matrix)
 
 
 def concatenate(stacks: list[OuterStack]) -> OuterStack:

@@ -195,7 +195,7 @@ def timm_vit() -> nn.Module:
 
 
 def timm_convnext() -> nn.Module:
-    return ConvNeXt(in_chans=3, depths=(1, 1, 1, 1), dims=(2, 2, 4, 4), num_classes=3, patch_size=2, drop_path_rate=0.1)
+    return ConvNeXt(in_chans=3, depths=(1, 1, 1, 1), dims=(3, 4, 4, 6), num_classes=3, patch_size=2, drop_path_rate=0.1)
 
 
 def timm_swin() -> nn.Module:

@@ -1,0 +1,183 @@
+"""The user's module after any call, also one that fails, is what it was before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo.architectures import ARCHITECTURES, Architecture, take
+
+import laplace_plus as lp
+from laplace_plus.errors import LabelError
+
+N, FIRST = 4, 2
+
+each = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+
+
+def picture(value: Any) -> Any:
+    """Something that compares equal only to the picture of the same objects with the same content."""
+    if isinstance(value, Tensor):
+        return ("tensor", id(value), value.data_ptr(), value.requires_grad, value.grad is None, value.detach().clone())
+    if isinstance(value, dict):
+        return (type(value), [(key, picture(entry)) for key, entry in value.items()])
+    if isinstance(value, (list, tuple, set)):
+        return (type(value), [picture(entry) for entry in value])
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return (type(value), id(value))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Watch:
+    """A module's every attribute, version and mode, to be compared later."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.before = self._look()
+
+    def _look(self) -> list[Any]:
+        # Names that begin with an underscore are looked at too: parameters, buffers, hooks, RNN weight lists.
+        return [(name, id(module), picture(module.__dict__)) for name, module in self.model.named_modules()]
+
+    def assert_same(self) -> None:
+        after = self._look()
+        assert [entry[:2] for entry in after] == [entry[:2] for entry in self.before]
+        for (name, _, old), (_, _, new) in zip(self.before, after, strict=True):
+            for (key, was), (other, now) in zip(old[1], new[1], strict=True):
+                assert key == other, f"{name}: attributes {key} and {other}"
+                assert same(was, now), f"{name}.{key} has changed"
+
+
+def in_mixed_modes(architecture: Architecture) -> nn.Module:
+    """The network as it is left by training, but for one frozen part."""
+    model = architecture.model().train()
+    for number, module in enumerate(model.modules()):
+        if number % 3 == 2:
+            module.training = False
+    return model
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+@each
+def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
+    model = in_mixed_modes(architecture)
+    watch = Watch(model)
+    random_state = torch.get_rng_state()
+    posterior = cls(model, architecture.likelihood)
+    posterior.fit(architecture.loader(N, FIRST))
+    watch.assert_same()
+    inputs, _ = architecture.data(N)
+    posterior.functional_posterior(inputs)
+    watch.assert_same()
+    generator = torch.Generator().manual_seed(0)
+    posterior.predictive(inputs, method="sampled", n_samples=2, generator=generator)
+    watch.assert_same()
+    posterior.fit_prior_precision(structure="layerwise")
+    posterior.log_marginal_likelihood()
+    posterior.sample(2, generator=generator)
+    watch.assert_same()
+    torch.manual_seed(2)
+    architecture.inputs(N)  # what data() itself drew
+    del random_state
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+@each
+def test_a_network_in_training_mode_is_evaluated(architecture, cls):
+    loader = architecture.loader(N, FIRST)
+    torch.manual_seed(3)
+    trained = cls(in_mixed_modes(architecture), architecture.likelihood).fit(loader)
+    evaluated = cls(architecture.model(), architecture.likelihood).fit(loader)
+    torch.testing.assert_close(trained.variance(), evaluated.variance())
+    inputs, _ = architecture.data(N)
+    torch.testing.assert_close(trained.predictive(inputs).mean, evaluated.predictive(inputs).mean)
+
+
+@pytest.mark.parametrize("name", ["resnet", "lstm", "transformer_encoder", "bert", "weight_normed", "dropouts", "unet"])
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
+def test_labels_that_are_refused(name, cls):
+    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    model = in_mixed_modes(architecture)
+    watch = Watch(model)
+    inputs, target = architecture.data(N)
+    bad = target + architecture.n_outputs
+    loader = architecture.loader(N, FIRST)
+    tail = take(inputs, slice(FIRST, N))
+    loader[1] = {**tail, "labels": bad[FIRST:]} if architecture.as_mapping else (tail, bad[FIRST:])
+    posterior = cls(model, architecture.likelihood)
+    with pytest.raises(LabelError):
+        posterior.fit(loader)
+    watch.assert_same()
+    with pytest.raises(lp.errors.NotFittedError):
+        posterior.predictive(inputs)
+
+
+class Fails(nn.Module):
+    """Raises in the second forward pass, in the middle of the network."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.recurrent = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True)
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.recurrent(self.first(x))[0][:, -1]
+        if bool((x > 1e3).any()):
+            raise ZeroDivisionError("in the middle of the network")
+        return self.head(self.norm(h))
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
+def test_a_forward_pass_that_fails(cls):
+    torch.manual_seed(0)
+    model = Fails().train()
+    model.recurrent.eval()
+    watch = Watch(model)
+    good, bad = torch.randn(3, 2, 3), torch.full((3, 2, 3), 1e4)
+    y = torch.tensor([0, 1, 1])
+    posterior = cls(model, "classification")
+    with pytest.raises(ZeroDivisionError):
+        posterior.fit([(good, y), (bad, y)])
+    watch.assert_same()
+    posterior.fit([(good, y)])
+    for action in (posterior.functional_posterior, posterior.predictive, lambda x: posterior.update([(x, y)])):
+        with pytest.raises(ZeroDivisionError):
+            action(bad)
+        watch.assert_same()
+    assert posterior.n_data == 3
+
+
+def test_gradients_of_a_running_training_are_kept():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    nn.functional.cross_entropy(model(x), y).backward()
+    gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    with torch.no_grad():
+        lp.KFAC(model, "classification").fit([(x, y)]).predictive(x)
+        assert not torch.is_grad_enabled()
+    for parameter, (gradient, values) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, values)
+
+
+def test_hooks_stay_and_fire():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    seen = []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    watch = Watch(model)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    lp.KFAC(model, "classification").fit([(x, y)])
+    watch.assert_same()
+    assert seen
