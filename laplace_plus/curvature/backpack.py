@@ -38,7 +38,7 @@ from laplace_plus.curvature.foreign import ForeignBackend, Layer, elementwise_la
 from laplace_plus.curvature.gradients import Gradients, whole_layout
 from laplace_plus.curvature.native import capture_batch
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
-from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods import Bernoulli, Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.network import Network
@@ -63,7 +63,7 @@ class BackPack(ForeignBackend):
     """Full, diagonal and Kronecker-factored curvature by BackPACK; see :class:`Backend`.
 
     For chains of modules that BackPACK knows, each used once, with outputs ``[B, C]``. Likelihoods are Categorical,
-    Bernoulli (one output for Monte Carlo) and Gaussian; the empirical Fisher takes any. Kronecker factors exist for
+    Bernoulli with one output and Gaussian; the empirical Fisher takes any. Kronecker factors exist for
     ``nn.Linear`` on ``[B, i]`` inputs: those that BackPACK has for convolutions are neither of KFAC-expand nor of
     KFAC-reduce.
 
@@ -106,7 +106,9 @@ class BackPack(ForeignBackend):
         likelihood.validate(outputs, batch.target)
         self._require_plain_use(network, capture)
         private = self.private_copy(network)
-        if self.kind != _FIRST_ORDER:
+        if self.kind == _FIRST_ORDER:
+            self._require_known_options(private)
+        else:
             self._require_chain(private, batch)
         layers: list[Layer] = []
         if isinstance(structure, KroneckerStructure):
@@ -126,7 +128,7 @@ class BackPack(ForeignBackend):
             if value is None and name not in capture.unused:
                 raise self.refusal(
                     f"cannot differentiate the module of {name!r}",
-                    expected="modules that BackPACK knows",
+                    expected="modules that BackPACK knows, called as modules",
                     got=type(private.get_submodule(name.rpartition(".")[0])).__name__,
                 )
         if isinstance(structure, KroneckerStructure):
@@ -177,6 +179,14 @@ class BackPack(ForeignBackend):
                     got=what,
                 )
 
+    def _require_known_options(self, private: nn.Module) -> None:
+        for name, module in private.named_modules():
+            quirk = _quirk(module)
+            if quirk is not None and any(p.requires_grad for p in module.parameters(recurse=False)):
+                raise self.refusal(
+                    f"overlooks an option of {name!r}", expected="padding by numbers, with zeros", got=quirk
+                )
+
     def _require_chain(self, private: nn.Module, batch: Batch) -> None:
         chain = _Chain()
         chain.run(private, batch.inputs)
@@ -215,6 +225,8 @@ class BackPack(ForeignBackend):
         """Run a second-order extension; returns the factor by which its results are to be multiplied."""
         raw = batches.output_tensor(batches.call(private, _detached(batch.inputs)))
         outputs = network.arrange(raw)
+        if isinstance(likelihood, Bernoulli) and raw.ndim == 2 and raw.shape[1] > 1:
+            raise self.refusal("has a binary loss for one output", expected="C = 1", got=f"C = {raw.shape[1]}")
         if raw.ndim != 2 or outputs.shape != raw.shape:
             raise self.refusal(
                 "has losses for one row of outputs per example", expected="outputs [B, C]", got=f"{tuple(raw.shape)}"
@@ -270,6 +282,9 @@ class _Chain(TorchFunctionMode):
         if name in self._seen:
             self._break(f"{name!r} used more than once")
         self._seen.add(name)
+        quirk = _quirk(module)
+        if quirk is not None:
+            self._break(f"{name!r} with {quirk}")
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             self._break(f"{name!r} called with something else than one tensor")
         elif self._begun and inputs[0] is not self._latest:
@@ -291,6 +306,18 @@ class _Chain(TorchFunctionMode):
 
     def _break(self, how: str) -> None:
         self.broken = self.broken or how
+
+
+def _quirk(module: nn.Module) -> str | None:
+    """An option of a module that BackPACK overlooks, or None."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        if module.padding_mode != "zeros":
+            return f"padding_mode={module.padding_mode!r}"
+        if isinstance(module.padding, str):
+            return f"padding={module.padding!r}"
+    if getattr(module, "divisor_override", None) is not None:
+        return "divisor_override"
+    return None
 
 
 @contextmanager

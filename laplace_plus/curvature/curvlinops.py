@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS
+from laplace_plus.curvature.calls import EmbeddingCall
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.foreign import ForeignBackend, Loss, loss_targets
 from laplace_plus.curvature.gradients import whole_layout
@@ -117,6 +118,7 @@ class Curvlinops(ForeignBackend):
         capture: Capture,
         seed: Callable[[], int],
     ) -> Curvature:
+        self._require_forward_mode(network, capture)
         options: dict[str, Any] = {"mc_samples": self.n_samples} if self.kind == "ggn_mc" else {}
         parts = []
         for component in _components(likelihood):
@@ -140,8 +142,31 @@ class Curvlinops(ForeignBackend):
                 parts.append(_dense(operator, network, capture.activation_elements()))
         scale = loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
         matrix = torch.stack(parts)[:, None] * scale  # [K, 1, P, P]
+        tolerance = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max()
+        if bool(((matrix - matrix.mT).abs() > tolerance).any()):
+            raise self.refusal(
+                f"got an asymmetric {self.kind} matrix, because torch.func differentiates some operation wrongly when "
+                "nested (layer normalisation is known for it)",
+                expected="a symmetric matrix",
+                got=f"a difference of {float((matrix - matrix.mT).abs().max()):.3g} from its transpose",
+            )
         layout = whole_layout(network)
         return Curvature([(layout, DenseBlock((matrix + matrix.mT) / 2, layout.shape))])
+
+    def _require_forward_mode(self, network: Network, capture: Capture) -> None:
+        """Refuse what has another derivative forwards than backwards: only the latter leaves out the padding row."""
+        embeddings = [call for call in capture.calls if isinstance(call, EmbeddingCall) and call.padding is not None]
+        names = {rows.name for call in embeddings for rows in call.rows}
+        for name, module in network.model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.padding_idx is not None:
+                names.add(f"{name}.weight" if name else "weight")
+        padded = sorted(names & set(network.parameter_names))
+        if padded:
+            raise self.refusal(
+                f"differentiates the padding row of {padded[0]!r}, which training leaves alone",
+                expected="an embedding without padding_idx",
+                got="padding_idx",
+            )
 
     # -- Kronecker factors ---------------------------------------------------------------------------------------------
 

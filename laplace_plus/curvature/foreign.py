@@ -136,10 +136,12 @@ class ForeignBackend(Backend):
             module = private.get_submodule(owners.pop()) if len(owners) == 1 else None
             calls = [call for call in capture.calls if {rows.name for rows in call.rows} & set(layout.names)]
             what = None
-            if type(module) not in (nn.Linear, nn.Conv2d) or layout.rule != MATRIX:
+            if set(layout.names) & capture.unused:
+                what = "a parameter that the network does not use"
+            elif type(module) not in (nn.Linear, nn.Conv2d):
                 what = type(module).__name__ if module is not None else "several modules"
-            elif len(calls) != 1:
-                what = "a layer that is used several times"
+            elif layout.rule != MATRIX or len(calls) != 1:
+                what = "a weight that is shared, or used by something else than its layer"
             elif bool((layout.index < 0).any()):
                 what = "a selection of single entries"
             elif layout.shape[0] != 1:

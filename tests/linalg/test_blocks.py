@@ -59,13 +59,13 @@ def test_factor_inverts(name, components, anisotropic):
     weights = weights_for(components)
     diagonal = torch.tensor(0.7, dtype=torch.float64)
     if anisotropic:
-        diagonal = torch.linspace(0.1, 3.0, GROUPS * N, dtype=torch.float64).viewSHAPE
+        diagonal = torch.linspace(0.1, 3.0, GROUPS * N, dtype=torch.float64).view(SHAPE)
         if name in ("Kronecker", "embedding"):
             with pytest.raises(UnsupportedError, match="layerwise"):
                 block.factor(weights, diagonal)
             return
     matrix = torch.einsum("k,kgnm->gnm", weights, dense)
-    matrix = matrix + torch.diag_embed(diagonal.expandSHAPE.flatten(1))
+    matrix = matrix + torch.diag_embed(diagonal.expand(SHAPE).flatten(1))
     torch.testing.assert_close(block.dense(weights), torch.einsum("k,kgnm->gnm", weights, dense))
     factor = block.factor(weights, diagonal)
     inverse = torch.linalg.inv(matrix)
@@ -88,7 +88,7 @@ def test_log_determinant_is_differentiable(name, components):
     diagonal = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(block.log_determinant, (weights, diagonal))
     if name in ("diagonal", "dense"):
-        entries = torch.linspace(0.1, 3.0, GROUPS * N, dtype=torch.float64).viewSHAPE.requires_grad_()
+        entries = torch.linspace(0.1, 3.0, GROUPS * N, dtype=torch.float64).view(SHAPE).requires_grad_()
         assert torch.autograd.gradcheck(block.log_determinant, (weights, entries))
 
 
