@@ -225,11 +225,11 @@ class Network:
             if _agree(result, combination, expected):
                 return result
         result = {name: p.new_zeros(*cotangents.shape[:2], *p.shape) for name, p in chosen.items()}
-        for n in range(cotangents.shape[1]):
-            for v in range(cotangents.shape[0]):
-                one = _gradients(
-                    together[n], leaves, cotangents[v, n], retain_graph=True, create_graph=differentiable
-                )
+        with torch.enable_grad():
+            separate = together.unbind()
+        for n, value in enumerate(separate):
+            for v in range(len(cotangents)):
+                one = _gradients(value, leaves, cotangents[v, n], retain_graph=True, create_graph=differentiable)
                 for name, gradient in one.items():
                     result[name][v, n] = gradient
         return result
@@ -328,12 +328,15 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor], cotangent: Tensor, **op
 
 
 def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, Tensor]) -> bool:
-    """Whether per-example gradients ``[V, B, *shape]`` combine to the expected ones, up to rounding."""
+    """Whether per-example gradients ``[V, B, *shape]`` combine to the expected ones, up to rounding.
+
+    The tolerance leaves room for networks that compute in a lower precision than their parameters have.
+    """
     for name, wanted in expected.items():
         terms = result[name].detach().reshape(*combination.shape, -1) * combination[..., None].to(result[name].dtype)
         scale = terms.abs().sum((0, 1)).max()
         error = (terms.sum((0, 1)) - wanted.flatten()).abs().max()
-        if not bool(error <= torch.finfo(wanted.dtype).eps ** 0.5 * scale):
+        if not bool(error <= max(1e-3, torch.finfo(wanted.dtype).eps ** 0.5) * scale):
             return False
     return True
 

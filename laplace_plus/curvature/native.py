@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -62,14 +64,10 @@ class Native(Backend):
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
         gradients = Gradients(network, capture)
-        accumulate = _ACCUMULATORS[type(structure)]
-        result = Curvature([])
-        n_components = likelihood.n_noise
-        first = True
+        sums = _SUMS[type(structure)](gradients, structure, likelihood.n_noise)
         for cotangents, components in self._cotangents(likelihood, batch, gradients, generator):
-            accumulate(result, gradients, cotangents, components, n_components, structure, first)
-            first = False
-        return result, outputs
+            sums.add(cotangents, components)
+        return sums.curvature, outputs
 
     @override
     def correct(
@@ -163,43 +161,81 @@ def _exact_cotangents(
         yield cotangents.reshape(len(picked), *outputs.shape), groups[direction]
 
 
-# -- accumulation, one function for each structure ---------------------------------------------------------------------
+# -- accumulation, one class for each structure ------------------------------------------------------------------------
+
+
+@dataclass
+class _Sums(ABC):
+    """Adds up one batch's curvature, a chunk of directions at a time.
+
+    Attributes:
+        gradients: The batch's per-example gradients.
+        structure: What to add up.
+        n_components: K.
+        curvature: The sum so far.
+    """
+
+    gradients: Gradients
+    structure: Structure
+    n_components: int
+    curvature: Curvature = field(default_factory=lambda: Curvature([]))
+
+    @abstractmethod
+    def add(self, cotangents: Tensor, components: Tensor) -> None:
+        """Add the directions ``[V, B, *, C]``, which belong to components ``[V]``."""
+
+    def by_component(self, stack: Stack, components: Tensor, reduce: Callable[[Stack], Tensor]) -> Tensor:
+        """Apply a reduction to the directions of each component, ``[K, …]``."""
+        return _by_component(stack, components, self.n_components, reduce).to(self.gradients.network.dtype)
+
+
+class _DiagonalSums(_Sums):
+    @override
+    def add(self, cotangents: Tensor, components: Tensor) -> None:
+        for layout, stack in self.gradients.stacks(cotangents):
+            squares = self.by_component(stack, components, lambda s: s.squares())
+            self.curvature.add_block_(layout, DiagonalBlock(squares))
+
+
+class _FullSums(_Sums):
+    @override
+    def add(self, cotangents: Tensor, components: Tensor) -> None:
+        layout, stack = self.gradients.whole(cotangents)
+        matrix = self.by_component(stack, components, _outer_sum)
+        self.curvature.add_block_(layout, DenseBlock(matrix, layout.shape))
+
+
+class _KroneckerSums(_Sums):
+    @override
+    def add(self, cotangents: Tensor, components: Tensor) -> None:
+        assert isinstance(self.structure, KroneckerStructure)
+        for layout, stack in self.gradients.stacks(cotangents):
+            if layout.rule in (MATRIX, EMBEDDING) and isinstance(stack, (OuterStack, OneHotStack)):
+                self._add_kronecker(layout, stack, components, self.structure.weight_sharing)
+            elif layout.rule == CHANNELS or layout.index.numel() <= self.structure.dense_limit:
+                matrix = self.by_component(stack, components, _outer_sum)
+                self.curvature.add_block_(layout, DenseBlock(matrix, layout.shape))
+            else:
+                squares = self.by_component(stack, components, lambda s: s.squares())
+                self.curvature.add_block_(layout, DiagonalBlock(squares))
+
+    def _add_kronecker(
+        self, layout: Layout, stack: OuterStack | OneHotStack, components: Tensor, weight_sharing: str
+    ) -> None:
+        left = self.by_component(stack, components, lambda s: _left_factor(s, weight_sharing))
+        begun = self.curvature.get(layout.key)
+        if isinstance(begun, KroneckerBlock):  # the inputs are the same for every chunk of directions
+            begun.left += left
+            return
+        right, count = _right_factor(stack, weight_sharing, layout)
+        self.curvature.add_block_(layout, KroneckerBlock(left, right.to(left.dtype), count))
 
 
 def _by_component(stack: Stack, components: Tensor, n_components: int, reduce: Callable[[Stack], Tensor]) -> Tensor:
-    """Apply a reduction to the directions of each component, ``[K, …]``."""
     if n_components == 1:
         return reduce(stack)[None]
     parts = [reduce(stack.select((components == k).nonzero().squeeze(-1))) for k in range(n_components)]
     return torch.stack(parts)
-
-
-def _diagonal(
-    result: Curvature,
-    gradients: Gradients,
-    cotangents: Tensor,
-    components: Tensor,
-    n_components: int,
-    structure: Structure,
-    first: bool,
-) -> None:
-    for layout, stack in gradients.stacks(cotangents):
-        squares = _by_component(stack, components, n_components, lambda s: s.squares())
-        result.add_block_(layout, DiagonalBlock(squares.to(gradients.network.dtype)))
-
-
-def _full(
-    result: Curvature,
-    gradients: Gradients,
-    cotangents: Tensor,
-    components: Tensor,
-    n_components: int,
-    structure: Structure,
-    first: bool,
-) -> None:
-    layout, stack = gradients.whole(cotangents)
-    matrix = _by_component(stack, components, n_components, _outer_sum)
-    result.add_block_(layout, DenseBlock(matrix.to(gradients.network.dtype), layout.shape))
 
 
 def _outer_sum(stack: Stack) -> Tensor:
@@ -210,32 +246,6 @@ def _outer_sum(stack: Stack) -> Tensor:
         flat = values.flatten(3).flatten(0, 1)  # [Vb, G, n]
         total += torch.einsum("kgn,kgm->gnm", flat, flat)
     return total
-
-
-def _kronecker(
-    result: Curvature,
-    gradients: Gradients,
-    cotangents: Tensor,
-    components: Tensor,
-    n_components: int,
-    structure: Structure,
-    first: bool,
-) -> None:
-    assert isinstance(structure, KroneckerStructure)
-    dtype = gradients.network.dtype
-    for layout, stack in gradients.stacks(cotangents):
-        if layout.rule in (MATRIX, EMBEDDING) and isinstance(stack, (OuterStack, OneHotStack)):
-            left = _by_component(stack, components, n_components, lambda s: _left_factor(s, structure.weight_sharing))
-            right, count = _right_factor(stack, structure.weight_sharing, layout)
-            if not first:  # the inputs are the same for every chunk of directions
-                right, count = torch.zeros_like(right), torch.zeros_like(count)
-            result.add_block_(layout, KroneckerBlock(left.to(dtype), right.to(dtype), count))
-        elif layout.rule == CHANNELS or layout.index.numel() <= structure.dense_limit:
-            matrix = _by_component(stack, components, n_components, _outer_sum)
-            result.add_block_(layout, DenseBlock(matrix.to(dtype), layout.shape))
-        else:
-            squares = _by_component(stack, components, n_components, lambda s: s.squares())
-            result.add_block_(layout, DiagonalBlock(squares.to(dtype)))
 
 
 def _left_factor(stack: Stack, weight_sharing: str) -> Tensor:
@@ -280,7 +290,11 @@ def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Te
     return total, torch.tensor(float(count), dtype=torch.float64)
 
 
-_ACCUMULATORS = {DiagonalStructure: _diagonal, FullStructure: _full, KroneckerStructure: _kronecker}
+_SUMS: dict[type, type[_Sums]] = {
+    DiagonalStructure: _DiagonalSums,
+    FullStructure: _FullSums,
+    KroneckerStructure: _KroneckerSums,
+}
 
 
 # -- the Hessian -------------------------------------------------------------------------------------------------------

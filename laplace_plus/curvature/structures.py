@@ -81,6 +81,10 @@ class Curvature:
         for key, block in mine.items():
             block.add_(theirs[key])
 
+    def get(self, key: str) -> Block | None:
+        """The block of that key, if there is one yet."""
+        return next((block for layout, block in self if layout.key == key), None)
+
     def clone(self) -> Curvature:
         """A copy that further data may be added to."""
         return Curvature([
@@ -97,11 +101,11 @@ class Curvature:
 
     def add_block_(self, layout: Layout, block: Block) -> None:
         """Add to one block, or begin it."""
-        for known, mine in self.blocks:
-            if known.key == layout.key:
-                mine.add_(block)
-                return
-        self.blocks.append((layout, block))
+        begun = self.get(layout.key)
+        if begun is None:
+            self.blocks.append((layout, block))
+        else:
+            begun.add_(block)
 
     def dense(self, weights: Tensor) -> Tensor:
         """The whole matrix written out at component weights ``[K]``, ``[P, P]``; only for small P."""

@@ -94,10 +94,16 @@ def _load_weights(model: nn.Module, path: Path) -> None:
             weights = load_file(path)
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, TypeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        # What torch says of a pickle is how to run it all the same; that is not offered here.
         raise ConfigurationError(
-            "The checkpoint cannot be loaded into the network.",
-            expected="a state dict of this very network, as safetensors or as saved by torch.save",
-            got=f"{path}: {error}",
+            "The checkpoint cannot be read as a file of weights.",
+            expected="a state dict, as safetensors (*.safetensors) or as saved by torch.save",
+            got=str(path),
+        ) from error
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            "The checkpoint's weights are not this network's.", got=" ".join(f"{path}: {error}".split()).rstrip(" .")
         ) from error
