@@ -62,7 +62,7 @@ def reliability_diagram(
     axes[0].set_ylabel("accuracy")
     legend = axes[0].legend(loc="upper left", fontsize="x-small", frameon=False)
     for handle in legend.legend_handles:
-        if hasattr(handle, "set_sizes"):
+        if handle is not None and hasattr(handle, "set_sizes"):
             handle.set_sizes([14])  # the first dot's own size would stand for all
     return figure
 
@@ -93,7 +93,8 @@ def _draw(panel: Axes, name: str, probabilities: Tensor, targets: Tensor, n_bins
     panel.vlines(middles, accuracy, confidence, color=_RED, linewidth=2, zorder=3, label="gap to confidence")
     panel.scatter(middles, confidence, color=_RED, s=14, zorder=4, label="mean confidence")
     sizes = [220 * part for part in share]  # points squared: the area shows the share
-    panel.scatter(middles, [-0.07] * len(middles), s=sizes, color=_GREY, zorder=4, label="share of predictions")
+    below = [-0.07] * len(middles)
+    panel.scatter(middles, below, s=sizes, color=_GREY, zorder=4, clip_on=False, label="share of predictions")
     panel.axhline(0, color="black", linewidth=0.6)
     panel.set(title=f"{name}\nECE {error:.3f}", xlabel="confidence", xlim=(0, 1), ylim=(-0.14, 1.02), aspect="equal")
     ticks = [tick / _N_TICKS for tick in range(_N_TICKS + 1)]

@@ -30,6 +30,7 @@ from backpack.extensions import (
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from laplace_plus import batches
 from laplace_plus.batches import Batch
@@ -79,6 +80,7 @@ class BackPack(ForeignBackend):
     name: ClassVar[str] = "backpack"
     supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(_EXTENSIONS)
 
+    @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
         """Refuse by name what the backend cannot do."""
         super().check(structure, likelihood)
@@ -89,6 +91,7 @@ class BackPack(ForeignBackend):
                 got=f"{likelihood.n_noise} noise levels",
             )
 
+    @override
     def curvature(
         self,
         network: Network,
@@ -331,7 +334,7 @@ def _extended(private: nn.Module) -> Iterator[None]:
             extend(module)
     try:
         with warnings.catch_warnings():
-            # The first selected layer has inputs without gradients, and first-order extensions pass over frozen modules.
+            # The first selected layer has inputs without gradients; first-order extensions pass over frozen modules.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             warnings.filterwarnings("ignore", message="Extension saving to")
             yield
@@ -395,7 +398,9 @@ def _kronecker_block(
 
 def _vectors(network: Network, found: dict[str, Any]) -> Tensor:
     """Per-parameter results ``[…, *shape]`` as rows ``[…, P]`` of the selected entries."""
-    lead = next(value.shape[: value.ndim - len(p.shape)] for p in network.selected if (value := found[p.name]) is not None)
+    lead = next(
+        value.shape[: value.ndim - len(p.shape)] for p in network.selected if (value := found[p.name]) is not None
+    )
     pieces = []
     for item in network.selected:
         value = found[item.name]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
 
 from laplace_plus import batches
 from laplace_plus.batches import Batch
@@ -72,6 +74,7 @@ class Curvlinops(ForeignBackend):
         {(kind, "full") for kind in KINDS} | {(kind, "KFAC") for kind in _FACTORS}
     )
 
+    @override
     def curvature(
         self,
         network: Network,
@@ -95,53 +98,42 @@ class Curvlinops(ForeignBackend):
                 expected="outputs [B, C]",
                 got=f"outputs {tuple(outputs.shape)}",
             )
-        if ignored and (factored or self.kind == "ggn_mc"):
+        if ignored and (self.kind == "ggn_mc" or (factored and self.kind == "ggn")):
             raise self.refusal(
                 f"counts ignored targets in a {structure.name} {self.kind} curvature",
                 expected="no target equal to ignore_index",
                 got="ignored targets",
             )
-        seed = partial(draw_seed, torch.default_generator if generator is None else generator)
+        task = _Task(network, likelihood, loss, batch.inputs, targets, capture, generator)
         if isinstance(structure, KroneckerStructure):
-            return self._factored(network, likelihood, loss, batch, targets, capture, structure, seed), outputs
-        return self._full(network, likelihood, loss, batch, targets, capture, seed), outputs
+            return self._factored(task, structure.weight_sharing), outputs
+        return self._full(task), outputs
+
+    def _scale(self, loss: Loss) -> float:
+        """What a curvature of the loss is to be multiplied by; the empirical Fisher is quadratic in the loss."""
+        return loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
 
     # -- full matrices -------------------------------------------------------------------------------------------------
 
-    def _full(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        loss: Loss,
-        batch: Batch,
-        targets: Tensor,
-        capture: Capture,
-        seed: Callable[[], int],
-    ) -> Curvature:
+    def _full(self, task: _Task) -> Curvature:
+        network, capture = task.network, task.capture
         self._require_forward_mode(network, capture)
         options: dict[str, Any] = {"mc_samples": self.n_samples} if self.kind == "ggn_mc" else {}
         parts = []
-        for component in _components(likelihood):
-            model = _FunctionOfVector(network, likelihood, component)
+        for component in task.components:
+            model = _FunctionOfVector(network, task.likelihood, component)
             if self.kind == "ggn_mc":
-                options["seed"] = seed()
+                options["seed"] = task.seed()
             operator = _FULL[self.kind](
-                model,
-                loss.module,
-                [model.vector],
-                [({"inputs": batch.inputs}, _component_of(targets, component))],
-                check_deterministic=False,
-                num_data=capture.output_shape[0],
-                batch_size_fn=lambda _: capture.output_shape[0],
-                **options,
+                model, task.loss.module, [model.vector], task.data(component), **task.common, **options
             )
-            with self.translated(), warnings.catch_warnings():
+            # Attention's fused kernels have no derivatives forwards.
+            with self.translated(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
                 # Forward-mode differentiation compiles its rules likewise; operations that vmap loops over are no news.
                 warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 parts.append(_dense(operator, network, capture.activation_elements()))
-        scale = loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
-        matrix = torch.stack(parts)[:, None] * scale  # [K, 1, P, P]
+        matrix = torch.stack(parts)[:, None] * self._scale(task.loss)  # [K, 1, P, P]
         tolerance = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max()
         if bool(((matrix - matrix.mT).abs() > tolerance).any()):
             raise self.refusal(
@@ -170,41 +162,29 @@ class Curvlinops(ForeignBackend):
 
     # -- Kronecker factors ---------------------------------------------------------------------------------------------
 
-    def _factored(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        loss: Loss,
-        batch: Batch,
-        targets: Tensor,
-        capture: Capture,
-        structure: KroneckerStructure,
-        seed: Callable[[], int],
-    ) -> Curvature:
+    def _factored(self, task: _Task, weight_sharing: str) -> Curvature:
+        network, n_data = task.network, task.n_data
         private = self.private_copy(network)
-        layers = self.kronecker_layers(network, capture, private)
-        n_data = capture.output_shape[0]
+        layers = self.kronecker_layers(network, task.capture, private)
         positions = {layer.name: _watch_positions(layer.module) for layer in layers}
         parameters = dict(private.named_parameters())
-        scale = loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
+        scale = self._scale(task.loss)
         lefts: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
         rights: dict[str, Tensor] = {}
-        for component in _components(likelihood):
+        for component in task.components:
             with self.translated(), torch.enable_grad():
                 operator = KFACLinearOperator(
                     _WithOutputs(private, network, component),
-                    loss.module,
+                    task.loss.module,
                     [parameters[name] for name in network.parameter_names],
-                    [({"inputs": batch.inputs}, _component_of(targets, component))],
-                    check_deterministic=False,
-                    seed=seed() if self.kind == "ggn_mc" else 0,
+                    task.data(component),
+                    seed=task.seed() if self.kind == "ggn_mc" else 0,
                     fisher_type=_FACTORS[self.kind],
                     mc_samples=self.n_samples if self.kind == "ggn_mc" else 1,
-                    kfac_approx=structure.weight_sharing,
+                    kfac_approx=weight_sharing,
                     num_per_example_loss_terms=1,
                     separate_weight_and_bias=False,
-                    num_data=n_data,
-                    batch_size_fn=lambda _: n_data,
+                    **task.common,
                 )
                 operator.compute_kronecker_factors()
                 factors = operator.state_dict()
@@ -223,7 +203,7 @@ class Curvlinops(ForeignBackend):
         blocks: list[tuple[Any, Any]] = []
         for layer in layers:
             n_rows, per_example = positions[layer.name][-1]
-            if structure.weight_sharing == "reduce":
+            if weight_sharing == "reduce":
                 if n_rows != n_data * per_example or layer.axis is None or layer.axis != (0, False):
                     raise self.refusal(
                         f"averages over all but the first axis, which for {layer.name!r} is not that of the examples",
@@ -237,6 +217,41 @@ class Curvlinops(ForeignBackend):
             left = torch.stack(lefts[layer.name])[:, None].to(network.dtype)
             blocks.append((layer.layout, KroneckerBlock(left, right[None].to(network.dtype), count)))
         return Curvature(blocks)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One batch, in curvlinops' terms."""
+
+    network: Network
+    likelihood: Likelihood
+    loss: Loss
+    inputs: Any
+    targets: Tensor
+    capture: Capture
+    generator: torch.Generator | None
+
+    @property
+    def n_data(self) -> int:
+        return self.capture.output_shape[0]
+
+    @property
+    def components(self) -> list[int | None]:
+        """The outputs that get a curvature of their own: None for all at once."""
+        n_noise = self.likelihood.n_noise
+        return [None] if n_noise == 1 else list(range(n_noise))
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every operator is told. The data are one batch, known to be deterministic."""
+        return {"check_deterministic": False, "num_data": self.n_data, "batch_size_fn": lambda _: self.n_data}
+
+    def data(self, component: int | None) -> list[tuple[dict[str, Any], Tensor]]:
+        """The batch, whose inputs curvlinops passes on untouched because they are in a mapping."""
+        return [({"inputs": self.inputs}, _component_of(self.targets, component))]
+
+    def seed(self) -> int:
+        return draw_seed(torch.default_generator if self.generator is None else self.generator)
 
 
 class _FunctionOfVector(nn.Module):
@@ -271,11 +286,6 @@ class _WithOutputs(nn.Module):
         return _component_of(outputs, self.component)
 
 
-def _components(likelihood: Likelihood) -> list[int | None]:
-    """The outputs that get a curvature of their own: None for all at once."""
-    return [None] if likelihood.n_noise == 1 else list(range(likelihood.n_noise))
-
-
 def _component_of(values: Tensor, component: int | None) -> Tensor:
     return values if component is None else values[..., component : component + 1]
 
@@ -295,7 +305,7 @@ def _dense(operator: Any, network: Network, n_activations: int) -> Tensor:
 
 
 def _watch_positions(module: nn.Module) -> list[tuple[int, int]]:
-    """A list that every call of the module adds to: the rows of its input factor, and positions for each first index."""
+    """A list that every call of the module adds to: rows of its input factor, and positions for each first index."""
     seen: list[tuple[int, int]] = []
 
     def note(module: nn.Module, inputs: Any, output: Tensor) -> None:

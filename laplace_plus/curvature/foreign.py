@@ -1,8 +1,8 @@
 """What the adapters of other curvature libraries share: their losses, a private copy of the network, and refusals.
 
-Those libraries know a handful of losses, watch modules rather than functions, and hang hooks and attributes on what they
-work on. So they are handed a copy that shares the network's weights and nothing else, and whatever they would compute
-differently from :class:`~laplace_plus.curvature.native.Native` is refused by name before they see it.
+Those libraries know a handful of losses, watch modules rather than functions, and hang hooks and attributes on what
+they work on. So they are handed a copy that shares the network's weights and nothing else, and whatever they would
+compute differently from :class:`~laplace_plus.curvature.native.Native` is refused by name before they see it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
@@ -29,6 +30,7 @@ from laplace_plus.network import Network
 class ForeignBackend(Backend):
     """A backend that leaves the work to another library; see :class:`Backend`."""
 
+    @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
         """Refuse by name what the backend cannot do."""
         super().check(structure, likelihood)
@@ -48,9 +50,7 @@ class ForeignBackend(Backend):
             got: What was asked for.
         """
         native = 'backend="native"' if self.kind == "ggn" else f'backend=Native(kind="{self.kind}")'
-        return UnsupportedError(
-            f"The {self.name} backend {what}.", expected=expected, got=got, fix=f"Use {native}, which can"
-        )
+        return UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=got, fix=f"Use {native}")
 
     @contextmanager
     def translated(self) -> Iterator[None]:

@@ -1,0 +1,604 @@
+"""Mistakes that Laplace libraries are known to have made, each with a test that it is not made here."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from dense_reference import categorical_hessian, ggn, jacobian, relative_error
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+
+import laplace_plus as lp
+from laplace_plus.errors import CheckpointError, LaplacePlusError, ModelChangedError, OutputError
+
+EXACT = 1e-11  # float64, small networks
+
+
+def ekfac(*args, **kwargs):
+    return lp.KFAC(*args, eigenvalue_corrected=True, **kwargs)
+
+
+CLASSES = {"Full": lp.Full, "KFAC": lp.KFAC, "EKFAC": ekfac, "Diagonal": lp.Diagonal}
+each_class = pytest.mark.parametrize("name", CLASSES)
+
+
+def perceptron(outputs=3, dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).to(dtype)
+
+
+def classes(n=12, dtype=torch.float64):
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(n) % 3
+
+
+def reals(n=12, outputs=3):
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(n, 3, generator=generator, dtype=torch.float64),
+        torch.randn(n, outputs, generator=generator, dtype=torch.float64),
+    )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size in bytes of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf._base is None and 0 not in leaf.stride():
+                self.bytes = max(self.bytes, leaf.numel() * leaf.element_size())
+        return result
+
+
+# -- samples and randomness ----------------------------------------------------------------------------------------------
+
+
+@each_class
+def test_samples_at_unrelated_inputs_are_independent(name):
+    """One noise vector for all inputs would make them perfectly correlated, which ruins batch acquisition."""
+    net = nn.Linear(2, 1, bias=False).double()
+    posterior = CLASSES[name](net, "regression").fit([(torch.eye(2).double().repeat(4, 1), torch.zeros(8, 1).double())])
+    n, pair = 3000, torch.eye(2).double()
+    for options in ({"joint": True, "link": "mc"}, {"link": "mc"}, {"method": "sampled"}):
+        samples = posterior.predictive(
+            pair, n_samples=n, generator=torch.Generator().manual_seed(0), **options
+        ).functional_samples
+        correlation = torch.corrcoef(samples[:, :, 0].T)[0, 1].item()
+        assert abs(correlation) < 5 / n**0.5  # five standard errors
+
+
+@each_class
+def test_joint_samples_follow_the_covariance_across_inputs(name):
+    """And at related inputs they must be correlated: the same input twice gives the same value twice."""
+    x, y = reals()
+    posterior = CLASSES[name](perceptron(), "regression").fit([(x, y)])
+    twice = x[:1].repeat(2, 1)
+    generator = torch.Generator().manual_seed(0)
+    samples = posterior.predictive(twice, joint=True, link="mc", n_samples=50, generator=generator).functional_samples
+    # The covariance of the two is singular; its root is right to the square root of float64's rounding.
+    assert (samples[:, 0] - samples[:, 1]).abs().max() < 1e-6
+    assert samples[:, 0].std(0).min() > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"link": "mc"}, {"method": "sampled"}, {"link": "mc", "joint": True}])
+def test_predictions_use_the_generator(options):
+    """It must not only be accepted."""
+    posterior = lp.KFAC(perceptron(), "classification").fit([classes()])
+    x, _ = classes(4)
+    first, second, other = (
+        posterior.predictive(x, n_samples=5, generator=torch.Generator().manual_seed(seed), **options).mean
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+# -- scales --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.5])
+@each_class
+def test_scale_of_the_empirical_fisher_of_a_regression(name, noise):
+    """One datum: the gradient of −log N(y|f, σ²) is Jᵀr/σ². Half a squared loss has gradient r, not 2r."""
+    net, (x, y) = perceptron(), reals(1)
+    posterior = CLASSES[name](net, lp.Gaussian(noise), backend=lp.Native("empirical_fisher")).fit([(x, y)])
+    gradient = torch.einsum("cp,c->p", jacobian(net, x)[0], (net(x) - y)[0].detach() / noise**2)
+    got = posterior.precision_matrix().diagonal() - 1
+    assert relative_error(got, gradient.square()) < EXACT
+
+
+@each_class
+def test_temperature_divides_likelihood_and_curvature_alike(name):
+    """In the evidence as in the posterior."""
+    net, (x, y) = perceptron(), classes()
+    cold = CLASSES[name](net, "classification", temperature=0.25).fit([(x, y)])
+    fourfold = CLASSES[name](net, "classification").fit([(x, y)] * 4)
+    assert relative_error(cold.precision_matrix(), fourfold.precision_matrix()) < EXACT
+    assert cold.log_marginal_likelihood().item() == pytest.approx(fourfold.log_marginal_likelihood().item(), rel=EXACT)
+
+
+@each_class
+def test_the_noise_is_in_every_variance_of_a_regression(name):
+    """Whichever way it is predicted, with one shape; and epistemic plus aleatoric is all of it."""
+    net, (x, y) = perceptron(), reals()
+    posterior = CLASSES[name](net, lp.Gaussian(0.5)).fit([(x, y)])
+    generator = torch.Generator().manual_seed(0)
+    for options in ({}, {"link": "exact"}, {"link": "mc"}, {"method": "sampled"}, {"joint": True}):
+        prediction = posterior.predictive(x[:5], generator=generator, **options)
+        assert prediction.mean.shape == prediction.variance.shape == prediction.epistemic.shape == (5, 3)
+        assert relative_error(prediction.variance, prediction.epistemic + 0.25) < EXACT
+        assert relative_error(prediction.aleatoric, torch.full((5, 3), 0.25).double()) < EXACT
+
+
+# -- what is never built, and what is built once -------------------------------------------------------------------------
+
+
+def test_last_layer_with_many_classes_builds_no_jacobian():
+    """[B, C, P] would be 4.1 GB here. The largest thing is a covariance of the classes or a factor's float64 copy."""
+    n_classes, n_features = 1000, 256
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, n_features), nn.ReLU(), nn.Linear(n_features, n_classes))
+    x, y = torch.randn(4, 5), torch.arange(4)
+    for cls in (lp.KFAC, lp.Diagonal):
+        with LargestTensor() as largest:
+            posterior = cls(net, "classification", parameters="last_layer").fit([(x, y)])
+            variance = posterior.functional_posterior(x, outputs="diagonal").covariance
+            posterior.log_marginal_likelihood()
+        assert variance.shape == (4, n_classes)
+        assert (variance > 0).all()
+        assert largest.bytes <= 4 * n_classes**2 * 4  # [B, C, C] in float32: the roots of the loss Hessians
+    few = posterior.functional_posterior(x, outputs=[3, 500]).covariance
+    assert relative_error(few.diagonal(dim1=-2, dim2=-1), variance[:, [3, 500]]) < 1e-5
+
+
+def test_diagonal_curvature_of_plain_layers_builds_no_jacobian():
+    """Of layers that are used once per example only products of squares are needed: [32, 50, P] would be 500 MB."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(100, 400), nn.Tanh(), nn.Linear(400, 50))
+    x, y = torch.randn(32, 100), torch.arange(32) % 50
+    for cls in (lp.Diagonal, lp.KFAC):
+        with LargestTensor() as largest:
+            posterior = cls(net, "classification").fit([(x, y)])
+            posterior.functional_posterior(x)
+        # Output gradients of the widest layer, [C, B, 400], once more in the layer's eigenbasis.
+        assert largest.bytes <= 50 * 32 * 401 * 4
+
+
+@each_class
+def test_one_forward_pass_for_all_examples_and_outputs(name):
+    """And not one for each output, example or point of a grid."""
+    net, (x, y) = perceptron(), classes()
+    posterior = CLASSES[name](net, "classification").fit([(x, y)])
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    posterior.functional_posterior(x)
+    assert len(calls) == 1
+    posterior.functional_posterior(x, joint=True)
+    assert len(calls) == 2
+    posterior.fit_prior_precision("validation", data=[(x[:6], y[:6]), (x[6:], y[6:])])
+    assert len(calls) == 4
+
+
+# -- types and checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_class
+def test_half_precision_networks(name, dtype):
+    """Factorisations that do not exist in half precision must not end the interpreter, or fail at all."""
+    net, (x, y) = perceptron(dtype=dtype), classes(dtype=dtype)
+    posterior = CLASSES[name](net, "classification").fit([(x, y)]).fit_prior_precision()
+    assert torch.isfinite(posterior.predictive(x).mean).all()
+    assert posterior.variance().dtype == torch.float32
+
+
+@pytest.mark.parametrize("selection", ["all", "last_layer"])
+@each_class
+def test_checkpoints_hold_no_data(name, selection, tmp_path):
+    """Neither inputs nor targets nor features, and no more tensors than the curvature needs."""
+    net, (x, y) = perceptron(), reals(37)
+    CLASSES[name](net, "regression", parameters=selection).fit([(x, y)]).save(tmp_path / "posterior")
+    stored = [tensor for file in tmp_path.rglob("*.safetensors") for tensor in load_file(file).values()]
+    assert stored
+    assert not any(37 in tensor.shape for tensor in stored)
+    values = torch.cat([tensor.double().flatten() for tensor in stored if tensor.numel()])
+    private = torch.cat([x.flatten(), y.flatten(), net[0](x).flatten().detach()])
+    assert not torch.isin(private, values).any()
+    assert not any(file.suffix in {".pt", ".pth", ".pkl", ".bin"} for file in tmp_path.rglob("*"))
+
+
+@each_class
+def test_checkpoints_load_without_unpickling(name, tmp_path, monkeypatch):
+    net, (x, y) = perceptron(), classes()
+    posterior = CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision()
+    posterior.save(tmp_path / "posterior")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was unpickled")
+
+    for module, attribute in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, attribute, refuse)
+    again = lp.load(tmp_path / "posterior", net)
+    assert torch.equal(again.predictive(x).mean, posterior.predictive(x).mean)
+    assert again.log_marginal_likelihood().item() == posterior.log_marginal_likelihood().item()
+
+
+@each_class
+def test_checkpoints_refuse_other_weights(name, tmp_path):
+    """Also where names and shapes agree, and where only an unselected parameter differs."""
+    net, (x, y) = perceptron(), classes()
+    CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)]).save(tmp_path / "posterior")
+    for index in (0, 2):
+        other = perceptron()
+        with torch.no_grad():
+            other[index].weight[0, 0] += 1e-3
+        with pytest.raises(CheckpointError):
+            lp.load(tmp_path / "posterior", other)
+
+
+@each_class
+def test_posteriors_can_be_copied_and_pickled(name):
+    """With their network, e.g. to send one to another process."""
+    x, y = classes()
+    posterior = CLASSES[name](perceptron(), "classification", parameters="last_layer").fit([(x, y)])
+    want = posterior.predictive(x).mean
+    for again in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert torch.equal(again.predictive(x).mean, want)
+        assert again.network.model is not posterior.network.model
+
+
+@each_class
+def test_weights_written_after_the_fit_are_noticed(name):
+    net, (x, y) = perceptron(), classes()
+    posterior = CLASSES[name](net, "classification").fit([(x, y)])
+    with torch.no_grad():
+        net[0].weight.mul_(1.01)
+    with pytest.raises(ModelChangedError):
+        posterior.predictive(x)
+    posterior.fit([(x, y)])
+    posterior.predictive(x)
+
+
+# -- layers --------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Tied(nn.Module):
+    """An encoder whose weight is used again, transposed, by the decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.bias = nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return nn.functional.linear(torch.tanh(self.encoder(x)), self.encoder.weight.T, self.bias)
+
+
+class Shared(nn.Module):
+    """Two modules that hold one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+LAYERS = {
+    "LayerNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)), (3,)),
+    "BatchNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)), (3,)),
+    "Embedding": (lambda: nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3)), 2),
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3)), (2, 4)),
+    "ConvTranspose": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(1, 2, 2, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)),
+        (1, 2, 2),
+    ),
+    "MultiheadAttention": (Attention, (3, 4)),
+    "LSTM": (Recurrent, (4, 3)),
+    "tied transposed": (Tied, (3,)),
+    "shared parameter": (Shared, (3,)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers(layer):
+    """Every layer gets a curvature, no parameter is left out in silence, and variances are those of the linear map."""
+    make, shape = LAYERS[layer]
+    torch.manual_seed(0)
+    net = make().double().eval()
+    x = torch.randint(0, 7, (6, shape)) if isinstance(shape, int) else torch.randn(6, *shape, dtype=torch.float64)
+    loader = [(x[:4], torch.arange(4) % 3), (x[4:], torch.arange(2))]
+    jac = jacobian(net, x)
+    exact = ggn(jac, categorical_hessian(net(x).detach())) + torch.eye(jac.shape[-1], dtype=torch.float64)
+    for name, cls in CLASSES.items():
+        posterior = cls(net, "classification").fit(loader)
+        precision = posterior.precision_matrix()
+        if name == "Full":
+            assert relative_error(precision, exact) < EXACT
+        elif name != "KFAC":  # whose diagonal and trace are only exact for a single position
+            assert precision.trace().item() == pytest.approx(exact.trace().item(), rel=EXACT)
+        assert (precision.diagonal() > 1)[exact.diagonal() > 1 + 1e-9].float().mean() > 0.99
+        want = torch.einsum("ncp,pq,ndq->ncd", jac, torch.linalg.inv(precision), jac)
+        assert relative_error(posterior.functional_posterior(x).covariance, want) < EXACT
+        assert torch.isfinite(posterior.sample(2)).all()
+        posterior.fit_prior_precision(structure="scalar")
+
+
+def test_layer_wise_priors_of_shared_parameters():
+    """A weight that two modules share belongs to the first; the second's bias keeps a precision of its own."""
+    torch.manual_seed(0)
+    net, (x, y) = Shared().double(), classes()
+    for cls in CLASSES.values():
+        posterior = cls(net, "classification").fit([(x, y)]).fit_prior_precision(structure="layerwise")
+        assert posterior.layer_names == ("first", "second")
+        assert posterior.prior_precision.shape == (2,)
+
+
+# -- misuse --------------------------------------------------------------------------------------------------------------
+
+
+@each_class
+def test_one_logit_is_no_classifier(name):
+    """A softmax over one output always says 1, and its curvature is zero."""
+    x, y = classes()
+    with pytest.raises(OutputError, match="Bernoulli|binary"):
+        CLASSES[name](perceptron(1), "classification").fit([(x, y.clamp(max=1))])
+
+
+@each_class
+def test_the_number_of_data_is_what_was_seen(name):
+    x, y = classes(20)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, sampler=SubsetRandomSampler(range(10)))
+    posterior = CLASSES[name](perceptron(), "classification").fit(loader)
+    assert posterior.n_data == 10
+    whole = CLASSES[name](perceptron(), "classification").fit([(x[:10], y[:10])])
+    assert relative_error(posterior.precision_matrix(), whole.precision_matrix()) < EXACT
+    dropped = CLASSES[name](perceptron(), "classification").fit(
+        DataLoader(TensorDataset(x, y), batch_size=8, drop_last=True)
+    )
+    assert dropped.n_data == 16
+
+
+class Failing(nn.Module):
+    """Fails in the middle of a forward pass once told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.countdown = 10**9
+
+    def forward(self, x):
+        self.countdown -= 1
+        hidden = torch.tanh(self.first(x))
+        if self.countdown <= 0:
+            raise FloatingPointError("as told")
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("action", ["sampled", "linearized", "fit", "update", "validation"])
+def test_failures_leave_network_and_posterior_as_they_were(action):
+    torch.manual_seed(0)
+    net, (x, y) = Failing().double().train(), classes()
+    posterior = ekfac(net, "classification").fit([(x, y)])
+    weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    before = posterior.predictive(x).mean, posterior.log_marginal_likelihood().item(), posterior.n_data
+    net.countdown = 2
+    actions = {
+        "sampled": lambda: posterior.predictive(x, method="sampled"),
+        "linearized": lambda: [posterior.predictive(x) for _ in range(3)],
+        "fit": lambda: posterior.fit([(x[:4], y[:4])] * 3),
+        "update": lambda: posterior.update([(x[:4], y[:4])] * 3),
+        "validation": lambda: posterior.fit_prior_precision("validation", data=[(x, y)] * 3),
+    }
+    with pytest.raises(FloatingPointError):
+        actions[action]()
+    net.countdown = 10**9
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in net.state_dict().items())
+    assert all(module.training for module in net.modules())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in net.parameters())
+    after = posterior.predictive(x).mean, posterior.log_marginal_likelihood().item(), posterior.n_data
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+@each_class
+def test_a_second_fit_does_not_count_the_data_twice(name):
+    x, y = reals()
+    posterior = CLASSES[name](perceptron(), "regression").fit([(x, y)])
+    first = posterior.log_marginal_likelihood().item(), posterior.n_data
+    posterior.fit([(x, y)])
+    assert (posterior.log_marginal_likelihood().item(), posterior.n_data) == first
+
+
+# -- data and networks that were refused ---------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Data without a length."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        yield from zip(self.x, self.y, strict=True)
+
+
+@each_class
+def test_iterable_datasets(name):
+    x, y = classes(10)
+    posterior = CLASSES[name](perceptron(), "classification").fit(DataLoader(Stream(x, y), batch_size=4))
+    whole = CLASSES[name](perceptron(), "classification").fit([(x, y)])
+    assert posterior.n_data == 10
+    assert relative_error(posterior.precision_matrix(), whole.precision_matrix()) < EXACT
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, first, second):
+        return self.head(torch.tanh(self.left(first) + self.right(second)))
+
+
+@each_class
+def test_networks_with_several_inputs(name):
+    torch.manual_seed(0)
+    net, (x, y) = TwoInputs().double(), classes()
+    pair = x, torch.randn(12, 2, dtype=torch.float64)
+    posterior = CLASSES[name](net, "classification").fit([(pair, y)])
+    jac = jacobian(net, pair)
+    exact = ggn(jac, categorical_hessian(net(*pair).detach()))
+    assert posterior.precision_matrix().trace().item() == pytest.approx(exact.trace().item() + exact.shape[0], rel=0.5)
+    if name == "Full":
+        assert relative_error(posterior.precision_matrix() - torch.eye(len(exact)), exact) < EXACT
+    assert posterior.predictive(pair).mean.shape == (12, 3)
+    assert posterior.predictive(pair, method="sampled", n_samples=2).mean.shape == (12, 3)
+
+
+@pytest.mark.parametrize("selection", ["all", "last_layer"])
+@each_class
+def test_segmentation(name, selection):
+    """A class for each pixel, ignored pixels among them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)).double()
+    x, y = torch.randn(3, 1, 4, 4, dtype=torch.float64), torch.arange(48).view(3, 4, 4) % 3
+    y[0, 0] = -100
+    likelihood = lp.Categorical(output_axis=1)
+    posterior = CLASSES[name](net, likelihood, parameters=selection).fit([(x[:2], y[:2]), (x[2:], y[2:])])
+    names = ["2.weight", "2.bias"] if selection == "last_layer" else None
+    jac = jacobian(net, x, names, output_axis=1).unflatten(1, (16, 3)).flatten(0, 1)
+    hessian = categorical_hessian(net(x).detach().movedim(1, -1).reshape(-1, 3)) * (y.flatten() >= 0)[:, None, None]
+    exact = ggn(jac, hessian)
+    if name == "Full":
+        assert relative_error(posterior.precision_matrix() - torch.eye(len(exact)), exact) < EXACT
+    if name == "Diagonal":
+        assert relative_error(posterior.variance(), 1 / (exact.diagonal() + 1)) < EXACT
+    mean, covariance = posterior.functional_posterior(x)
+    assert mean.shape == (3, 4, 4, 3)
+    want = torch.einsum("ncp,pq,ndq->ncd", jac, torch.linalg.inv(posterior.precision_matrix()), jac)
+    assert relative_error(covariance, want.view(covariance.shape)) < EXACT
+    prediction = posterior.predictive(x)
+    assert prediction.mean.shape == (3, 4, 4, 3)
+    assert prediction.log_prob(y).shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, nn.Sequential], ids=["bare", "in a Sequential"])
+@each_class
+def test_the_last_layer_may_be_the_only_one(name, wrap):
+    torch.manual_seed(0)
+    net, (x, y) = wrap(nn.Linear(3, 3)).double(), classes()
+    last = CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)])
+    every = CLASSES[name](net, "classification").fit([(x, y)])
+    assert last.n_parameters == 12
+    assert relative_error(last.precision_matrix(), every.precision_matrix()) < EXACT
+
+
+def test_data_parallel_wrappers():
+    """Without devices the wrapper calls its module; with some it would scatter a network that lives on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the wrapper would look for its module on the device")
+    net, (x, y) = perceptron(), classes()
+    wrapped = lp.KFAC(nn.DataParallel(net), "classification").fit([(x, y)])
+    plain = lp.KFAC(net, "classification").fit([(x, y)])
+    assert relative_error(wrapped.precision_matrix(), plain.precision_matrix()) < EXACT
+
+
+class Reordered(nn.Module):
+    """The layer that is last to act is the first to be defined."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.body = nn.Linear(4, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("kind", ["ggn", "empirical_fisher", "ggn_mc", "hessian"])
+def test_the_last_layer_is_the_one_that_acts_last(kind):
+    torch.manual_seed(0)
+    net, (x, y) = Reordered().double(), classes()
+    posterior = lp.Full(net, "classification", parameters="last_layer", backend=lp.Native(kind)).fit([(x, y)])
+    assert posterior.parameter_names == ("head.weight", "head.bias")
+    assert posterior.functional_posterior(x).covariance.shape == (12, 3, 3)
+
+
+class TimeFirst(nn.Module):
+    """Works on [T, B, ·] inside; its units die on inputs below zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(1, 3), nn.Linear(3, 3)
+        with torch.no_grad():
+            self.inner.weight.abs_()
+            self.inner.bias.zero_()
+
+    def forward(self, x):
+        hidden = torch.relu(self.inner(x.transpose(0, 1)))
+        return self.head(hidden.sum(0))
+
+
+@each_class
+def test_examples_are_told_apart_after_a_batch_without_gradients(name):
+    """Where the first batch reaches no unit, it says nothing about which axis the examples lie along."""
+    torch.manual_seed(0)
+    net = TimeFirst().double()
+    x = torch.rand(6, 4, 1, dtype=torch.float64) + 0.1
+    x[0] = x[1] = -1.0
+    y = torch.arange(6) % 3
+    exact = ggn(jacobian(net, x), categorical_hessian(net(x).detach()))
+    posterior = CLASSES[name](net, "classification").fit([(x[:2], y[:2]), (x[2:4], y[2:4]), (x[4:], y[4:])])
+    if name == "Full":
+        assert relative_error(posterior.precision_matrix() - torch.eye(len(exact)), exact) < EXACT
+    elif name != "KFAC":
+        got = posterior.precision_matrix().trace().item() - len(exact)
+        assert got == pytest.approx(exact.trace().item(), rel=EXACT)
+    whole = CLASSES[name](net, "classification").fit([(x, y)])
+    assert relative_error(posterior.precision_matrix(), whole.precision_matrix()) < EXACT
+
+
+def test_errors_are_exceptions_and_not_the_end_of_the_process():
+    """NaN in the weights is an error with a name; no numerical failure may call exit()."""
+    code = (
+        "import torch, laplace_plus as lp\n"
+        "net = torch.nn.Linear(2, 2); net.weight.data[0, 0] = float('nan')\n"
+        "try:\n"
+        "    lp.KFAC(net, 'classification').fit([(torch.ones(2, 2), torch.tensor([0, 1]))])\n"
+        "except lp.errors.NonFiniteError:\n"
+        "    raise SystemExit(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 7
+    with pytest.raises(LaplacePlusError):
+        lp.KFAC(perceptron(), "classification").fit([(torch.full((2, 3), float("nan")).double(), torch.tensor([0, 1]))])
