@@ -17,7 +17,7 @@ def two_moons(n_examples: int, seed: int) -> tuple[Tensor, Tensor]:
     upper = torch.stack([angles.cos(), angles.sin()], dim=-1)
     lower = torch.stack([1 - angles.cos(), 0.5 - angles.sin()], dim=-1)
     points = torch.where(labels[:, None] == 0, upper, lower)
-    return points + 0.25 * torch.randn(n_examples, 2, generator=generator), labels
+    return points + 0.1 * torch.randn(n_examples, 2, generator=generator), labels
 
 
 def batches(n_examples: int, seed: int, batch_size: int = 100) -> DataLoader[tuple[Tensor, ...]]:
@@ -35,7 +35,7 @@ def far_away(n_examples: int = 500, seed: int = 2) -> DataLoader[tuple[Tensor, .
 
 def network(hidden: int = 32) -> nn.Module:
     """A network of two hidden layers from points to two logits."""
-    return nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+    return nn.Sequential(nn.Linear(2, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
 def trained_network(hidden: int = 32, n_steps: int = 500) -> nn.Module:

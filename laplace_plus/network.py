@@ -57,6 +57,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
                     module.__dict__[name] = attributes[name]
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside of ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
+    wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
+    inner = getattr(model, wrapper, None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
+
+
 class Network:
     """A trained network, seen as a function of some of its parameters.
 
@@ -78,7 +85,7 @@ class Network:
                 "The model is not a module.", expected="a trained torch.nn.Module", got=type(model).__name__
             )
         # A compiled module hides its operations; what it wraps is the same function of the same parameters.
-        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self.model: nn.Module = unwrap(model)
         _refuse_unsuitable(self.model)
         self.selection = parameters
         self.arrange = arrange
@@ -252,7 +259,7 @@ class Network:
         outputs, examples = self._single_outputs(inputs, cotangents.shape[1])
 
         def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-            value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)
+            value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)  # type: ignore[misc]
             return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
 
         with warnings.catch_warnings():

@@ -250,7 +250,7 @@ def test_validation_takes_the_best_point_of_its_grid():
     generator = torch.Generator().manual_seed(9)
     held = torch.randn(6, D, generator=generator, dtype=torch.float64)
     target = held[:, :1] + 0.3 * torch.randn(6, 1, generator=generator, dtype=torch.float64)
-    levels = [1e-2, 0.1, 1.0, 10.0, 100.0]
+    levels = [0.013, 0.13, 1.3, 13.1, 131.3]  # none of them a float32
     phi, train = problem.design(held), problem.design(problem.x)
     sse = (problem.net(problem.x) - problem.y).square().mean()
     factors = [math.exp(shift) for shift in (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)]

@@ -62,7 +62,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-# -- samples and randomness ----------------------------------------------------------------------------------------------
+# -- samples and randomness --------------------------------------------------------------------------------------------
 
 
 @each_class
@@ -105,7 +105,7 @@ def test_predictions_use_the_generator(options):
     assert not torch.equal(first, other)
 
 
-# -- scales --------------------------------------------------------------------------------------------------------------
+# -- scales ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.5])
@@ -142,7 +142,18 @@ def test_the_noise_is_in_every_variance_of_a_regression(name):
         assert relative_error(prediction.aleatoric, torch.full((5, 3), 0.25).double()) < EXACT
 
 
-# -- what is never built, and what is built once -------------------------------------------------------------------------
+# -- what is never built, and what is built once -----------------------------------------------------------------------
+
+
+def test_the_largest_tensor_is_seen():
+    """Inside of backward passes and of vmap too, or the next two tests would see nothing."""
+    x = torch.ones(10, requires_grad=True)
+    with LargestTensor() as largest:
+        (x[:, None] * torch.ones(200)).square().sum().backward()
+    assert largest.bytes == 8000
+    with LargestTensor() as largest:
+        torch.func.jacrev(lambda x: torch.outer(x, x))(torch.ones(10))
+    assert largest.bytes >= 4000
 
 
 def test_last_layer_with_many_classes_builds_no_jacobian():
@@ -191,7 +202,7 @@ def test_one_forward_pass_for_all_examples_and_outputs(name):
     assert len(calls) == 4
 
 
-# -- types and checkpoints -----------------------------------------------------------------------------------------------
+# -- types and checkpoints ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -271,7 +282,7 @@ def test_weights_written_after_the_fit_are_noticed(name):
     posterior.predictive(x)
 
 
-# -- layers --------------------------------------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -365,7 +376,7 @@ def test_layer_wise_priors_of_shared_parameters():
         assert posterior.prior_precision.shape == (2,)
 
 
-# -- misuse --------------------------------------------------------------------------------------------------------------
+# -- misuse ------------------------------------------------------------------------------------------------------------
 
 
 @each_class
@@ -441,7 +452,7 @@ def test_a_second_fit_does_not_count_the_data_twice(name):
     assert (posterior.log_marginal_likelihood().item(), posterior.n_data) == first
 
 
-# -- data and networks that were refused ---------------------------------------------------------------------------------
+# -- data and networks that were refused -------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):

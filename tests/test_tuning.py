@@ -152,7 +152,7 @@ def test_the_methods_agree(method, structure, task):
 def test_expectation_maximisation_never_falls(monkeypatch, temperature):
     """Each EM step maximises a lower bound that touches the evidence, the noise included (Dempster et al., 1977)."""
     far = torch.tensor([-3.0, 4.0, 1.5, -4.0], dtype=torch.float64)
-    monkeypatch.setattr(Objective, "starts", lambda self, count: [far])
+    monkeypatch.setattr(Objective, "start", lambda self: far)
     posterior = fitted(lp.Full, "regression per output", temperature=temperature)[0]
     values = []
     for iterations in range(1, 30):
@@ -408,6 +408,17 @@ def test_tuning_takes_effect_everywhere():
     fresh.noise_std = posterior.noise_std
     assert torch.equal(posterior.predictive(x).variance, fresh.predictive(x).variance)
     assert not torch.allclose(posterior.predictive(x).variance, before.variance)
+
+
+@pytest.mark.parametrize("hyperparameter", ["prior_precision", "temperature"])
+def test_hyperparameters_written_in_place_take_effect(hyperparameter):
+    posterior, _, x, _ = fitted(lp.KFAC, "classification", **{hyperparameter: torch.tensor(1.0)})
+    before = posterior.functional_posterior(x).covariance
+    getattr(posterior, hyperparameter).mul_(4)
+    fresh = fitted(lp.KFAC, "classification", **{hyperparameter: torch.tensor(4.0)})[0]
+    after = posterior.functional_posterior(x).covariance
+    assert torch.equal(after, fresh.functional_posterior(x).covariance)
+    assert not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("structure", ["layerwise", "diagonal"])

@@ -35,7 +35,7 @@ from typing_extensions import override
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.foreign import ForeignBackend, Layer, elementwise_layouts, loss_targets
+from laplace_plus.curvature.foreign import ForeignBackend, Layer, loss_targets
 from laplace_plus.curvature.gradients import Gradients, whole_layout
 from laplace_plus.curvature.native import capture_batch
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
@@ -145,7 +145,7 @@ class BackPack(ForeignBackend):
             if by_output:  # directions of the squared error's root are outputs
                 values = values.square().sum(1)
             values = values.view(-1, network.n_parameters) * scale  # [K, P]
-            layouts = elementwise_layouts(network, capture)
+            layouts = Gradients(network, capture).layouts
             return Curvature([(layout, DiagonalBlock(layout.gather(values))) for layout in layouts]), outputs
         if self.kind == _FIRST_ORDER:
             values = values[None]

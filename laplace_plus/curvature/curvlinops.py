@@ -129,7 +129,7 @@ class Curvlinops(ForeignBackend):
             )
             # Attention's fused kernels have no derivatives forwards.
             with self.translated(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-                # Forward-mode differentiation compiles its rules likewise; operations that vmap loops over are no news.
+                # Forward mode compiles its rules by torch.jit.script, too; operations that vmap loops over are no news.
                 warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 parts.append(_dense(operator, network, capture.activation_elements()))

@@ -20,7 +20,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.calls import Call, ExampleAxis
 from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import GENERAL, MATRIX, Gradients, Layout
+from laplace_plus.curvature.gradients import MATRIX, Gradients, Layout
 from laplace_plus.curvature.structures import KroneckerStructure, Structure
 from laplace_plus.errors import LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -218,14 +218,3 @@ def loss_targets(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> tuple
     if isinstance(likelihood, Categorical):
         return torch.where(weight > 0, targets, torch.full_like(targets, -100)).view(outputs.shape[:-1]), ignored
     return targets.view(outputs.shape), ignored
-
-
-def elementwise_layouts(network: Network, capture: Capture) -> list[Layout]:
-    """The blocks' layouts, those of partly selected blocks as rows of the selected entries only."""
-    layouts = []
-    for layout in Gradients(network, capture).layouts:
-        flat = layout.index.flatten()
-        if bool((flat < 0).any()):
-            layout = Layout(layout.key, layout.names, GENERAL, flat[flat >= 0][None, None])
-        layouts.append(layout)
-    return layouts

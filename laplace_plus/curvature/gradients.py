@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from laplace_plus import batches
 from laplace_plus.curvature.calls import Call, EmbeddingCall, ExampleAxis, NormalisationCall, by_example
@@ -31,6 +32,9 @@ from laplace_plus.linalg.stacks import (
 )
 from laplace_plus.network import Network
 
+_MAX_PROBES = 16
+"""How many pairs of examples are tried before a call is left to the general path."""
+
 MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
 
 
@@ -42,7 +46,7 @@ class Layout:
         key: Identifies the block within its network.
         names: The parameters that it covers, wholly or in part.
         rule: How its gradients come about: ``"matrix"``, ``"embedding"``, ``"per channel"`` or ``"general"``.
-        index: ``[G, o, i]`` positions in the parameter vector.
+        index: ``[G, o, i]`` positions in the parameter vector; −1 for entries that are not selected.
     """
 
     key: str
@@ -54,6 +58,13 @@ class Layout:
     def shape(self) -> tuple[int, int, int]:
         """``(G, o, i)``."""
         return tuple(self.index.shape)  # type: ignore[return-value]
+
+    def selected(self) -> Layout:
+        """The layout itself, or, where only some of its entries are selected, those as one row."""
+        flat = self.index.flatten()
+        if bool((flat >= 0).all()):
+            return self
+        return Layout(self.key, self.names, GENERAL, flat[flat >= 0][None, None])
 
     def gather(self, vector: Tensor) -> Tensor:
         """The block's part of ``[…, P]`` vectors, ``[…, G, o, i]``."""
@@ -88,30 +99,70 @@ class Gradients:
     def _find_example_axes(self) -> None:
         """Find the example axis of every call, by looking which gradients a single example's output reaches.
 
-        The result is kept on the network, so that this takes one extra backward pass per network. Calls without
-        such an axis (a table of positions shared by the batch) are left to the general path.
+        Calls without such an axis (a table of positions shared by the batch) are left to the general path. Where every
+        input has the examples along its first axis, the result is kept on the network, so that this takes one extra
+        backward pass per network. Other inputs (the nodes of all graphs in one table, time before batch) are looked at
+        anew in every batch, because a table of one batch may be divisible into examples by chance.
         """
         calls = self.capture.calls
-        known = self.network.example_axes
         labels = self._labels(calls)
+        self.axes: list[ExampleAxis | None] = [ExampleAxis(0, False)] * len(calls)
         if self.capture.pointwise:
-            self.axes: list[ExampleAxis | None] = [ExampleAxis(0, False)] * len(calls)
             return
-        if not all(label in known for label in labels):
-            capture = self.capture
-            if capture.n_examples == 1:  # one example tells nothing: look at it beside a copy of itself
-                capture = Capture(self.network, _doubled(capture.inputs))
-                calls = capture.calls
-            outputs = capture.outputs
-            last = outputs.shape[0] - 1
-            probes = torch.zeros(2, *outputs.shape, dtype=outputs.dtype, device=outputs.device)
-            # Deterministic, and generic enough that no gradient vanishes by symmetry.
-            pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
-            probes[0, 0] = pattern.view_as(outputs[0])
-            probes[1, last] = pattern.flip(0).view_as(outputs[0])
-            for label, call, gradient in zip(labels, calls, capture.gradients(probes), strict=True):
-                known[label] = _example_axis(call, gradient, outputs.shape[0], (0, last))
-        self.axes = [known[label] for label in labels]
+        along_first = _examples_come_first(self.capture.inputs, self.capture.n_examples)
+        known = self.network.example_axes
+        if all(along_first) and all(label in known for label in labels):
+            self.axes = [known[label] for label in labels]
+            return
+        # One example tells nothing: look at it beside a copy of itself.
+        capture = self.capture if self.capture.n_examples > 1 else self._beside_itself()
+        if capture is None:  # then it is treated as it was in other batches
+            self.axes = [known.get(label) for label in labels]
+            return
+        searches = self._search(capture, exact=not any(along_first))
+        for number, (label, search) in enumerate(zip(labels, searches, strict=True)):
+            self.axes[number] = known.get(label, search.axis) if all(along_first) else search.axis
+            if search.n_witnesses >= 2:
+                known[label] = self.axes[number]
+
+    def _search(self, capture: Capture, *, exact: bool) -> list[_AxisSearch]:
+        """Look for the example axis of each call.
+
+        Args:
+            capture: At least two examples.
+            exact: Whether the axis must hold one entry for each example rather than a multiple.
+        """
+        outputs, n = capture.outputs, capture.n_examples
+        searches = [_AxisSearch(call, n, exact) for call in capture.calls]
+        # Deterministic, and generic enough that no gradient vanishes by symmetry.
+        pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
+        patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
+        # Two examples are enough, unless all units of some layer happen to be dead for them.
+        for first in range(min((n + 1) // 2, _MAX_PROBES)):
+            examples = sorted({first, n - 1 - first})
+            probes = outputs.new_zeros(len(examples), *outputs.shape)
+            for row, example in enumerate(examples):
+                probes[row, example] = patterns[row]
+            for search, gradient in zip(searches, capture.gradients(probes), strict=True):
+                search.narrow(gradient, examples)
+            if all(search.is_settled for search in searches):
+                break
+            if first == 0:
+                everything = patterns[:1, None].expand(1, n, *outputs.shape[1:])
+                for search, gradient in zip(searches, capture.gradients(everything), strict=True):
+                    search.is_unreached = not bool(gradient.any())
+        return searches
+
+    def _beside_itself(self) -> Capture | None:
+        """A capture of the batch's one example twice, or None where its inputs cannot be doubled."""
+        for axis in (0, 1):
+            try:
+                capture = Capture(self.network, _doubled(self.capture.inputs, axis))
+            except Exception:  # noqa: BLE001, S112  -- the inputs were not meant to be doubled along this axis
+                continue
+            if capture.n_examples == 2 and self._labels(capture.calls) == self._labels(self.capture.calls):
+                return capture
+        return None
 
     @staticmethod
     def _labels(calls: Sequence[Call]) -> list[str]:
@@ -156,9 +207,9 @@ class Gradients:
         self.general = tuple(name for name in self.network.parameter_names if name in general)
         for name in self.general:
             if name not in self._layouts:
-                positions = self._positions()[name].flatten()
+                positions = self._positions((name,))[name].flatten()
                 self._layouts[name] = Layout(name, (name,), GENERAL, positions[positions >= 0][None, None])
-        self.layouts = tuple(self._layouts[key] for key in (*self._members, *self.general))
+        self.layouts = tuple(self._layouts[key].selected() for key in (*self._members, *self.general))
         self._check_partition()
 
     def _is_clean(
@@ -177,11 +228,13 @@ class Gradients:
                     return False
         return True
 
-    def _positions(self) -> dict[str, Tensor]:
-        """For each parameter, the places of its entries in the parameter vector (−1 for unselected ones)."""
+    def _positions(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """For some of the parameters, the places of its entries in the parameter vector (−1 for unselected ones)."""
         result = {}
         offsets = self.network.offsets()
         for item in self.network.selected:
+            if item.name not in names:
+                continue
             if item.mask is None:
                 place = torch.arange(item.size) + offsets[item.name]
             else:
@@ -191,10 +244,10 @@ class Gradients:
         return result
 
     def _index(self, call: Call) -> Tensor:
-        return call.index(self._positions())
+        return call.index(self._positions([rows.name for rows in call.rows]))
 
     def _check_partition(self) -> None:
-        total = sum(int((layout.index >= 0).sum()) for layout in self.layouts)
+        total = sum(layout.index.numel() for layout in self.layouts)
         if total != self.network.n_parameters:
             raise UnsupportedError(
                 "The network used its parameters differently from one batch to the next.",
@@ -256,12 +309,11 @@ class Gradients:
             if mask is None:
                 return layout, stack
             return layout, SubsetStack(stack, mask.to(stack.device).nonzero().squeeze(-1))
-        if bool((layout.index >= 0).all()):
+        selected = layout.selected()
+        if selected is layout:
             return layout, stack
-        flat = layout.index.flatten()
-        chosen = (flat >= 0).nonzero().squeeze(-1)
-        partial = Layout(layout.key, layout.names, GENERAL, flat[chosen][None, None])
-        return partial, SubsetStack(stack, chosen.to(stack.device))
+        chosen = (layout.index.flatten() >= 0).nonzero().squeeze(-1)
+        return selected, SubsetStack(stack, chosen.to(stack.device))
 
     def direction_chunks(self, n_directions: int) -> Iterator[slice]:
         """Slices of the directions whose gradients, all calls together, are of bounded size."""
@@ -275,12 +327,22 @@ class Gradients:
     memory_budget: int = 2 * CHUNK_BYTES
 
 
-def _doubled(inputs: Any) -> Any:
+def _doubled(inputs: Any, axis: int) -> Any:
     leaves, rebuild = batches.flatten(inputs)
     return rebuild([
-        torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == 1 else leaf
+        torch.cat([leaf, leaf], axis) if isinstance(leaf, Tensor) and leaf.ndim > axis and leaf.shape[axis] == 1 else leaf
         for leaf in leaves
     ])
+
+
+def _examples_come_first(inputs: Any, n_examples: int) -> list[bool]:
+    """For each tensor of the inputs, whether its first axis runs over the examples."""
+    leaves, _ = batches.flatten(inputs)
+    return [
+        isinstance(leaf, Tensor) and leaf.shape[0] == n_examples
+        for leaf in leaves
+        if (isinstance(leaf, Tensor) and leaf.ndim > 0) or isinstance(leaf, PackedSequence)
+    ]
 
 
 def _rule_of(call: Call) -> str:
@@ -304,16 +366,46 @@ def _sum(stacks: list[Stack]) -> Stack:
     return DenseStack(torch.stack([stack.dense(every) for stack in stacks]).sum(0))
 
 
-def _example_axis(call: Call, gradient: Tensor, n_examples: int, probes: tuple[int, int]) -> ExampleAxis | None:
-    """The first place along which a single example's output only reaches that example's part."""
-    for axis in call.example_axes:
-        if gradient.shape[1 + axis] % n_examples:
-            continue
-        for innermost in (False, True):
-            where = ExampleAxis(axis, innermost)
-            reached = (by_example(gradient, n_examples, where, lead=1).flatten(2) != 0).any(-1)  # [2, B]
-            allowed = torch.zeros_like(reached)
-            allowed[0, probes[0]] = allowed[1, probes[1]] = True
-            if not (reached & ~allowed).any():
-                return where
-    return None
+class _AxisSearch:
+    """The places in a call's output along which examples may lie, narrowed down by what single examples reach."""
+
+    def __init__(self, call: Call, n_examples: int, exact: bool):
+        self.call, self.n_examples, self.exact = call, n_examples, exact
+        self.candidates: list[ExampleAxis] | None = None
+        self.probed: set[int] = set()
+        self.n_witnesses = 0
+        self.is_unreached = False
+
+    def narrow(self, gradient: Tensor, examples: list[int]) -> None:
+        """Take the gradients ``[v, *output shape]`` of some examples' outputs into account."""
+        if self.candidates is None:
+            self.candidates = [
+                ExampleAxis(axis, innermost)
+                for axis in self.call.example_axes
+                if self._divides(gradient.shape[1 + axis])
+                for innermost in (False, True)
+            ]
+        for row, example in zip(gradient, examples, strict=True):
+            self.probed.add(example)
+            if row.any():
+                self.n_witnesses += 1
+                self.candidates = [where for where in self.candidates if self._reaches_only(row, example, where)]
+
+    def _divides(self, size: int) -> bool:
+        return size == self.n_examples if self.exact else size % self.n_examples == 0
+
+    def _reaches_only(self, row: Tensor, example: int, where: ExampleAxis) -> bool:
+        reached = by_example(row, self.n_examples, where).flatten(1).any(-1)
+        reached[example] = False
+        return not bool(reached.any())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether further examples would not change the answer."""
+        return self.n_witnesses >= 2 or not self.candidates or self.is_unreached
+
+    @property
+    def axis(self) -> ExampleAxis | None:
+        """The first place that agrees with every example seen; None if there is none, or too few were seen to tell."""
+        told = self.is_settled or len(self.probed) == self.n_examples
+        return self.candidates[0] if self.candidates and told else None

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from laplace_plus.batches import Batch
@@ -25,6 +26,7 @@ from laplace_plus.curvature.structures import (
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import (
+    Block,
     DenseBlock,
     DiagonalBlock,
     KroneckerBlock,
@@ -305,7 +307,9 @@ def _hessian(
 ) -> tuple[Curvature, Tensor]:
     """Rows of the summed loss's Hessian by differentiating twice; for small networks (P backward passes)."""
     unit = likelihood.with_noise(1.0) if likelihood.noise_std is not None else likelihood
-    with torch.enable_grad():
+    gradients = Gradients(network, capture_batch(network, batch))  # also settles which layer is the last one
+    # Fused attention has no second derivatives.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         vector = network.vector().requires_grad_()
         outputs = network(batch.inputs, network.substitute(vector))
         likelihood.validate(outputs.detach(), batch.target)
@@ -322,5 +326,7 @@ def _hessian(
     if full:
         layout = whole_layout(network)
         return Curvature([(layout, DenseBlock((values + values.T)[None, None] / 2, layout.shape))]), outputs.detach()
-    layouts = Gradients(network, capture_batch(network, batch)).layouts
-    return Curvature([(layout, DiagonalBlock(layout.gather(values)[None])) for layout in layouts]), outputs.detach()
+    blocks: list[tuple[Layout, Block]] = [
+        (layout, DiagonalBlock(layout.gather(values)[None])) for layout in gradients.layouts
+    ]
+    return Curvature(blocks), outputs.detach()

@@ -61,7 +61,7 @@ class LaplaceModel:
             NotPositiveDefiniteError: The precision is not positive definite.
         """
         prior = self.prior(precision)
-        weights = (self.weights(noise_std) / torch.as_tensor(temperature).to(self.vector.device)).to(self.vector)
+        weights = (self.weights(noise_std) / as_hyperparameter(temperature).to(self.vector.device)).to(self.vector)
         return {
             layout.key: block.factor(weights, prior.on(layout.index).to(self.vector))
             for layout, block in self.curvature
@@ -79,7 +79,7 @@ class LaplaceModel:
             NotPositiveDefiniteError: The posterior precision is not positive definite.
         """
         prior = self.prior(precision)
-        temperature = torch.as_tensor(temperature).to(self.vector.device, torch.float64)
+        temperature = as_hyperparameter(temperature).to(self.vector.device, torch.float64)
         weights = self.weights(noise_std) / temperature
         deviation = prior.deviation(self.vector).double()
         scatter = (prior.vector().to(deviation) * deviation.square()).sum()

@@ -93,22 +93,17 @@ class Objective:
             return precisions
         return torch.cat([precisions, self.residual_noise() if noise is None else noise])
 
-    def starts(self, count: int) -> list[Tensor]:
-        """The best points of a coarse grid, one for each noise level tried: far away the evidence is flat."""
-        grid = torch.linspace(math.log(1e-6), math.log(1e8), 29, dtype=torch.float64)
+    def start(self) -> Tensor:
+        """The best point of a coarse grid.
+
+        Where the search starts does not decide where it ends, but far away from the optimum the evidence is flat.
+        """
+        grid = torch.linspace(math.log(1e-6), math.log(1e8), 29, dtype=torch.float64).tolist()
         shifts = (-1.0, 0.0, 0.7) if self.tune_noise else (0.0,)
-        scored = []
+        noises = [self.residual_noise() + shift if self.tune_noise else None for shift in shifts]
+        points = [self.pack(level, noise) for level in grid for noise in noises]
         with torch.no_grad():
-            for shift in shifts:
-                noise = self.residual_noise() + shift if self.tune_noise else None
-                points = [self.pack(level.item(), noise) for level in grid]
-                values = [self.value(point).item() for point in points]
-                for n, value in enumerate(values):
-                    neighbours = values[max(0, n - 1) : n + 2]
-                    if value == max(neighbours):
-                        scored.append((value, points[n]))
-        scored.sort(key=lambda pair: -pair[0])
-        return [point for _, point in scored[:count]]
+            return max(points, key=lambda point: self.value(point).item())
 
     def bounds(self) -> list[tuple[float, float]]:
         """Box in which the search stays."""

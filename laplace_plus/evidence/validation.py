@@ -20,6 +20,7 @@ from laplace_plus.evidence.search import Objective
 from laplace_plus.network import Network
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import functional_posteriors
+from laplace_plus.priors import as_hyperparameter
 
 Loss = Callable[[Prediction, Tensor], Tensor]
 
@@ -78,7 +79,7 @@ def validate(
             got=repr(objective.structure),
             fix='Tune several precisions by method="marginal_likelihood".',
         )
-    levels = torch.logspace(-4, 6, 21).tolist() if grid is None else torch.as_tensor(grid).double().tolist()
+    levels = torch.logspace(-4, 6, 21).tolist() if grid is None else as_hyperparameter(grid).double().tolist()
     if not levels or min(levels) <= 0:
         raise ConfigurationError("The grid is not usable.", expected="positive factors", got=str(levels))
     model, likelihood = objective.model, objective.model.likelihood

@@ -20,7 +20,7 @@ from laplace_plus.network import Network
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
-from laplace_plus.priors import GaussianPrior
+from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import Selection
 
 Method = Literal["linearized", "sampled"]
@@ -88,8 +88,8 @@ class Posterior(ABC):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
         self.network = Network(model, parameters, self.likelihood.arrange)
         self.backend = resolve_backend(backend)
-        self._prior_precision = torch.as_tensor(prior_precision)
-        self._prior_mean = torch.as_tensor(prior_mean)
+        self._prior_precision = as_hyperparameter(prior_precision)
+        self._prior_mean = as_hyperparameter(prior_mean)
         self._temperature = _positive(temperature, "temperature")
         if not self._is_last_layer():  # a last layer is only certain once a batch has gone through the network
             self.prior()
@@ -252,7 +252,7 @@ class Posterior(ABC):
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
         GaussianPrior.create(value, self._prior_mean, self.network.layer_index())
-        self._prior_precision = torch.as_tensor(value)
+        self._prior_precision = as_hyperparameter(value)
 
     @property
     def temperature(self) -> Tensor:
@@ -346,7 +346,7 @@ class Posterior(ABC):
 
 
 def _positive(value: float | Tensor, name: str) -> Tensor:
-    tensor = torch.as_tensor(value)
+    tensor = as_hyperparameter(value)
     if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
         raise ConfigurationError(f"The {name} is a positive number.", expected=f"{name} > 0", got=str(value))
     return tensor

@@ -224,10 +224,11 @@ class GaussianPosterior(Posterior):
 
     def _factors(self) -> dict[str, Factor]:
         """The factorised posterior precision, kept until a hyperparameter changes."""
-        key = (self._prior_precision, self._prior_precision._version, self._temperature, self.likelihood)
+        precision, temperature = self._prior_precision, self._temperature
+        key = (precision, precision._version, temperature, temperature._version, self.likelihood)
         cached = self._factor_cache
         if cached is None or any(a is not b for a, b in zip(cached[0], key, strict=True)):
-            factors = self.laplace_model().factors(self._prior_precision.detach(), self._temperature.detach())
+            factors = self.laplace_model().factors(precision.detach(), temperature.detach())
             self._factor_cache = cached = (key, factors)
         return cached[1]
 
@@ -242,13 +243,12 @@ class GaussianPosterior(Posterior):
             NotFittedError: Before :meth:`fit`.
         """
         mean, factors = self.mean, self._factors()
-        result = mean.repeat(n, 1)
+        result = torch.zeros(n, len(mean), dtype=mean.dtype, device=mean.device)
         source = mean.device if generator is None else generator.device
         for layout, _ in self._require_sums().curvature:
             noise = torch.randn(n, *layout.shape, dtype=mean.dtype, device=source, generator=generator)
-            draws = factors[layout.key].sample(noise.to(mean.device))
-            layout.scatter_(result, layout.gather(result) + draws)
-        return result
+            layout.scatter_(result, factors[layout.key].sample(noise.to(mean.device)))
+        return result.add_(mean)
 
     @override
     def functional_posterior(

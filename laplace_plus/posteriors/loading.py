@@ -12,6 +12,7 @@ from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
 from laplace_plus.errors import CheckpointError
 from laplace_plus.likelihoods import likelihood_from_config
+from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
 
@@ -29,7 +30,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
         ConfigurationError: The posterior's class is not known; register it first.
     """
     header, tensors = io.read(path)
-    io.compare_fingerprint(header["network"], getattr(model, "_orig_mod", model))
+    io.compare_fingerprint(header["network"], unwrap(model))
     masks = {name.removeprefix("mask."): value for name, value in tensors.items() if name.startswith("mask.")}
     hyper = {name.removeprefix("hyper."): value for name, value in tensors.items() if name.startswith("hyper.")}
     parameters: Any = header["parameters"]

@@ -149,7 +149,7 @@ def test_tuned_precision(structure):
     assert posterior.log_marginal_likelihood().item() >= peer.log_marginal_likelihood().item() - PARITY * 100
 
 
-# -- where the definitions part: against dense references ---------------------------------------------------------------
+# -- where the definitions part: against dense references --------------------------------------------------------------
 
 
 def dense(net, x, y, task, names=None):

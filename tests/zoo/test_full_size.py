@@ -1,0 +1,146 @@
+"""The networks that people take from torchvision, timm and transformers, at their real size and in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import laplace_plus as lp
+
+pytestmark = pytest.mark.zoo
+
+C, N = 10, 2
+MONTE_CARLO = lp.Native("ggn_mc", n_samples=1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A named network and the size of the images that it is given.
+
+    Attributes:
+        name: Its name in its library.
+        size: Height and width of the images.
+        last_layer: The module that ``"last_layer"`` must find.
+        general: The parameters that follow no rule.
+        slow: Whether fitting all of its parameters takes long.
+    """
+
+    name: str
+    size: int
+    last_layer: str
+    general: tuple[str, ...] = ()
+    slow: bool = False
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        if self.name.startswith("timm/"):
+            return timm.create_model(self.name.removeprefix("timm/"), pretrained=False, num_classes=C)
+        return getattr(torchvision.models, self.name)(weights=None, num_classes=C)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(N, 3, self.size, self.size, generator=generator)
+        return images, torch.randint(0, C, (N,), generator=generator)
+
+
+MODELS = [
+    Model("resnet18", 64, "fc"),
+    Model("mobilenet_v3_small", 64, "classifier.3"),
+    Model("vit_b_16", 224, "heads.head", ("class_token", "encoder.pos_embedding"), slow=True),
+    Model("timm/vit_tiny_patch16_224", 224, "head", ("cls_token", "pos_embed"), slow=True),
+    Model("timm/convnext_atto", 64, "head.fc", ("*.gamma",)),
+    Model("timm/swin_tiny_patch4_window7_224", 224, "head.fc", ("*.relative_position_bias_table",), slow=True),
+]
+NAMES = [model.name.removeprefix("timm/") for model in MODELS]
+
+each = pytest.mark.parametrize("model", MODELS, ids=NAMES)
+each_as_a_whole = pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=pytest.mark.slow) if m.slow else m for m in MODELS], ids=NAMES
+)
+
+
+def assert_probabilities(prediction: lp.Prediction) -> None:
+    assert prediction.mean.shape == (N, C)
+    assert prediction.mean.isfinite().all()
+    assert prediction.mean.min() >= 0
+    torch.testing.assert_close(prediction.mean.sum(-1), torch.ones(N))
+    assert prediction.variance.isfinite().all()
+
+
+def assert_covers(posterior: lp.Posterior, model: Model) -> None:
+    rows = posterior.summary().rows
+    assert [name for name, *_ in rows] == [name for name, _ in posterior.network.model.named_parameters()]
+    assert sum(size for _, size, *_ in rows) == posterior.n_parameters
+    general = [name for name, _, _, treatment in rows if "general" in treatment]
+    assert all(any(fnmatchcase(name, glob) for glob in model.general) for name in general)
+
+
+@each
+@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
+def test_last_layer(model, cls):
+    network = model.build()
+    images, labels = model.batch()
+    if cls is lp.Full:
+        network.train()
+    posterior = cls(network, "classification", parameters="last_layer").fit([(images, labels)])
+    assert posterior.parameter_names == (f"{model.last_layer}.weight", f"{model.last_layer}.bias")
+    posterior.fit_prior_precision()
+    assert_probabilities(posterior.predictive(images))
+
+
+@each_as_a_whole
+def test_diagonal(model):
+    posterior = lp.Diagonal(model.build(), "classification", backend=MONTE_CARLO if model.slow else "native")
+    images, labels = model.batch()
+    posterior.fit([(images, labels)])
+    assert_covers(posterior, model)
+    assert_probabilities(posterior.predictive(images))
+
+
+@each_as_a_whole
+def test_kronecker(model):
+    posterior = lp.KFAC(model.build(), "classification", backend=MONTE_CARLO)
+    images, labels = model.batch()
+    posterior.fit([(images, labels)])
+    assert_covers(posterior, model)
+    if model.name not in ("vit_b_16", "timm/swin_tiny_patch4_window7_224"):  # whose factors take minutes to diagonalise
+        assert_probabilities(posterior.predictive(images))
+
+
+def test_exact_curvature_of_a_resnet():
+    model = MODELS[0]
+    network = model.build()
+    images, labels = model.batch()
+    posterior = lp.KFAC(network, "classification", parameters=lambda name, p: not name.startswith("layer4"))
+    posterior.fit([(images, labels)])
+    exact = lp.Diagonal(network, "classification").fit([(images, labels)])
+    assert exact.n_parameters == sum(p.numel() for p in network.parameters())
+    assert_probabilities(posterior.predictive(images))
+
+
+@pytest.mark.slow
+def test_bert():
+    torch.manual_seed(0)
+    config = BertConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_labels=C)
+    network = BertForSequenceClassification(config)
+    batch = {
+        "input_ids": torch.randint(1, config.vocab_size, (N, 24)),
+        "attention_mask": (torch.arange(24) < torch.tensor([[24], [9]])).long(),
+        "labels": torch.tensor([3, 8]),
+    }
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    make: list[Callable[[], lp.Posterior]] = [
+        lambda: lp.Diagonal(network, "classification"),
+        lambda: lp.KFAC(network, "classification", backend=MONTE_CARLO),
+        lambda: lp.Full(network, "classification", parameters="last_layer"),
+    ]
+    for build in make:
+        assert_probabilities(build().fit([batch]).predictive(inputs))
