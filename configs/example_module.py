@@ -1,53 +1,41 @@
-"""What `wrap_example.yaml` names: a trained network and its data, here two interleaved half moons."""
+"""What `wrap_example.yaml` names: a trained network and its data, here noisy values of a sine."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def two_moons(n_examples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Points ``[N, 2]`` on two noisy half circles, and which of the two each is on, ``[N]``."""
+def sine(low: float, high: float, n_examples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Places ``[N, 1]`` between `low` and `high`, and the sine there with noise of standard deviation 0.2, ``[N, 1]``."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(n_examples) % 2
-    angles = math.pi * torch.rand(n_examples, generator=generator)
-    upper = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    lower = torch.stack([1 - angles.cos(), 0.5 - angles.sin()], dim=-1)
-    points = torch.where(labels[:, None] == 0, upper, lower)
-    return points + 0.1 * torch.randn(n_examples, 2, generator=generator), labels
+    places = low + (high - low) * torch.rand(n_examples, 1, generator=generator)
+    return places, places.sin() + 0.2 * torch.randn(n_examples, 1, generator=generator)
 
 
-def batches(n_examples: int, seed: int, batch_size: int = 100) -> DataLoader[tuple[Tensor, ...]]:
-    """The moons as batches of points and labels."""
-    return DataLoader(TensorDataset(*two_moons(n_examples, seed)), batch_size=batch_size)
-
-
-def far_away(n_examples: int = 500, seed: int = 2) -> DataLoader[tuple[Tensor, ...]]:
-    """Points on a wide circle around the moons, which belong to neither; their labels mean nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    angles = 2 * math.pi * torch.rand(n_examples, generator=generator)
-    points = torch.tensor([0.5, 0.25]) + 5 * torch.stack([angles.cos(), angles.sin()], dim=-1)
-    return DataLoader(TensorDataset(points, torch.zeros(n_examples, dtype=torch.long)), batch_size=100)
+def batches(
+    n_examples: int, seed: int, low: float = -3.0, high: float = 3.0, batch_size: int = 100
+) -> DataLoader[tuple[Tensor, ...]]:
+    """The data as batches of inputs and targets."""
+    return DataLoader(TensorDataset(*sine(low, high, n_examples, seed)), batch_size=batch_size)
 
 
 def network(hidden: int = 32) -> nn.Module:
-    """A network of two hidden layers from points to two logits."""
-    return nn.Sequential(nn.Linear(2, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+    """A network of two hidden layers from ``[B, 1]`` to ``[B, 1]``."""
+    return nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
 
-def trained_network(hidden: int = 32, n_steps: int = 500) -> nn.Module:
-    """The network after training on what `batches(n_examples=200, seed=0)` yields.
+def trained_network(hidden: int = 32, n_steps: int = 1000) -> nn.Module:
+    """The network after training on what `batches(n_examples=100, seed=0)` yields.
 
     Training here stands for whatever made your network; with a `checkpoint`, name `network` in the configuration.
     """
     model = network(hidden)
-    points, labels = two_moons(200, seed=0)
+    inputs, targets = sine(-3.0, 3.0, n_examples=100, seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
     for _ in range(n_steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(points), labels).backward()
+        nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
     return model.eval()

@@ -5,7 +5,9 @@ posterior.fit_prior_precision()
 prediction = posterior.predictive(x)
 """
 
-from laplace_plus import errors, linalg, testing
+from typing import TYPE_CHECKING, Any
+
+from laplace_plus import curvature, errors, linalg, testing
 from laplace_plus._version import __version__
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.likelihoods import (
@@ -29,10 +31,15 @@ from laplace_plus.posteriors import (
 )
 from laplace_plus.predictive import Prediction
 
+if TYPE_CHECKING:
+    from laplace_plus.curvature import BackPack, Curvlinops
+
 __all__ = [
+    "BackPack",
     "Backend",
     "Bernoulli",
     "Categorical",
+    "Curvlinops",
     "Diagonal",
     "Full",
     "Gaussian",
@@ -53,3 +60,10 @@ __all__ = [
     "register",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # These backends stand on libraries that take seconds to import.
+    if name in ("BackPack", "Curvlinops"):
+        return getattr(curvature, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
