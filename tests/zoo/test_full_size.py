@@ -88,9 +88,11 @@ def assert_covers(posterior: lp.Posterior, model: Model) -> None:
 def test_last_layer(model, cls):
     network = model.build()
     images, labels = model.batch()
-    if cls is lp.Full:
-        network.train()
-    posterior = cls(network, "classification", parameters="last_layer").fit([(images, labels)])
+    posterior = cls(network.train(), "classification", parameters="last_layer")
+    if cls is lp.Full and posterior.n_parameters > 4000:
+        pytest.skip("a dense matrix of that size takes minutes to diagonalise")
+    posterior.fit([(images, labels)])
+    assert network.training
     assert posterior.parameter_names == (f"{model.last_layer}.weight", f"{model.last_layer}.bias")
     posterior.fit_prior_precision()
     assert_probabilities(posterior.predictive(images))
