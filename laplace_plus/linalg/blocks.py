@@ -8,7 +8,7 @@ stream by, are diagonalised once, and never know which network they came from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -206,6 +206,7 @@ class DenseBlock(_OnceDiagonalised):
     shape: tuple[int, int, int]
 
     storage: ClassVar[str] = "dense"
+    _semi_definite: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.kind = "dense"
@@ -216,11 +217,22 @@ class DenseBlock(_OnceDiagonalised):
     def add_(self, other: Block) -> None:
         assert isinstance(other, DenseBlock)
         self.matrix += other.matrix
-        self._cache = None
+        self._cache = self._semi_definite = None
 
     def _decompose(self, weights: Tensor) -> tuple[Basis, Tensor]:
         values, vectors = symmetric_eigen(self._combined(weights))
         return DenseBasis(vectors), clamp_rounding(values).view(self.shape)
+
+    def _without_rounding(self) -> Tensor:
+        """The components in float64, without the slightly negative eigenvalues that rounding gave them.
+
+        A Cholesky decomposition of H plus a tiny diagonal would stumble over them.
+        """
+        if self._semi_definite is None:
+            values, vectors = symmetric_eigen(self.matrix)
+            vectors = vectors.double()
+            self._semi_definite = (vectors * clamp_rounding(values).double()[..., None, :]) @ vectors.mT
+        return self._semi_definite
 
     def _combined(self, weights: Tensor) -> Tensor:
         return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
@@ -238,7 +250,8 @@ class DenseBlock(_OnceDiagonalised):
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return Block.log_determinant(self, weights, diagonal)
-        full = (self._combined(weights) + torch.diag_embed(diagonal.expand(self.shape).flatten(1))).double()
+        full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
+        full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
         lower, failed = torch.linalg.cholesky_ex(full)
         if failed.any():
             smallest = torch.linalg.eigvalsh(full.detach()).min().item()

@@ -151,3 +151,19 @@ def test_bad_matrices_are_named():
             ask(one, half)
     with pytest.raises(NotPositiveDefiniteError, match="eigenvalue of -0.5"):
         indefinite.log_determinant(one, half.expand(1, 1, 2))
+
+
+def test_rounding_does_not_stop_tiny_diagonals():
+    """In float32 a rank-deficient matrix has eigenvalues of −1e-6; a layer-wise prior may be smaller than that."""
+    root = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    matrix = root @ root.T
+    assert torch.linalg.eigvalsh(matrix).min() < -1e-7
+    block = DenseBlock(matrix[None, None], (1, 1, 40))
+    one = torch.ones(1, dtype=torch.float64)
+    pattern = torch.linspace(1, 2, 40, dtype=torch.float64).view(1, 1, 40)
+    assert block.log_determinant(one, 1e-10 * pattern) < block.log_determinant(one, 1e-8 * pattern)
+    diagonal = 1e-2 * pattern  # well above the rounding, the determinant lemma gives the value
+    wide = root.double()
+    inner = torch.eye(5, dtype=torch.float64) + wide.T @ (wide / diagonal.view(-1, 1))
+    expected = inner.logdet() + diagonal.log().sum()
+    torch.testing.assert_close(block.log_determinant(one, diagonal), expected, rtol=0, atol=40 * 1e-6 / 1e-2)
