@@ -79,7 +79,7 @@ class _Recorder(TorchFunctionMode):
         if rule is not None:
             with nullcontext() if self.keep_graph else torch.no_grad():
                 call = rule(self._find, args, kwargs)
-            # A parameter in any other place of the call, e.g. a learnt query that is normalised, is not described by it.
+            # A parameter in any other place of a call (a learnt query that is normalised) is not described by the rule.
             if call is not None and {rows.name for rows in used} <= {rows.name for rows in call.rows}:
                 self.last_used = used[-1].name
                 call.restrict(self.wanted)

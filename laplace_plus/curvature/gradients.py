@@ -328,11 +328,14 @@ class Gradients:
 
 
 def _doubled(inputs: Any, axis: int) -> Any:
+    """Inputs of one example, twice."""
+
+    def double(leaf: Any) -> Any:
+        single = isinstance(leaf, Tensor) and leaf.ndim > axis and leaf.shape[axis] == 1
+        return torch.cat([leaf, leaf], axis) if single else leaf
+
     leaves, rebuild = batches.flatten(inputs)
-    return rebuild([
-        torch.cat([leaf, leaf], axis) if isinstance(leaf, Tensor) and leaf.ndim > axis and leaf.shape[axis] == 1 else leaf
-        for leaf in leaves
-    ])
+    return rebuild([double(leaf) for leaf in leaves])
 
 
 def _examples_come_first(inputs: Any, n_examples: int) -> list[bool]:

@@ -133,7 +133,9 @@ def test_kronecker_of_a_part(model):
 @pytest.mark.slow
 def test_bert():
     torch.manual_seed(0)
-    config = BertConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_labels=C)
+    config = BertConfig(
+        num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_labels=C
+    )
     network = BertForSequenceClassification(config)
     batch = {
         "input_ids": torch.randint(1, config.vocab_size, (N, 24)),

@@ -162,7 +162,9 @@ def kronecker_oracle(architecture: Architecture) -> dict[tuple[str, ...], torch.
             if isinstance(module, nn.Conv2d):
                 rows = F.unfold(rows, module.kernel_size, module.dilation, module.padding, module.stride).mT
             rows = rows.flatten(0, -2)
-            seen.append((name, torch.cat([rows, torch.ones(len(rows), 1)], 1) if module.bias is not None else rows, output))
+            seen.append(
+                (name, torch.cat([rows, torch.ones(len(rows), 1)], 1) if module.bias is not None else rows, output)
+            )
             return output.clone()  # what follows may write in place
 
         hooks = [

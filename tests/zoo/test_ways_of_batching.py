@@ -27,7 +27,9 @@ def jacobian(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
     """Outputs ``[B, C]`` of the batch and their Jacobians ``[B, C, P]``, one output of the whole batch at a time."""
     outputs = call(model, inputs)
     rows = [
-        torch.autograd.grad(value, list(model.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        torch.autograd.grad(
+            value, list(model.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         for value in outputs.flatten()
     ]
     return outputs.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(
@@ -111,7 +113,9 @@ class TimeFirst(nn.Module):
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("shapes", [[(5, 3), (5, 2)], [(4, 4), (4, 2)], [(4, 1), (4, 2)], [(4, 2), (4, 1)], [(2, 4), (2, 2)]])
+@pytest.mark.parametrize(
+    "shapes", [[(5, 3), (5, 2)], [(4, 4), (4, 2)], [(4, 1), (4, 2)], [(4, 2), (4, 1)], [(2, 4), (2, 2)]]
+)
 def test_time_before_batch(shapes, recurrent):
     torch.manual_seed(0)
     assert_exact(TimeFirst(recurrent), [torch.randn(*shape, 3) for shape in shapes])
