@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def sine(low: float, high: float, n_examples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Places ``[N, 1]`` between `low` and `high`, and the sine there with noise of standard deviation 0.2, ``[N, 1]``."""
+    """Places between `low` and `high`, and the sine there with noise of standard deviation 0.2, ``[N, 1]`` each."""
     generator = torch.Generator().manual_seed(seed)
     places = low + (high - low) * torch.rand(n_examples, 1, generator=generator)
     return places, places.sin() + 0.2 * torch.randn(n_examples, 1, generator=generator)
