@@ -93,7 +93,7 @@ class Network:
         # What curvature.gradients learns about the network: the axis of each call that runs over examples, and where
         # each block lies in the parameter vector.
         self.example_axes: dict[str, Any] = {}
-        self.layouts: dict[str, Any] = {}
+        self.layouts: dict[Any, Any] = {}
         self._known: dict[str, tuple[int, tuple[float, float]]] = {}
 
     def _select(self, last_layer: str | None) -> None:

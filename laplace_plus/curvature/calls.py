@@ -68,6 +68,11 @@ class Call(ABC):
         """The parameters that the call uses, the weight first."""
         return tuple(rows for rows in (self.weight, self.bias) if rows is not None)
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What :meth:`index` depends on, besides the network."""
+        return (type(self).__name__, self.rows, self.packed)
+
     def restrict(self, wanted: frozenset[str]) -> None:
         """Forget the parameters that are not wanted."""
         if self.weight is not None and self.weight.name not in wanted:

@@ -150,7 +150,7 @@ class ForeignBackend(Backend):
                 what = f"padding_mode={module.padding_mode!r}"
             if what is not None or module is None:
                 raise self.refusal(
-                    f"has no Kronecker product for {layout.key!r}",
+                    f"has no Kronecker product for {layout.names[0]!r}",
                     expected="nn.Linear, or nn.Conv2d without groups and with zero padding, each used once",
                     got=what or "no module",
                 )

@@ -122,8 +122,9 @@ class Gradients:
         searches = self._search(capture, exact=not any(along_first))
         for number, (label, search) in enumerate(zip(labels, searches, strict=True)):
             self.axes[number] = known.get(label, search.axis) if all(along_first) else search.axis
-            if search.n_witnesses >= 2:
-                known[label] = self.axes[number]
+            # Only what holds for every batch is learnt, and only once: a later, malformed input must not change it.
+            if all(along_first) and search.axis is not None and search.n_witnesses >= 2:
+                known.setdefault(label, search.axis)
 
     def _search(self, capture: Capture, *, exact: bool) -> list[_AxisSearch]:
         """Look for the example axis of each call.
@@ -195,20 +196,17 @@ class Gradients:
         covered = {rows.name for call, _ in kept.values() for rows in call.rows}
         # A parameter that is clean in one call but not in another takes the general path altogether.
         dirty = {name for rows in groups for name, _ in rows} - covered
-        self._layouts: dict[str, Layout] = self.network.layouts
+        self._layouts: dict[str, Layout] = {}
         for key, (call, members) in kept.items():
             names = tuple(dict.fromkeys(rows.name for rows in call.rows))
             if dirty & set(names):
                 continue
             general -= set(names)
             self._members[key] = members
-            if key not in self._layouts:
-                self._layouts[key] = Layout(key, names, _rule_of(call), self._index(call))
+            self._layouts[key] = self._layout(key, names, _rule_of(call), call)
         self.general = tuple(name for name in self.network.parameter_names if name in general)
         for name in self.general:
-            if name not in self._layouts:
-                positions = self._positions((name,))[name].flatten()
-                self._layouts[name] = Layout(name, (name,), GENERAL, positions[positions >= 0][None, None])
+            self._layouts[name] = self._layout(name, (name,), GENERAL, None)
         self.layouts = tuple(self._layouts[key].selected() for key in (*self._members, *self.general))
         self._check_partition()
 
@@ -243,8 +241,16 @@ class Gradients:
             result[item.name] = place.view(item.shape)
         return result
 
-    def _index(self, call: Call) -> Tensor:
-        return call.index(self._positions([rows.name for rows in call.rows]))
+    def _layout(self, key: str, names: tuple[str, ...], rule: str, call: Call | None) -> Layout:
+        """The block's layout, kept on the network: it only depends on what identifies it here."""
+        identity = (key, rule, None if call is None else call.signature)
+        if identity not in self.network.layouts:
+            positions = self._positions(names)
+            flat = positions[names[0]].flatten()
+            index = flat[flat >= 0][None, None] if call is None else call.index(positions)
+            self.network.layouts[identity] = Layout(f"{key} ({rule})", names, rule, index)
+        layout: Layout = self.network.layouts[identity]
+        return layout
 
     def _check_partition(self) -> None:
         total = sum(layout.index.numel() for layout in self.layouts)

@@ -271,7 +271,7 @@ def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Te
     if isinstance(stack, OneHotStack):
         if weight_sharing == "reduce" and stack.index.shape[1] > 1:
             raise UnsupportedError(
-                f'KFAC-reduce makes the input factor of the embedding {layout.key!r} dense over its whole vocabulary.',
+                f'KFAC-reduce makes the input factor of the embedding {layout.names[0]!r} dense over its whole vocabulary.',
                 expected='weight_sharing="expand" where embeddings are selected',
                 got='weight_sharing="reduce"',
                 fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
