@@ -62,6 +62,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # These backends stand on libraries that take seconds to import.
     if name in ("BackPack", "Curvlinops"):

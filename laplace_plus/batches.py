@@ -370,7 +370,10 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             return leaf.to(device)  # type: ignore[arg-type]  # torch declares only a part of what it takes
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # Tensors made in inference mode can take no part in derivatives; copies of them can.
+        return leaf.to(device, copy=leaf.is_inference())
 
     return _map(move, tree)
 

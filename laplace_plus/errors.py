@@ -49,6 +49,10 @@ class DataError(LaplacePlusError, ValueError):
     """A batch, or the loader itself, is not of a form that can be used."""
 
 
+class InputError(DataError, RuntimeError):
+    """Inputs on which the network itself fails."""
+
+
 class EmptyDataError(DataError):
     """The loader yielded no data."""
 

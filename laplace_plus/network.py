@@ -7,8 +7,9 @@ of its parameters and on copies of its buffers, and every mode is put back, also
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
-from laplace_plus.errors import ConfigurationError, ModelChangedError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.selection import Selected, Selection, select
 
 
@@ -33,28 +34,58 @@ class _ReferencePath(TorchFunctionMode):
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode, and afterwards in the mode (and with the RNN weight lists) it had.
+    """Every submodule in evaluation mode, and afterwards with the mode and the tensors that it had.
 
-    ``training`` is set directly: a user's own ``train()`` may do more than that, e.g. merge adapter weights.
+    ``training`` is set directly: a user's own ``train()`` may do more than that, e.g. merge adapter weights. Tensors
+    among a module's attributes are put back because a forward pass may set some to what only this call substituted:
+    recurrent layers keep a list of their weights, weight normalisation sets the weight, and some networks remember
+    activations. What else a network counts or notes is its own business.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    # functional_call makes an RNN rebuild its list of flat weights, and leaves it holding the substituted ones.
-    flat = [
-        (module, dict(module.__dict__))
-        for module in model.modules()
-        if isinstance(module, nn.RNNBase)
-    ]
+    before = [(module, module.training, dict(vars(module)), _lists(module)) for module in model.modules()]
     try:
-        for module, _ in modes:
+        for module, *_ in before:
             module.training = False
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-        for module, attributes in flat:
-            for name in ("_flat_weights", "_flat_weight_refs"):
-                if name in attributes:
-                    module.__dict__[name] = attributes[name]
+        for module, training, attributes, lists in before:
+            now = vars(module)
+            for name in [name for name in now if name not in attributes and _holds_tensors(now[name])]:
+                del now[name]
+            for name, value in attributes.items():
+                if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
+                    now[name] = value
+            for name, content in lists.items():
+                now[name][:] = content
+            module.training = training
+
+
+def _holds_tensors(value: Any) -> bool:
+    kinds = (Tensor, weakref.ReferenceType)  # recurrent layers keep both
+    return isinstance(value, Tensor) or (type(value) in (list, tuple) and any(isinstance(v, kinds) for v in value))
+
+
+def _lists(module: nn.Module) -> dict[str, list[Any]]:
+    """Copies of a module's lists of tensors."""
+    return {name: list(value) for name, value in vars(module).items() if type(value) is list and _holds_tensors(value)}
+
+
+@contextmanager
+def exact_arithmetic(network: Network) -> Iterator[None]:
+    """Linear algebra and derivatives as they should be, whatever the caller's context.
+
+    Autocast is put aside, for everything but the network's own forward pass, and so is inference mode, under which
+    nothing can be differentiated.
+    """
+    if network.ambient_autocast is not None:  # inside of another call
+        yield
+        return
+    kind = network.device.type
+    network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    try:
+        with torch.inference_mode(False), torch.autocast(kind, enabled=False):
+            yield
+    finally:
+        network.ambient_autocast = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -94,7 +125,9 @@ class Network:
         # each block lies in the parameter vector.
         self.example_axes: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
-        self._known: dict[str, tuple[int, tuple[float, float]]] = {}
+        # The caller's autocast, while a public method runs; None outside.
+        self.ambient_autocast: tuple[bool, torch.dtype] | None = None
+        self._known: dict[str, tuple[int, float]] = {}
 
     def _select(self, last_layer: str | None) -> None:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
@@ -173,6 +206,19 @@ class Network:
         """Where the first selected parameter lives; batches are moved there."""
         return dict(self.model.named_parameters())[self.selected[0].name].device
 
+    @contextmanager
+    def learning(self, *, afresh: bool) -> Iterator[None]:
+        """What is learnt about the network meanwhile is kept unless something fails."""
+        known = dict(self.example_axes)
+        if afresh:
+            self.example_axes.clear()
+        try:
+            yield
+        except BaseException:
+            self.example_axes.clear()
+            self.example_axes.update(known)
+            raise
+
     def receive(self, inputs: Any) -> Any:
         """Inputs moved to the network's device."""
         return batches.to_device(inputs, self.device)
@@ -186,8 +232,20 @@ class Network:
         state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         state |= self.parameters | dict(parameters or {})
         # Compiled parts of a module hide their operations, and do not compile under the modes that are active here.
-        with evaluation_mode(self.model), torch.compiler.set_stance("force_eager"):
-            return functional_call(self.model, state, arguments, keywords)
+        enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
+        autocast = torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext()
+        with evaluation_mode(self.model), torch.compiler.set_stance("force_eager"), autocast:
+            try:
+                return functional_call(self.model, state, arguments, keywords)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise InputError(
+                    f"The network failed on a batch: {error}.",
+                    expected="inputs that model(inputs) takes",
+                    got=batches.describe(inputs),
+                    fix="Look at the error above this one, and call the model on such a batch yourself.",
+                ) from error
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
@@ -198,6 +256,18 @@ class Network:
         """Outputs ``[B, *, C]`` without derivatives."""
         with torch.no_grad():
             return self.arrange(batches.output_tensor(self.raw(inputs)))
+
+    def tangent(self, inputs: Any, direction: Tensor) -> Tensor:
+        """``J(x) v`` for a direction ``v [P]`` in parameter space, ``[B, *, C]``."""
+        vector = self.vector()
+        # Two backward passes, since many operations (fused attention, recurrent layers) have no forward derivative.
+        with torch.enable_grad():
+            point = vector.requires_grad_()
+            outputs = self(inputs, self.substitute(point))
+            dummy = torch.zeros_like(outputs, requires_grad=True)
+            (pulled,) = torch.autograd.grad(outputs, point, dummy, create_graph=True)
+            (pushed,) = torch.autograd.grad(pulled, dummy, direction.to(pulled))
+        return pushed.detach()
 
     def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
         """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
@@ -295,29 +365,36 @@ class Network:
                 )
 
     def remember(self) -> None:
-        """Note the state of all weights, for :meth:`check_unchanged`."""
-        self._known = {
-            name: (parameter._version, _checksum(parameter)) for name, parameter in self.model.named_parameters()
-        }
+        """Note the state of all weights and buffers, for :meth:`has_changed`."""
+        self._known = self._state()
 
-    def check_unchanged(self) -> None:
-        """Raise :class:`ModelChangedError` if weights differ from those at the last :meth:`remember`.
+    def has_changed(self) -> bool:
+        """Whether weights or buffers may differ from those at the last :meth:`remember`.
 
-        In-place writes are noticed by the tensors' version counters, which costs nothing; only where one has moved are
-        checksums of the values compared.
+        Costs one pass over them, a small part of a forward pass. A different device or number of threads may also
+        show, by rounding.
         """
-        for name, parameter in self.model.named_parameters():
-            version, checksum = self._known.get(name, (None, None))
-            if version is None or version == parameter._version:
-                continue
-            if checksum != _checksum(parameter):
-                raise ModelChangedError(
-                    f"Parameter {name!r} is no longer what the posterior was fitted on.",
-                    expected="the weights at the time of fit()",
-                    got="weights that were written to since, e.g. by further training",
-                    fix="Call fit() again after training, or give the posterior a copy of the model.",
-                )
-            self._known[name] = (parameter._version, checksum)
+        return self._state() != self._known
+
+    def _state(self) -> dict[str, tuple[int, float]]:
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {name: (id(tensor), _checksum(tensor.detach())) for name, tensor in tensors.items()}
+
+
+_ROW = 1021
+"""Entries that share one weighted sum in a checksum; a prime, so that it fits no layer's shape."""
+
+
+def _checksum(tensor: Tensor) -> float:
+    """A weighted sum of all entries, which tells permutations apart."""
+    flat = tensor.flatten()
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return float(flat.double().sum())
+    ramp = torch.linspace(0.5, 1.5, _ROW, dtype=flat.dtype, device=flat.device)
+    whole = len(flat) // _ROW * _ROW
+    rows = flat[:whole].view(-1, _ROW) @ ramp
+    across = torch.linspace(1.0, 2.0, len(rows), dtype=torch.float64, device=flat.device)
+    return float((rows.double() * across).sum() + (flat[whole:] * ramp[: len(flat) - whole]).double().sum())
 
 
 def _requires_grad(inputs: Any) -> bool:
@@ -346,11 +423,6 @@ def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, T
         if not bool(error <= max(1e-3, torch.finfo(wanted.dtype).eps ** 0.5) * scale):
             return False
     return True
-
-
-def _checksum(parameter: Tensor) -> tuple[float, float]:
-    values = parameter.detach()
-    return values.sum(dtype=torch.float64).item(), values.abs().sum(dtype=torch.float64).item()
 
 
 def _masked(flat: Tensor, mask: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,13 +17,30 @@ STRUCTURES: tuple[PriorStructure, ...] = ("scalar", "layerwise", "diagonal")
 
 
 def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
-    """A tensor as it is, numbers in float64: in float32 they would cost a float64 network half its digits.
+    """A floating tensor as it is, numbers in float64: in float32 they would cost a float64 network half its digits.
+
+    Raises:
+        ConfigurationError: Something that is not made of real numbers.
 
     Example:
         >>> as_hyperparameter(0.1).dtype
         torch.float64
     """
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    try:
+        with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later
+            if isinstance(value, Tensor) and value.is_inference():
+                value = value.clone()
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value
+            if isinstance(value, Tensor) and value.is_complex():
+                raise TypeError
+            return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigurationError(
+            "A prior precision, prior mean, temperature or noise level is made of real numbers.",
+            expected="a number, a sequence of numbers or a real tensor",
+            got=reprlib.repr(value),
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -62,13 +80,12 @@ class GaussianPrior:
                 expected=f"a scalar or one for each of {n} parameters",
                 got=f"shape {tuple(mean.shape)}",
             )
-        bare = precision.detach()
-        if not (torch.isfinite(bare).all() and (bare > 0).all() and torch.isfinite(mean).all()):
+        if not (torch.isfinite(precision).all() and (precision > 0).all()):
             raise ConfigurationError(
-                "The prior is not proper.",
-                expected="positive, finite precisions and a finite mean",
-                got=f"precisions from {bare.min().item():.3g} to {bare.max().item():.3g}",
+                "The prior precision is not proper.", expected="positive, finite precisions", got=_extent(precision)
             )
+        if not torch.isfinite(mean).all():
+            raise ConfigurationError("The prior mean is not finite.", expected="finite means", got=_extent(mean))
         return cls(precision, mean, layer_index)
 
     @property
@@ -107,3 +124,9 @@ class GaussianPrior:
         if self.structure == "scalar":
             return len(self.layer_index) * self.precision.double().log()
         return self.vector().double().log().sum()
+
+
+def _extent(values: Tensor) -> str:
+    """What to print of a tensor; NaN is the least and the greatest of values among which it is."""
+    low, high = values.detach().min().item(), values.detach().max().item()
+    return f"{low:.3g}" if values.ndim == 0 else f"{len(values)} values from {low:.3g} to {high:.3g}"

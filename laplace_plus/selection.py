@@ -7,7 +7,8 @@ mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -26,7 +27,7 @@ class Selected:
 
     Attributes:
         name: Its name in ``model.named_parameters()``.
-        layer: Name of the module that owns it (``""`` for the root).
+        layer: Name of the layer that owns it (``""`` for the root); see :func:`layer_of`.
         shape: Its whole shape.
         mask: Flat bool tensor over its entries, or None where all are selected.
     """
@@ -42,12 +43,42 @@ class Selected:
         return self.shape.numel() if self.mask is None else int(self.mask.sum())
 
 
+# What torch.nn.utils.parametrize makes of a layer's tensor: the tensors that it is computed from, and the modules that
+# compute it, which may have parameters and parametrizations of their own.
+_PARAMETRIZED = re.compile(r"(?:(?P<layer>.*?)\.)?parametrizations\.[^\W\d]\w*\.(?:original\d*|\d+\..+)")
+
+_WRAPPERS = ("_orig_mod.", "module.")
+"""What ``torch.compile`` and data-parallel wrappers put before the names of a network's parameters."""
+
+
+def layer_of(parameter_name: str) -> str:
+    """Name of the layer that a parameter belongs to: the module that owns it, ``""`` for the root.
+
+    The tensors that a parametrized weight is computed from (:mod:`torch.nn.utils.parametrize`, e.g. weight
+    normalisation) are owned by submodules, but belong to the layer that has the weight.
+
+    Example:
+        >>> layer_of("2.bias"), layer_of("2.parametrizations.weight.original0"), layer_of("bias")
+        ('2', '2', '')
+    """
+    parametrized = _PARAMETRIZED.fullmatch(parameter_name)
+    return (parametrized["layer"] or "") if parametrized else parameter_name.rpartition(".")[0]
+
+
 def last_layer_of(model: nn.Module) -> str:
-    """Name of the last module, in order of definition, that owns parameters."""
-    owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    if not owners:
+    """Name of the last layer, in order of definition, that has parameters.
+
+    Raises:
+        SelectionError: The network has no parameters.
+    """
+    layers = [
+        layer_of(full_name)
+        for name, module in model.named_modules()
+        for full_name, _ in module.named_parameters(prefix=name, recurse=False)
+    ]
+    if not layers:
         raise SelectionError("The network has no parameters.", expected="at least one nn.Parameter", got="none")
-    return owners[-1]
+    return layers[-1]
 
 
 def select(model: nn.Module, selection: Selection, *, last_layer: str | None = None) -> tuple[Selected, ...]:
@@ -57,9 +88,10 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
         model: The network.
         selection: See the module's docstring. Names match whole parameter names, whole module names (then everything
             below the module) and shell-style globs over either. A mask is a bool tensor over all parameter entries in
-            ``model.parameters()`` order, or a mapping from parameter names to bool tensors of their shapes.
-        last_layer: Name of the module that is the last layer, where execution order has told; by default the last
-            one defined.
+            ``model.parameters()`` order, or a mapping from parameter names to bool tensors of their shapes. Names that
+            match nothing are also tried without the prefixes of compiled and data-parallel wrappers.
+        last_layer: Name of the layer (see :func:`layer_of`) that is last, where execution order has told; by default
+            the last one defined.
 
     Returns:
         The selected parameters in ``model.named_parameters()`` order.
@@ -73,17 +105,24 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
         masks = dict(_split_mask(parameters, selection))
     elif isinstance(selection, Mapping):
         masks = dict(_check_masks(parameters, selection))
-    elif callable(selection):
+    elif callable(selection) and not isinstance(selection, nn.Module):
         masks = {name: None for name, parameter in parameters.items() if selection(name, parameter)}
-    elif selection == "all":
+    elif isinstance(selection, str) and selection == "all":
         masks = {name: None for name, parameter in parameters.items() if parameter.requires_grad}
-    elif selection == "last_layer":
+    elif isinstance(selection, str) and selection == "last_layer":
         layer = last_layer_of(model) if last_layer is None else last_layer
-        owned = {id(p) for p in model.get_submodule(layer).parameters(recurse=False)}
+        # Tied parameters are selected under their first name, whichever layer that names.
+        every_name = model.named_parameters(remove_duplicate=False)
+        owned = {id(parameter) for name, parameter in every_name if layer_of(name) == layer}
         masks = {name: None for name, parameter in parameters.items() if id(parameter) in owned}
+    elif isinstance(selection, Iterable) and not isinstance(selection, nn.Module):
+        masks = _match(parameters, [selection] if isinstance(selection, str) else selection)
     else:
-        patterns = [selection] if isinstance(selection, str) else list(selection)
-        masks = _match(parameters, patterns)
+        raise SelectionError(
+            "The selection is of no known kind.",
+            expected='"all", "last_layer", names, globs, a predicate or a mask',
+            got=type(selection).__name__,
+        )
     if not masks:
         raise SelectionError(
             "The selection contains no parameters.",
@@ -92,21 +131,33 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
             fix="For frozen networks, name the parameters: \"all\" means those that require gradients.",
         )
     return tuple(
-        Selected(name, name.rpartition(".")[0], parameter.shape, masks[name])
+        Selected(name, layer_of(name), parameter.shape, masks[name])
         for name, parameter in parameters.items()
         if name in masks
     )
 
 
-def _match(parameters: dict[str, nn.Parameter], patterns: list[str]) -> dict[str, Tensor | None]:
+def _spellings(name: str) -> Iterator[str]:
+    """The name itself, then without its first wrapper's prefix, without its second, and so on."""
+    yield name
+    while prefix := next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+        yield name
+
+
+def _hits(parameters: dict[str, nn.Parameter], pattern: str) -> list[str]:
+    below = pattern + "."
+    globs = (pattern, below + "*")
+    return [n for n in parameters if n.startswith(below) or any(fnmatchcase(n, glob) for glob in globs)]
+
+
+def _match(parameters: dict[str, nn.Parameter], patterns: Iterable[str]) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise SelectionError("A selection by name takes strings.", expected="str", got=type(pattern).__name__)
-        below = pattern + "."
-        globs = (pattern, below + "*")
-        hits = [n for n in parameters if n.startswith(below) or any(fnmatchcase(n, glob) for glob in globs)]
-        if not hits:
+        hits = next(filter(None, (_hits(parameters, spelling) for spelling in _spellings(pattern))), None)
+        if hits is None:
             raise SelectionError(
                 f"No parameter matches {pattern!r}.",
                 expected="a parameter name, a module name or a glob over them",
@@ -133,16 +184,28 @@ def _split_mask(parameters: dict[str, nn.Parameter], mask: Tensor) -> Iterable[t
 def _check_masks(
     parameters: dict[str, nn.Parameter], masks: Mapping[str, Tensor]
 ) -> Iterable[tuple[str, Tensor | None]]:
-    for name, mask in masks.items():
-        if name not in parameters:
-            raise SelectionError(f"The mask names {name!r}, which the network does not have.", got=repr(name))
-        if mask.dtype is not torch.bool or mask.shape != parameters[name].shape:
+    known: dict[str, Tensor] = {}
+    for given, mask in masks.items():
+        spellings = _spellings(given) if isinstance(given, str) else ()
+        name = next((spelling for spelling in spellings if spelling in parameters), None)
+        if name is None or name in known:
+            raise SelectionError(
+                f"The mask names {given!r}, which the network does not have."
+                if name is None
+                else f"Two masks name the parameter {name!r}.",
+                expected="names of the network's parameters, each at most once",
+                got=repr(given),
+                fix="Print [name for name, _ in model.named_parameters()] to see the names.",
+            )
+        shape = parameters[name].shape
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != shape:
             raise SelectionError(
                 f"The mask of {name!r} does not fit.",
-                expected=f"bool of shape {tuple(parameters[name].shape)}",
-                got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+                expected=f"a bool tensor of shape {tuple(shape)}",
+                got=f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__,
             )
-    return _reduced((name, masks[name].flatten()) for name in parameters if name in masks)
+        known[name] = mask.flatten()
+    return _reduced((name, known[name]) for name in parameters if name in known)
 
 
 def _reduced(masks: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor | None]]:

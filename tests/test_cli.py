@@ -267,7 +267,6 @@ class Ball(lp.Posterior):
     def _fit(self, data, *, update, progress, generator):
         self.n_data = sum(batch.size for batch in self._batches(data, progress=progress, description="ball"))
         self._vector = self.network.vector()
-        self.network.remember()
 
     def sample(self, n, *, generator=None):
         return self.mean + self.radius * torch.randn(n, self.n_parameters, generator=generator)

@@ -73,8 +73,11 @@ class Backend(ABC):
         curvature: Curvature,
         *,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> int:
         """Add one batch to the corrected eigenvalues of an EKFAC curvature, in place.
+
+        Returns:
+            The number of examples in the batch.
 
         Raises:
             UnsupportedError: The backend has no eigenvalue correction.

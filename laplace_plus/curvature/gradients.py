@@ -122,8 +122,8 @@ class Gradients:
         searches = self._search(capture, exact=not any(along_first))
         for number, (label, search) in enumerate(zip(labels, searches, strict=True)):
             self.axes[number] = known.get(label, search.axis) if all(along_first) else search.axis
-            # Only what holds for every batch is learnt, and only once: a later, malformed input must not change it.
-            if all(along_first) and search.axis is not None and search.n_witnesses >= 2:
+            # Learnt once: a later, malformed input must not change it.
+            if search.axis is not None and search.n_witnesses >= 2:
                 known.setdefault(label, search.axis)
 
     def _search(self, capture: Capture, *, exact: bool) -> list[_AxisSearch]:

@@ -36,6 +36,7 @@ from laplace_plus.linalg import (
 )
 from laplace_plus.linalg.stacks import slices
 from laplace_plus.network import Network
+from laplace_plus.selection import layer_of
 
 
 class Native(Backend):
@@ -80,7 +81,7 @@ class Native(Backend):
         curvature: Curvature,
         *,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> int:
         gradients = Gradients(network, capture_batch(network, batch))
         blocks = {layout.key: block for layout, block in curvature}
         for cotangents, components in self._cotangents(likelihood, batch, gradients, generator):
@@ -89,6 +90,7 @@ class Native(Backend):
                 if isinstance(block, KroneckerBlock):
                     rotated = block.kronecker_basis().rotate(stack)
                     block.add_corrected_(_by_component(rotated, components, block.n_components, lambda s: s.squares()))
+        return gradients.capture.output_shape[0]
 
     def _cotangents(
         self, likelihood: Likelihood, batch: Batch, gradients: Gradients, generator: torch.Generator | None
@@ -136,7 +138,7 @@ def capture_batch(network: Network, batch: Batch) -> Capture:
     """Capture a batch, correcting which layer is the last one if execution order says so."""
     capture = Capture(network, batch.inputs)
     if network.selection == "last_layer" and isinstance(network.selection, str) and capture.last_used is not None:
-        actual = capture.last_used.rpartition(".")[0]
+        actual = layer_of(capture.last_used)
         if actual not in network.layers:
             network.select_last_layer(actual)
             capture = Capture(network, batch.inputs)
@@ -271,7 +273,7 @@ def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Te
     if isinstance(stack, OneHotStack):
         if weight_sharing == "reduce" and stack.index.shape[1] > 1:
             raise UnsupportedError(
-                f'KFAC-reduce makes the input factor of the embedding {layout.names[0]!r} dense over its whole vocabulary.',
+                f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary.",
                 expected='weight_sharing="expand" where embeddings are selected',
                 got='weight_sharing="reduce"',
                 fix='Use weight_sharing="expand", or leave the embedding out of the selection.',

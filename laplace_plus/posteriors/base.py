@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,15 @@ from torch import Tensor, nn
 from laplace_plus import io
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature import Backend, resolve_backend
-from laplace_plus.errors import ConfigurationError, NotFittedError
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelChangedError,
+    NotFittedError,
+    UnsupportedError,
+)
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network import Network
+from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
@@ -25,8 +33,16 @@ from laplace_plus.selection import Selection
 
 Method = Literal["linearized", "sampled"]
 
+N_TANGENTS = 100
+"""Number of samples that a functional posterior by Monte Carlo is made of."""
+
 MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances."""
+
+
+P = TypeVar("P", bound="Posterior")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,23 @@ class Summary:
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
         return "\n".join([self.title, *lines])
+
+
+def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
+    """Run a posterior's method outside of autocast and inference mode; see :func:`network.exact_arithmetic`."""
+
+    @wraps(method)
+    def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        with exact_arithmetic(self.network):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def check_count(value: Any, name: str) -> None:
+    """Raise :class:`ConfigurationError` unless a value is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError("There is no such number.", expected=f"{name}: an integer >= 1", got=repr(value))
 
 
 class Posterior(ABC):
@@ -101,7 +134,10 @@ class Posterior(ABC):
 
     @abstractmethod
     def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
-        """One method's own work, from streamed batches; leaves everything as it was if it fails."""
+        """One method's own work, from streamed batches; leaves everything as it was if it fails.
+
+        Of the keywords a method may take those that it needs; without ``update`` it can only be fitted anew.
+        """
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -111,6 +147,8 @@ class Posterior(ABC):
         self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
     ) -> FunctionalPosterior:
         """Mean and covariance of the linearised network's outputs.
+
+        By default from 100 samples of the posterior, pushed through the network's tangent.
 
         Args:
             x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
@@ -122,13 +160,25 @@ class Posterior(ABC):
             Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
 
         Raises:
-            ConfigurationError: This method has no linearised posterior.
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: ``differentiable`` or part of the outputs, where this method only knows samples.
         """
-        raise ConfigurationError(
-            f"{type(self).__name__} has no linearised posterior.",
-            expected='method="sampled"',
-            got='method="linearized"',
-        )
+        self._require_fit()
+        if differentiable or outputs is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} only knows its linearised posterior by Monte Carlo.",
+                expected="differentiable=False and outputs=None",
+                got=f"differentiable={differentiable}, outputs={outputs!r}",
+            )
+        x = self.network.receive(x)
+        mean = self.network.forward(x)
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        deviations = self.sample(N_TANGENTS) - self.mean
+        tangents = torch.stack([self.network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
+        if joint:
+            flat = tangents.flatten(1)
+            return FunctionalPosterior(mean, (flat.T @ flat / N_TANGENTS).view(*mean.shape, *mean.shape))
+        return FunctionalPosterior(mean, torch.einsum("s...c,s...d->...cd", tangents, tangents) / N_TANGENTS)
 
     def options(self) -> dict[str, Any]:
         """The method's own constructor arguments, in JSON's terms."""
@@ -144,6 +194,7 @@ class Posterior(ABC):
 
     # -- what it gets --------------------------------------------------------------------------------------------------
 
+    @exactly
     def fit(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
         """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
 
@@ -161,17 +212,37 @@ class Posterior(ABC):
             UnsupportedError: A curvature that the backend cannot compute.
         """
         self.network.check_finite()
-        self._fit(data, update=False, progress=progress, generator=generator)
+        self._run_fit(data, update=False, progress=progress, generator=generator)
         return self
 
+    @exactly
     def update(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`."""
         if self._vector is None:
             return self.fit(data, progress=progress, generator=generator)
-        self.network.check_unchanged()
-        self._fit(data, update=True, progress=progress, generator=generator)
+        self._require_fit()
+        self._run_fit(data, update=True, progress=progress, generator=generator)
         return self
 
+    def _run_fit(self, data: Iterable[Any], **options: Any) -> None:
+        """Call the method's own fit with those of the options that it takes."""
+        taken = signature(self._fit).parameters
+        if options["update"] and "update" not in taken:
+            raise UnsupportedError(
+                f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
+            )
+        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        with self.network.learning(afresh=not options["update"]):
+            self._fit(data, **{name: value for name, value in options.items() if every or name in taken})
+        if self._vector is None:
+            self._vector = self.network.vector()
+        self._remember()
+
+    def _remember(self) -> None:
+        self.network.remember()
+        self._fingerprint = io.fingerprint(self.network.model)
+
+    @exactly
     def predictive(
         self,
         x: Any,
@@ -206,8 +277,7 @@ class Posterior(ABC):
             ModelChangedError: The network's weights have changed since the fit.
         """
         self._require_fit()
-        if n_samples < 1:
-            raise ConfigurationError("Too few samples.", expected="n_samples >= 1", got=str(n_samples))
+        check_count(n_samples, "n_samples")
         chosen = self.default_method if method is None else method
         if chosen == "linearized":
             # The probit link only looks at variances, and with many outputs covariances cost many times as much.
@@ -240,6 +310,16 @@ class Posterior(ABC):
             for vector in self.sample(min(step, n - start), generator=generator):
                 yield self.network(x, self.network.substitute(vector))
 
+    def summary(self) -> Summary:
+        """Which parameter is treated how.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        self._require_fit()
+        rows = tuple((item.name, item.size, item.layer, type(self).__name__) for item in self.network.selected)
+        return Summary(repr(self), rows)
+
     def prior(self) -> GaussianPrior:
         """The prior at the current precision."""
         return GaussianPrior.create(self._prior_precision, self._prior_mean, self.network.layer_index())
@@ -270,7 +350,15 @@ class Posterior(ABC):
 
     @noise_std.setter
     def noise_std(self, value: float | Tensor) -> None:
-        self.likelihood = self.likelihood.with_noise(value)
+        changed = self.likelihood.with_noise(value)
+        if self._vector is not None and changed.n_noise != self.likelihood.n_noise:
+            raise ConfigurationError(
+                "The curvature was fitted with another number of noise levels.",
+                expected=f"{self.likelihood.n_noise}",
+                got=f"{changed.n_noise}",
+                fix="Fit a posterior with lp.Gaussian(noise_std=...) of that shape.",
+            )
+        self.likelihood = changed
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -317,7 +405,7 @@ class Posterior(ABC):
             "layer": self.layer_names[0] if self._is_last_layer() else None,
             "n_data": self.n_data,
             "n_outputs": self.n_outputs,
-            "network": io.fingerprint(self.network.model),
+            "network": self._fingerprint,
             "state": header,
         }
         hyper = {
@@ -332,7 +420,17 @@ class Posterior(ABC):
             raise NotFittedError(
                 f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
             )
-        self.network.check_unchanged()
+        if self.network.has_changed():
+            try:
+                io.compare_fingerprint(self._fingerprint, self.network.model)
+            except CheckpointError as error:
+                raise ModelChangedError(
+                    "The network is no longer the one that the posterior was fitted on.",
+                    expected="the weights and buffers at the time of fit()",
+                    got=str(error),
+                    fix="Call fit() again after training, or give the posterior a copy of the model.",
+                ) from error
+            self.network.remember()
 
     def _is_last_layer(self) -> bool:
         return isinstance(self.network.selection, str) and self.network.selection == "last_layer"

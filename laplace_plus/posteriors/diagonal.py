@@ -15,6 +15,7 @@ class Diagonal(GaussianPosterior):
     so usually overestimates how certain directions of correlated weights are.
 
     Example:
+        >>> import torch
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> posterior = lp.Diagonal(torch.nn.Linear(1, 1), "regression").fit([(x, 2 * x)])

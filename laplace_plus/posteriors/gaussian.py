@@ -15,10 +15,10 @@ from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.curvature.gradients import Layout
 from laplace_plus.curvature.structures import block_from_tensors
-from laplace_plus.errors import DataError, EmptyDataError, LaplacePlusError, NonFiniteError
+from laplace_plus.errors import DataError, EmptyDataError, InputError, NonFiniteError
 from laplace_plus.evidence import LaplaceModel, tune
 from laplace_plus.linalg import Factor
-from laplace_plus.posteriors.base import Posterior, Summary
+from laplace_plus.posteriors.base import Posterior, Summary, check_count, exactly
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
 
 
@@ -75,6 +75,7 @@ class GaussianPosterior(Posterior):
                 fix="Pass a DataLoader or a list, or set eigenvalue_corrected=False.",
             )
         sums = self._accumulate(data, progress=progress, generator=generator)
+        seen = sums.n_data
         if update:
             assert self._sums is not None
             sums = self._sums.plus(sums)
@@ -83,11 +84,20 @@ class GaussianPosterior(Posterior):
             sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
             name = f"{type(self).__name__}: eigenvalues"
+            again = 0
             for batch in self._batches(data, progress=progress, description=name):
-                self.backend.correct(self.network, self.likelihood, batch, sums.curvature, generator=generator)
+                again += self.backend.correct(
+                    self.network, self.likelihood, batch, sums.curvature, generator=generator
+                )
+            if again != seen:
+                raise DataError(
+                    "The data changed from the first pass to the second.",
+                    expected=f"{seen} examples again",
+                    got=f"{again}",
+                    fix="Pass a loader that yields the same data each time.",
+                )
         _require_finite(sums.curvature)
         self._adopt(sums, self.network.vector())
-        self.network.remember()
 
     def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> _Sums:
         """Curvature and statistics summed over the data."""
@@ -99,8 +109,8 @@ class GaussianPosterior(Posterior):
                 curvature, outputs = self.backend.curvature(
                     self.network, self.likelihood, batch, self.structure, generator=generator
                 )
-            except (RuntimeError, ValueError, TypeError) as error:
-                if sums is None or shapes == first or isinstance(error, LaplacePlusError):
+            except InputError as error:
+                if sums is None or shapes == first:
                     raise
                 raise _changed(first, shapes) from error
             statistics = self.likelihood.statistics(outputs, batch.target).cpu()
@@ -141,6 +151,7 @@ class GaussianPosterior(Posterior):
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
+    @exactly
     def log_marginal_likelihood(
         self,
         prior_precision: float | Tensor | None = None,
@@ -170,6 +181,7 @@ class GaussianPosterior(Posterior):
             noise_std,
         )
 
+    @exactly
     def fit_prior_precision(
         self,
         method: str = "marginal_likelihood",
@@ -232,6 +244,7 @@ class GaussianPosterior(Posterior):
             self._factor_cache = cached = (key, factors)
         return cached[1]
 
+    @exactly
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
 
@@ -241,7 +254,9 @@ class GaussianPosterior(Posterior):
 
         Raises:
             NotFittedError: Before :meth:`fit`.
+            ConfigurationError: A number of draws that is not a positive integer.
         """
+        check_count(n, "n")
         mean, factors = self.mean, self._factors()
         result = torch.zeros(n, len(mean), dtype=mean.dtype, device=mean.device)
         source = mean.device if generator is None else generator.device
@@ -251,6 +266,7 @@ class GaussianPosterior(Posterior):
         return result.add_(mean)
 
     @override
+    @exactly
     def functional_posterior(
         self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
     ) -> FunctionalPosterior:
@@ -262,18 +278,22 @@ class GaussianPosterior(Posterior):
             joint=joint,
             outputs=outputs,
             differentiable=differentiable,
+            expected_outputs=self.n_outputs,
         )[0]
 
+    @exactly
     def variance(self) -> Tensor:
         """Posterior variance of each parameter entry, ``[P]``."""
         return self.laplace_model().variances(self._factors())
 
+    @exactly
     def precision_matrix(self) -> Tensor:
         """The posterior precision ``H/T + P₀`` written out, ``[P, P]``; only for small P."""
         model = self.laplace_model()
         weights = (model.weights() / self._temperature.to(model.vector.device)).to(model.vector)
         return model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
 
+    @exactly
     def covariance_matrix(self) -> Tensor:
         """The posterior covariance written out, ``[P, P]``; only for small P."""
         total = torch.zeros(self.n_parameters, self.n_parameters, dtype=self.mean.dtype, device=self.mean.device)

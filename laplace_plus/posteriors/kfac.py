@@ -31,6 +31,7 @@ class KFAC(GaussianPosterior):
         ConfigurationError: An unknown ``weight_sharing``, besides what :class:`Posterior` raises.
 
     Example:
+        >>> import torch
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> net = torch.nn.Sequential(torch.nn.Linear(1, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
-from laplace_plus.errors import CheckpointError
+from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import likelihood_from_config
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
@@ -27,15 +28,28 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
 
     Raises:
         CheckpointError: The folder is missing, damaged or of another format version, or the network differs.
-        ConfigurationError: The posterior's class is not known; register it first.
+        ConfigurationError: The arguments are not a path and a module, or the posterior's class is not known; register
+            it first.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigurationError(
+            "The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            "The model is not a module.",
+            expected="the torch.nn.Module that the posterior was fitted on",
+            got=type(model).__name__,
+            fix="Build the network, load its weights, then call laplace_plus.load(path, model).",
+        )
     header, tensors = io.read(path)
-    io.compare_fingerprint(header["network"], unwrap(model))
+    inner = unwrap(model)
+    io.compare_fingerprint(header["network"], inner)
     masks = {name.removeprefix("mask."): value for name, value in tensors.items() if name.startswith("mask.")}
     hyper = {name.removeprefix("hyper."): value for name, value in tensors.items() if name.startswith("hyper.")}
     parameters: Any = header["parameters"]
     if masks:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in inner.named_parameters()}
         everything = {name: torch.ones(shapes[name], dtype=torch.bool) for name in parameters}
         parameters = everything | {name: mask.view(shapes[name]) for name, mask in masks.items()}
     if likelihood is None:
@@ -58,5 +72,5 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
     device = posterior.network.device
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(("mask.", "hyper."))}
     posterior._restore(header["state"], state)
-    posterior.network.remember()
+    posterior._remember()
     return posterior

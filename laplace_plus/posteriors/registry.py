@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from laplace_plus.posteriors.base import Posterior
 
 ENTRY_POINTS = "laplace_plus.posteriors"
+METHODS = ("fit", "predictive", "sample")
+"""What tells a posterior class from others; Posterior itself stands above this module."""
 _registered: dict[str, type[Posterior]] = {}
 
 
@@ -24,8 +26,18 @@ def register(name: str, cls: type[Posterior]) -> None:
         cls: A subclass of :class:`laplace_plus.Posterior`.
 
     Raises:
-        ConfigurationError: The name belongs to another class already.
+        ConfigurationError: The name is no string or belongs to another class already, or ``cls`` is not a posterior
+            class.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError("A posterior's name is a string.", expected="a non-empty str", got=repr(name))
+    if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
+        raise ConfigurationError(
+            f"What is to be called {name!r} is not a posterior class.",
+            expected=f"a class with {', '.join(METHODS)}",
+            got=f"the class {cls.__qualname__}" if isinstance(cls, type) else f"a {type(cls).__name__}, {cls!r}",
+            fix="Derive the class from laplace_plus.Posterior, and register the class itself, not an instance.",
+        )
     if _registered.get(name, cls) is not cls:
         raise ConfigurationError(
             f"The name {name!r} is taken.",

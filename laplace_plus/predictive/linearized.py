@@ -6,12 +6,14 @@ only built where one dense block covers all parameters.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from laplace_plus import batches
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.errors import ConfigurationError, DataError
@@ -21,7 +23,7 @@ from laplace_plus.network import Network
 WHOLE = "all"
 """Key of a block that covers the whole parameter vector."""
 
-Outputs = Literal["diagonal"] | Sequence[int] | Tensor | None
+Outputs = Literal["diagonal"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
 
 
 class FunctionalPosterior(NamedTuple):
@@ -45,6 +47,7 @@ def functional_posteriors(
     joint: bool = False,
     outputs: Outputs = None,
     differentiable: bool = False,
+    expected_outputs: int | None = None,
 ) -> list[FunctionalPosterior]:
     """Functional posteriors under several covariances, e.g. on a grid of prior precisions, from one Jacobian pass.
 
@@ -53,10 +56,23 @@ def functional_posteriors(
         factor_sets: For each covariance, the factors of the posterior precision's blocks by layout key.
         inputs: A batch's inputs.
         joint: Whether to give the covariance across inputs too.
-        outputs: None for all outputs, ``"diagonal"`` for variances only, or the indices of some outputs.
+        outputs: None for all outputs, ``"diagonal"`` for variances only, or some outputs: their indices, a slice, or a
+            bool mask ``[C]``.
         differentiable: Whether gradients flow to the inputs.
+        expected_outputs: C, where it is known.
+
+    Raises:
+        ConfigurationError: Outputs that the network does not have.
+        DataError: Inputs on which the network takes another path than while fitting.
     """
     capture = Capture(network, inputs, differentiable=differentiable)
+    if expected_outputs not in (None, capture.output_shape[-1]):
+        raise DataError(
+            "The network gives another number of outputs than it did while fitting.",
+            expected=f"{expected_outputs} outputs for each example",
+            got=f"outputs of shape {tuple(capture.output_shape)} for inputs {batches.describe(inputs)}",
+            fix="Pass a batch of inputs: x[None] for a single one.",
+        )
     gradients = Gradients(network, capture)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     shape = capture.output_shape
@@ -91,13 +107,29 @@ def functional_posteriors(
     return [FunctionalPosterior(mean.view(shape)[..., chosen], c.reshape(final).to(mean.dtype)) for c in covariances]
 
 
-def _indices(outputs: Sequence[int] | Tensor, n_outputs: int) -> Tensor:
-    chosen = torch.as_tensor(outputs, dtype=torch.long)
-    if chosen.ndim != 1 or not len(chosen) or int(chosen.min()) < -n_outputs or int(chosen.max()) >= n_outputs:
-        raise ConfigurationError(
-            "Outputs that the network does not have.", expected=f"indices below {n_outputs}", got=str(outputs)
-        )
+def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, n_outputs: int) -> Tensor:
+    """Indices, a slice or a mask as indices ``[K]`` from 0 to C−1."""
+    try:
+        chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise _no_outputs(outputs, n_outputs) from error
+    if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
+        chosen = chosen.nonzero().squeeze(-1)
+    integers = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
+    if chosen.ndim != 1 or not len(chosen) or not integers:
+        raise _no_outputs(outputs, n_outputs)
+    chosen = chosen.long()
+    if int(chosen.min()) < -n_outputs or int(chosen.max()) >= n_outputs:
+        raise _no_outputs(outputs, n_outputs)
     return chosen % n_outputs
+
+
+def _no_outputs(outputs: Any, n_outputs: int) -> ConfigurationError:
+    return ConfigurationError(
+        "Outputs that the network does not have.",
+        expected=f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}, not none of them",
+        got=reprlib.repr(outputs),
+    )
 
 
 def _unit(flat: Tensor, pairs: list[tuple[int, int]]) -> Tensor:

@@ -65,7 +65,6 @@ class Jittered(lp.Posterior):
             self.likelihood.validate(outputs, batch.target)
             n_data += outputs.shape[0]
         self.n_data, self._vector = n_data, self.network.vector()
-        self.network.remember()
 
     def sample(self, n, *, generator=None):
         noise = torch.randn(n, self.n_parameters, dtype=self.mean.dtype, generator=generator)

@@ -1,0 +1,355 @@
+"""Arguments that are wrong are refused with what would be right, and unusual ones that are right are understood."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from dense_reference import categorical_hessian, ggn, jacobian, relative_error
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, SelectionError
+from laplace_plus.posteriors.registry import get_posterior
+from laplace_plus.priors import GaussianPrior, as_hyperparameter
+from laplace_plus.selection import last_layer_of, layer_of, select
+
+EXACT = 1e-11  # float64, small networks
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(n=12):
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(n) % 3
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return lp.Full(perceptron(), "classification").fit([batch()])
+
+
+def says(error: pytest.ExceptionInfo, *parts: str) -> bool:
+    message = str(error.value)
+    return all(part in message for part in ("Expected: ", "Got: ", *parts))
+
+
+# -- wrapped networks --------------------------------------------------------------------------------------------------
+
+WRAPPERS = {
+    "compiled": torch.compile,
+    "parallel": nn.DataParallel,
+    "compiled parallel": lambda net: torch.compile(nn.DataParallel(net)),
+    "parallel compiled": lambda net: nn.DataParallel(torch.compile(net)),
+}
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+
+
+@each_wrapper
+def test_masked_posteriors_load_onto_wrapped_networks(wrap, tmp_path):
+    mask = torch.zeros(5, 4, dtype=torch.bool)
+    mask[1:3, ::2] = True
+    posterior = lp.Full(perceptron(), "classification", parameters={"0.weight": mask}).fit([batch()])
+    posterior.save(tmp_path / "posterior")
+    loaded = lp.load(tmp_path / "posterior", wrap(perceptron()))
+    assert loaded.n_parameters == 4
+    x = batch()[0]
+    assert torch.equal(loaded.predictive(x).mean, posterior.predictive(x).mean)
+
+
+@each_wrapper
+def test_names_that_a_wrapped_network_prints_select_its_parameters(wrap):
+    wrapped = wrap(perceptron())
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert names[0] not in ("0.weight", "0.bias")
+    prefix = names[0].removesuffix("0.weight")
+    for selection, want in (
+        ([names[0], names[3]], ("0.weight", "2.bias")),
+        (prefix + "2", ("2.weight", "2.bias")),
+        (prefix + "*.bias", ("0.bias", "2.bias")),
+        ({names[3]: torch.tensor([True, False, True])}, ("2.bias",)),
+    ):
+        assert lp.Diagonal(wrapped, "classification", parameters=selection).parameter_names == want
+
+
+def test_a_module_that_is_called_like_a_wrapper_keeps_its_name():
+    net = nn.Module()
+    net.module, net.head = nn.Linear(2, 3), nn.Linear(3, 3)
+    assert [s.name for s in select(net, "module.weight")] == ["module.weight"]
+    assert [s.name for s in select(net, "module.module.weight")] == ["module.weight"]  # as in DataParallel
+    assert [s.name for s in select(net, "module.head")] == ["head.weight", "head.bias"]
+
+
+def test_two_masks_for_one_parameter_are_refused():
+    mask = torch.ones(3, dtype=torch.bool)
+    with pytest.raises(SelectionError) as error:
+        select(perceptron(), {"2.bias": mask, "module.2.bias": mask})
+    assert says(error, "Two masks", "'2.bias'")
+
+
+# -- arguments of the wrong kind ---------------------------------------------------------------------------------------
+
+
+NOT_NUMBERS = ["a", None, ["a", "b"], {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]], 10**400]
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS)
+@pytest.mark.parametrize("argument", ["prior_precision", "prior_mean", "temperature"])
+def test_hyperparameters_are_numbers(argument, value):
+    with pytest.raises(ConfigurationError) as error:
+        lp.Diagonal(perceptron(), "classification", **{argument: value})
+    assert says(error, "a number")
+
+
+@pytest.mark.parametrize("argument", ["prior_precision", "temperature"])
+def test_hyperparameters_that_are_set_later_are_numbers(argument, fitted):
+    before = getattr(fitted, argument)
+    for value in ("a", None):
+        with pytest.raises(ConfigurationError):
+            setattr(fitted, argument, value)
+    assert getattr(fitted, argument) is before
+
+
+def test_whole_numbers_and_floating_tensors_are_hyperparameters():
+    tensor = torch.tensor(2.0, requires_grad=True)
+    assert as_hyperparameter(tensor) is tensor
+    for whole in (2, torch.tensor(2)):
+        assert torch.equal(as_hyperparameter(whole), torch.tensor(2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("precision", "mean", "parts"),
+    [
+        (1.0, float("nan"), ("mean", "Got: nan.")),
+        (1.0, torch.tensor([0.0, float("inf"), 1.0]), ("mean", "Got: 3 values from 0 to inf.")),
+        (-2.0, float("nan"), ("precision", "Got: -2.")),
+        (torch.tensor([1.0, 0.0, 3.0]), 0.0, ("precision", "Got: 3 values from 0 to 3.")),
+        (float("inf"), 0.0, ("precision", "Got: inf.")),
+    ],
+)
+def test_an_improper_prior_says_what_is_wrong(precision, mean, parts):
+    with pytest.raises(ConfigurationError) as error:
+        GaussianPrior.create(precision, mean, torch.tensor([0, 0, 1]))
+    assert says(error, *parts)
+    assert ("precision" in str(error.value)) != ("mean" in str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("selection", "got"),
+    [
+        (5, "Got: int."),
+        (None, "Got: NoneType."),
+        ({"0.weight": None}, "Got: NoneType."),
+        ({"0.weight": torch.ones(5, 4)}, "Got: torch.float32 of shape (5, 4)."),
+        ({0: torch.ones(5, 4, dtype=torch.bool)}, "Got: 0."),
+        ([None], "Got: NoneType."),
+        (perceptron(), "Got: Sequential."),
+    ],
+)
+def test_selections_are_of_a_known_kind(selection, got):
+    with pytest.raises(SelectionError) as error:
+        lp.Diagonal(perceptron(), "classification", parameters=selection)
+    assert says(error, got)
+
+
+def test_loading_takes_a_path_and_a_module(fitted, tmp_path):
+    fitted.save(tmp_path / "posterior")
+    for path, model, got in ((None, perceptron(), "NoneType"), (tmp_path / "posterior", {}, "dict")):
+        with pytest.raises(ConfigurationError) as error:
+            lp.load(path, model)
+        assert says(error, got)
+    assert lp.load(str(tmp_path / "posterior"), perceptron()).n_data == 12
+
+
+class WithoutSamples:
+    def fit(self, data):
+        return self
+
+    def predictive(self, x):
+        return x
+
+
+@pytest.mark.parametrize("thing", [3, dict, WithoutSamples, None, "Full", lambda: lp.Full])
+def test_only_posterior_classes_are_registered(thing):
+    with pytest.raises(ConfigurationError) as error:
+        lp.register("NotAPosterior", thing)
+    assert says(error, "fit, predictive, sample")
+    with pytest.raises(ConfigurationError, match="No posterior is called"):
+        get_posterior("NotAPosterior")
+
+
+def test_instances_and_nameless_classes_are_not_registered(fitted):
+    with pytest.raises(ConfigurationError):
+        lp.register("Instance", fitted)
+    for name in (3, "", None):
+        with pytest.raises(ConfigurationError):
+            lp.register(name, lp.Full)
+
+
+# -- some of the outputs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outputs", "want"),
+    [
+        (torch.tensor([True, False, True]), [0, 2]),
+        ([False, False, True], [2]),
+        (torch.tensor([0, 2], dtype=torch.uint8), [0, 2]),
+        ([-1, 0], [2, 0]),
+        (range(1, 3), [1, 2]),
+        (slice(1, None), [1, 2]),
+        (slice(None, None, -1), [2, 1, 0]),
+    ],
+)
+def test_outputs_are_chosen_by_index_mask_or_slice(fitted, outputs, want):
+    x = batch(2)[0]
+    everything, some = fitted.functional_posterior(x), fitted.functional_posterior(x, outputs=outputs)
+    assert torch.equal(some.mean, everything.mean[:, want])
+    assert relative_error(some.covariance, everything.covariance[:, want][:, :, want]) < EXACT
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        torch.tensor([0.0, 1.0]),
+        [0.5],
+        [],
+        slice(3, None),
+        slice("a"),
+        torch.tensor([True, False]),
+        torch.zeros(3, dtype=torch.bool),
+        torch.ones(3, 3, dtype=torch.bool),
+        [3],
+        [-4],
+        1,
+        {},
+        object(),
+        [None],
+        [10**30],
+        torch.tensor([1j]),
+    ],
+)
+def test_outputs_that_do_not_exist_are_refused(fitted, outputs):
+    with pytest.raises(ConfigurationError) as error:
+        fitted.functional_posterior(batch(2)[0], outputs=outputs)
+    assert says(error, "below 3")
+
+
+# -- the package's names -----------------------------------------------------------------------------------------------
+
+
+def test_the_package_lists_its_public_names_alone():
+    assert dir(lp) == sorted(lp.__all__)
+    assert {"BackPack", "Curvlinops"} <= set(dir(lp))
+    assert not {"Any", "TYPE_CHECKING"} & set(dir(lp))
+
+
+def test_listing_names_does_not_import_optional_backends():
+    code = "import sys, laplace_plus; dir(laplace_plus); print(sorted({'backpack', 'curvlinops'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert result.stdout.strip() == "[]"
+
+
+# -- layers of parametrized modules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("2.weight", "2"),
+        ("weight", ""),
+        ("encoder.block.0.bias", "encoder.block.0"),
+        ("2.parametrizations.weight.original", "2"),
+        ("2.parametrizations.weight.original1", "2"),
+        ("parametrizations.weight.original0", ""),
+        ("a.parametrizations.weight.0.scale", "a"),
+        ("a.b.parametrizations.weight_hh_l0.1.net.parametrizations.bias.original0", "a.b"),
+        ("parametrizations.0.weight", "parametrizations.0"),  # a list that happens to have this name
+        ("my_parametrizations.weight.original0", "my_parametrizations.weight"),
+    ],
+)
+def test_the_layer_of_a_parameter(name, layer):
+    assert layer_of(name) == layer
+
+
+class Scaled(nn.Module):
+    """A parametrization that has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, weight):
+        return self.scale * weight
+
+
+def scaled(layer):
+    parametrize.register_parametrization(layer, "weight", Scaled())
+    return layer
+
+
+PARAMETRIZED = {
+    "weight_norm": (parametrizations.weight_norm, {"original0", "original1"}),
+    "spectral_norm": (parametrizations.spectral_norm, {"original"}),
+    "orthogonal": (lambda layer: parametrizations.orthogonal(layer, use_trivialization=False), {"original"}),
+    "scaled": (scaled, {"original", "0.scale"}),
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_the_last_layer_has_all_of_a_parametrized_weight(kind):
+    parametrization, tensors = PARAMETRIZED[kind]
+    net = perceptron()
+    net[2] = parametrization(net[2])
+    names = {"2.bias", *(f"2.parametrizations.weight.{tensor}" for tensor in tensors)}
+    assert last_layer_of(net) == "2"
+    assert {s.name for s in select(net, "last_layer")} == names
+    assert {s.layer for s in select(net, "all")} == {"0", "2"}
+    assert last_layer_of(net[2]) == ""
+    assert {s.name for s in select(net[2], "last_layer")} == {name.removeprefix("2.") for name in names}
+
+
+def test_the_last_layer_of_weight_normalisation_equals_the_dense_curvature():
+    net = perceptron()
+    net[2] = parametrizations.weight_norm(net[2])
+    x, y = batch()
+    precision = torch.tensor([2.0], dtype=torch.float64)
+    posterior = lp.Full(net, "classification", parameters="last_layer", prior_precision=precision).fit([(x, y)])
+    names = list(posterior.parameter_names)
+    assert set(names) == {"2.bias", "2.parametrizations.weight.original0", "2.parametrizations.weight.original1"}
+    assert posterior.layer_names == ("2",)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # of the reference
+        jacobians = jacobian(net, x, names)
+    curvature = ggn(jacobians, categorical_hessian(net(x).detach()))
+    want = curvature + 2 * torch.eye(len(curvature), dtype=torch.float64)
+    assert relative_error(posterior.precision_matrix(), want) < EXACT
+
+
+def test_a_layer_wise_prior_keeps_a_parametrized_weight_and_its_bias_together():
+    net = perceptron()
+    net[2] = parametrizations.weight_norm(net[2])
+    posterior = lp.Diagonal(net, "classification", prior_precision=torch.tensor([1.0, 3.0])).fit([batch()])
+    assert posterior.layer_names == ("0", "2")
+    second = torch.cat(
+        [torch.full((p.numel(),), name.startswith("2."), dtype=torch.bool) for name, p in net.named_parameters()]
+    )
+    assert torch.equal(posterior.prior().vector(), torch.where(second, 3.0, 1.0))
+
+
+def test_tied_parameters_belong_to_the_last_layer_under_their_first_name():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    net[2].weight = net[0].weight
+    assert [s.name for s in select(net, "last_layer")] == ["0.weight", "2.bias"]
+
+
+def test_messages_about_names_show_how_to_find_them():
+    with pytest.raises(SelectionError, match=re.escape("named_parameters()")):
+        select(perceptron(), "module.nothing")
