@@ -205,7 +205,7 @@ def test_weights_at_the_prior_mean(method, structure):
     posterior.fit_prior_precision(method, structure)
     supremum = net(x).log_softmax(-1).gather(1, y[:, None]).sum().item()
     assert posterior.tuning.converged
-    assert supremum - PROMISED < posterior.tuning.value <= supremum
+    assert supremum - PROMISED < posterior.tuning.value <= supremum + 1e-9
     assert posterior.prior_precision.min() > 1e3
     assert torch.isfinite(posterior.predictive(x).mean).all()
 
@@ -237,7 +237,9 @@ def test_perfect_fit_has_a_bounded_noise():
     net = nn.Linear(2, 1, dtype=torch.float64)
     x = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     posterior = lp.Full(net, "regression").fit([(x, net(x).detach())])
-    posterior.fit_prior_precision()
+    with pytest.warns(lp.errors.ConvergenceWarning, match="limits of the search"):
+        posterior.fit_prior_precision()
+    assert not posterior.tuning.converged
     assert math.isfinite(posterior.tuning.value)
     assert 0 < posterior.noise_std < 1e-6
 
@@ -454,3 +456,17 @@ def test_validation_needs_data():
 def test_no_noise_to_tune():
     with pytest.raises(ConfigurationError, match="noise"):
         fitted(lp.Full, "classification")[0].fit_prior_precision(tune_noise=True)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e7])
+def test_weights_of_any_size(size):
+    """The search is as wide as the weights' size asks for."""
+    net, x, y = problem("regression")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(size)
+    posterior = lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision()
+    assert posterior.tuning.converged
+    for factor in (0.5, 2.0):
+        assert posterior.log_marginal_likelihood(posterior.prior_precision * factor) < posterior.tuning.value + 1e-6
+        assert posterior.log_marginal_likelihood(noise_std=posterior.noise_std * factor) < posterior.tuning.value + 1e-6

@@ -12,7 +12,11 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.priors import STRUCTURES
 
-PRECISION_BOUNDS = (math.log(1e-10), math.log(1e12))
+LOW, HIGH = math.log(1e-10), math.log(1e12)
+"""Log precisions that the search may always reach."""
+
+SPAN = math.log(1e30)
+"""Beyond this, float32 has no numbers left."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +102,24 @@ class Objective:
 
         Where the search starts does not decide where it ends, but far away from the optimum the evidence is flat.
         """
-        grid = torch.linspace(math.log(1e-6), math.log(1e8), 29, dtype=torch.float64).tolist()
+        centre = self._centre()
+        grid = torch.linspace(min(math.log(1e-6), centre - 5), max(math.log(1e8), centre + 5), 29, dtype=torch.float64)
         shifts = (-1.0, 0.0, 0.7) if self.tune_noise else (0.0,)
         noises = [self.residual_noise() + shift if self.tune_noise else None for shift in shifts]
-        points = [self.pack(level, noise) for level in grid for noise in noises]
+        points = [self.pack(level, noise) for level in grid.tolist() for noise in noises]
         with torch.no_grad():
             return max(points, key=lambda point: self.value(point).item())
 
+    def _centre(self) -> float:
+        """Logarithm of the precision that the parameters' size alone suggests."""
+        squares = self.model.prior(torch.ones(())).deviation(self.model.vector).double().square().mean()
+        return -math.log(squares.clamp(1e-16, 1e26).item())
+
     def bounds(self) -> list[tuple[float, float]]:
-        """Box in which the search stays."""
-        result = [PRECISION_BOUNDS] * self.n_precisions
+        """Box in which the search stays, wide on the scale of the parameters."""
+        centre = self._centre()
+        precision = (max(min(LOW, centre - 30), -SPAN), min(max(HIGH, centre + 30), SPAN))
+        result = [precision] * self.n_precisions
         if self.tune_noise:
             result += [(noise.item() - 12, noise.item() + 8) for noise in self.residual_noise()]
         return result

@@ -107,7 +107,16 @@ def tune(
     _, gradient = objective.value_and_gradient(point)
     norm = _free_gradient(objective, point, gradient).abs().max().item()
     converged = norm <= tolerance or _predicted_gain(objective, point, gradient) <= tolerance
-    if not converged:
+    pressing = (gradient - _free_gradient(objective, point, gradient)).abs().max().item()
+    if pressing > tolerance:
+        converged = False
+        warnings.warn(
+            f"Tuning by {method} ended at the limits of the search, where the evidence still rises by {pressing:.2g} "
+            "nats for each e-fold of a hyperparameter: the data do not determine it. Is the fit exact?",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+    elif not converged:
         warnings.warn(
             f"Tuning by {method} ended with a derivative of {norm:.2g} nats (tolerance {tolerance:.2g}) after "
             f"{evaluations} evaluations; raise max_iterations, or use method='marginal_likelihood'.",

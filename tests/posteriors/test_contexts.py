@@ -1,4 +1,4 @@
-"""Posteriors under whatever their caller is doing: inference mode, autocast, writes to the network, malformed inputs."""
+"""Posteriors in any context: inference mode, autocast, writes to the network, malformed inputs, bare plugins."""
 
 from __future__ import annotations
 
