@@ -16,6 +16,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import CHANNELS, EMBEDDING, MATRIX, Gradients, Layout, whole_layout
+from laplace_plus.curvature.last_layer import last_layer_curvature
 from laplace_plus.curvature.structures import (
     Curvature,
     DiagonalStructure,
@@ -67,7 +68,14 @@ class Native(Backend):
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
         gradients = Gradients(network, capture)
-        sums = _SUMS[type(structure)](gradients, structure, likelihood.n_noise)
+        rows, _, weight = likelihood.rows(outputs, batch.target)
+        if self.kind == "ggn" and likelihood.n_noise == 1:
+            short_cut = last_layer_curvature(gradients, structure, likelihood, rows, weight)
+            if short_cut is not None:
+                return short_cut, outputs
+        # An example with nothing but ignored targets does not count.
+        used = weight.view(gradients.capture.n_examples, -1).bool().any(1)
+        sums = _SUMS[type(structure)](gradients, structure, likelihood.n_noise, used)
         for cotangents, components in self._cotangents(likelihood, batch, gradients, generator):
             sums.add(cotangents, components)
         return sums.curvature, outputs
@@ -176,12 +184,14 @@ class _Sums(ABC):
         gradients: The batch's per-example gradients.
         structure: What to add up.
         n_components: K.
+        used: ``[B]``: whether an example has any target that is not ignored.
         curvature: The sum so far.
     """
 
     gradients: Gradients
     structure: Structure
     n_components: int
+    used: Tensor
     curvature: Curvature = field(default_factory=lambda: Curvature([]))
 
     @abstractmethod
@@ -231,7 +241,7 @@ class _KroneckerSums(_Sums):
         if isinstance(begun, KroneckerBlock):  # the inputs are the same for every chunk of directions
             begun.left += left
             return
-        right, count = _right_factor(stack, weight_sharing, layout)
+        right, count = _right_factor(stack, weight_sharing, layout, self.used)
         self.curvature.add_block_(layout, KroneckerBlock(left, right.to(left.dtype), count))
 
 
@@ -268,8 +278,8 @@ def _left_factor(stack: Stack, weight_sharing: str) -> Tensor:
     return total
 
 
-def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Sum of ``a aᵀ`` over rows, ``[G, i, i]`` (or its diagonal), and the number of rows."""
+def _right_factor(stack: Stack, weight_sharing: str, layout: Layout, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of ``a aᵀ`` over the rows of used examples, ``[G, i, i]`` (or its diagonal), and the number of rows."""
     if isinstance(stack, OneHotStack):
         if weight_sharing == "reduce" and stack.index.shape[1] > 1:
             raise UnsupportedError(
@@ -278,12 +288,13 @@ def _right_factor(stack: Stack, weight_sharing: str, layout: Layout) -> tuple[Te
                 got='weight_sharing="reduce"',
                 fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
             )
-        counts = torch.bincount(stack.index.flatten(), minlength=stack.n_columns).to(stack.dtype)
-        return counts[None], torch.tensor(float(stack.index.numel()), dtype=torch.float64)
+        index = stack.index[used]
+        counts = torch.bincount(index.flatten(), minlength=stack.n_columns).to(stack.dtype)
+        return counts[None], torch.tensor(float(index.numel()), dtype=torch.float64)
     assert isinstance(stack, OuterStack)
     total, count = None, 0
     for examples in slices(stack.n_examples, stack.n_positions * stack.shape[0] * stack.shape[2] * 4):
-        right = stack.right(examples)
+        right = stack.right(examples)[used[examples]]
         if weight_sharing == "reduce":
             right = right.mean(1, keepdim=True)
         rows = right.flatten(0, 1).movedim(1, 0)  # [G or 1, rows, i]

@@ -223,6 +223,13 @@ class Likelihood(ABC):
             hessian = torch.stack(columns, dim=-1)
         return (hessian + hessian.mT) / 2
 
+    def hessian_sums(self, outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Weighted sum of the rows' Hessians ``[C, C]`` and their weighted diagonals ``[N, C]``, at unit noise.
+
+        For likelihoods of many outputs that know them without writing ``[N, C, C]`` out; None for all others.
+        """
+        return None
+
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """A root ``S`` of the curvature, ``S Sᵀ = Λ`` at unit noise, ``[N, C, V]``.
 

@@ -115,6 +115,13 @@ class Categorical(Likelihood):
         p, complement = _probabilities(outputs)
         return _with_diagonal(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement)
 
+    def hessian_sums(self, outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """``Σ_n w_n (diag p_n - p_n p_nᵀ)``, and ``w_n p_n (1 - p_n)``."""
+        p, complement = _probabilities(outputs)
+        weight = weight.to(p.dtype).unsqueeze(-1)
+        diagonal = weight * p * complement
+        return _with_diagonal(-(weight * p).mT @ p, diagonal.sum(0)), diagonal
+
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag √p - p √pᵀ``, ``[N, C, C]``."""
         p, complement = _probabilities(outputs)

@@ -67,10 +67,11 @@ class KroneckerBasis(Basis):
             return OneHotStack(stack.index, stack.left.to(stack.dtype) @ left[0], stack.n_columns)
         if isinstance(stack, OuterStack) and right is not None:
             if stack.n_positions == 1:  # small: rotate once, for however many weightings follow
-                both = stack.sides(slice(0, stack.n_examples))
+                source = stack.expand_left(stack.raw_left[:, :1] if stack.is_shared else stack.raw_left)
+                rotated = torch.einsum("vbsgo,gop->vbsgp", source.to(left.dtype), left)
                 return OuterStack(
-                    torch.einsum("bsgi,gij->bsgj", both[1].to(left.dtype), right),
-                    torch.einsum("vbsgo,gop->vbsgp", both[0].to(left.dtype), left),
+                    torch.einsum("bsgi,gij->bsgj", stack.right(slice(0, stack.n_examples)).to(left.dtype), right),
+                    rotated.expand(-1, stack.n_examples, -1, -1, -1),
                 )
             # Otherwise the rows stay in their raw form until a chunk of them is asked for.
             expand_left, expand_right = stack.expand_left, stack.expand_right

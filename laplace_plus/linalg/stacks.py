@@ -152,6 +152,11 @@ class OuterStack(Stack):
         # The groups may share one right side, which then has G = 1 and is broadcast.
         self.shape = (left.shape[3], left.shape[4], right.shape[3])
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all examples have the same left side (an expanded tensor), as one-hot directions have."""
+        return self.n_examples > 1 and self.n_positions == 1 and self.raw_left.stride(1) == 0
+
     def sides(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Left ``[V, b, S, G, o]`` and right ``[b, S, G, i]`` side of some examples."""
         left = self.expand_left(self.raw_left[:, examples]).to(self.dtype)
@@ -194,14 +199,19 @@ class OuterStack(Stack):
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
         if self.n_positions > 1:
             return Stack.quadratic(self, weights, mode)
-        left, right = self.sides(slice(0, self.n_examples))
-        left, right = left[:, :, 0], right[:, 0]  # [V, B, G, o], [B, G, i]
+        every = slice(0, self.n_examples)
+        right = self.right(every)[:, 0]  # [B, G, i]
+        left = self.expand_left(self.raw_left[:, :1] if self.is_shared else self.raw_left).to(self.dtype)[:, :, 0]
         if mode == "joint":
             cross = torch.einsum("bgi,goi,cgi->bcgo", right, weights, right)
+            left = left.expand(-1, self.n_examples, -1, -1)
             return torch.einsum("vbgo,bcgo,wcgo->bvcw", left, cross, left)
         scale = torch.einsum("bgi,goi->bgo", right.square(), weights)
+        if mode == "diagonal" and self.is_shared:
+            return scale.flatten(1) @ left[:, 0].square().flatten(1).T
         if mode == "diagonal":
             return torch.einsum("vbgo,bgo->bv", left.square(), scale)
+        left = left.expand(-1, self.n_examples, -1, -1)
         return torch.einsum("vbgo,bgo,wbgo->bvw", left, scale, left)
 
 

@@ -20,7 +20,8 @@ class KFAC(GaussianPosterior):
 
     Args:
         weight_sharing: How positions (tokens, pixels) are treated: ``"expand"`` as examples of their own, for
-            token-level outputs; ``"reduce"`` summed first, for networks that pool over positions.
+            token-level outputs; ``"reduce"`` summed first, for networks that pool over positions. The inputs of ignored
+            targets are left out where a whole example, or a position of a last layer, is ignored.
         eigenvalue_corrected: Whether to measure the eigenvalues in the Kronecker eigenbasis (EKFAC; George et al.,
             2018), which takes a second pass over the data and makes the curvature's trace exact.
         dense_limit: Largest parameter without a Kronecker rule that gets a dense block; larger ones get a diagonal.

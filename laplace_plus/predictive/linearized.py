@@ -133,11 +133,11 @@ def _no_outputs(outputs: Any, n_outputs: int) -> ConfigurationError:
 
 
 def _unit(flat: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-    """One-hot cotangents ``[V, B, M, C]`` for pairs of a position and an output, the same for every example."""
-    cotangents = torch.zeros(len(pairs), *flat.shape, dtype=flat.dtype, device=flat.device)
+    """One-hot cotangents ``[V, B, M, C]`` for pairs of a position and an output, one memory for all examples."""
+    cotangents = torch.zeros(len(pairs), *flat.shape[1:], dtype=flat.dtype, device=flat.device)
     for direction, (position, output) in enumerate(pairs):
-        cotangents[direction, :, position, output] = 1
-    return cotangents
+        cotangents[direction, position, output] = 1
+    return cotangents[:, None].expand(-1, flat.shape[0], -1, -1)
 
 
 def _quadratics(
