@@ -404,40 +404,6 @@ def batch_size(inputs: Any) -> int:
     )
 
 
-def example_axes(inputs: Any, size: int) -> Any:
-    """Says along which axis each leaf holds one entry per example, in the form of ``torch.func.vmap``'s ``in_dims``.
-
-    A tensor of which the leading size happens to equal ``size`` is taken to be per example: nothing in it tells.
-
-    Args:
-        inputs: A tensor or a tree of tensors.
-        size: The number of examples, from :func:`batch_size`.
-
-    Returns:
-        The same tree with ``0`` for tensors of leading size ``size`` and ``None`` for all other leaves.
-
-    Example:
-        >>> example_axes((torch.zeros(4, 2), torch.zeros(3), "text"), 4)
-        (0, None, None)
-    """
-    return _map(lambda leaf: 0 if _is_per_example(leaf, size) else None, inputs)
-
-
-def slice_example(inputs: Any, index: int, size: int) -> Any:
-    """Takes one example out of a batch, as a batch of one.
-
-    Args:
-        inputs: A tensor or a tree of tensors.
-        index: Which example, ``0 <= index < size``.
-        size: The number of examples, from :func:`batch_size`.
-
-    Returns:
-        The same tree in which every tensor of leading size ``size`` is cut to ``[1, ...]`` (a view); other leaves,
-        which the examples share, are kept.
-    """
-    return _map(lambda leaf: leaf[index : index + 1] if _is_per_example(leaf, size) else leaf, inputs)
-
-
 def describe(tree: Any) -> str:
     """Describes a tree for an error message, by dtypes and shapes.
 
@@ -488,10 +454,6 @@ def _structure(tree: Any) -> str:
 
 def _is_sequence(tree: Any) -> bool:
     return isinstance(tree, (tuple, list)) and not isinstance(tree, PackedSequence)
-
-
-def _is_per_example(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -485,7 +485,6 @@ def test_packed_sequences_are_leaves():
     assert batch.size == 2
     assert batches.bind(nn.LSTM(3, 2), batch.inputs) == ((batch.inputs,), {})
     assert batches.call(nn.LSTM(3, 2), batch.inputs)[0].data.shape == (6, 2)
-    assert batches.example_axes({"a": packed}, 2) == {"a": None}
 
 
 @pytest.mark.parametrize(
@@ -505,24 +504,6 @@ def test_batch_size(inputs, size):
 def test_batch_size_needs_a_tensor(inputs):
     with pytest.raises(DataError, match="no tensor with a batch dimension"):
         batches.batch_size(inputs)
-
-
-def test_vmap_over_examples_with_shared_and_foreign_leaves():
-    inputs = {"x": X, "shared": [torch.tensor([1.0, 2.0, 3.0]), None, "text"], "pair": Pair(X2, torch.tensor(2.0))}
-    axes = batches.example_axes(inputs, 4)
-    assert axes == {"x": 0, "shared": [None, None, None], "pair": Pair(0, None)}
-    found, rebuild = batches.flatten(inputs)
-
-    def function(tree):
-        return (tree["x"] * tree["shared"][0]).sum() + tree["pair"].first.sum() * tree["pair"].second
-
-    expected = X @ torch.tensor([1.0, 2.0, 3.0]) + 4.0
-    by_leaf = torch.func.vmap(lambda *args: function(rebuild(args)), in_dims=tuple(batches.flatten(axes)[0]))(*found)
-    assert torch.equal(by_leaf, expected)
-    assert torch.equal(torch.func.vmap(function, in_dims=(axes,))(inputs), expected)
-    one_by_one = [function(batches.slice_example(inputs, index, 4)) for index in range(4)]
-    assert batches.slice_example(inputs, 1, 4)["x"].shape == (1, 3)
-    assert torch.equal(torch.stack(one_by_one), expected)
 
 
 def test_describe_is_short():

@@ -40,7 +40,7 @@ from laplace_plus.curvature.gradients import Gradients, whole_layout
 from laplace_plus.curvature.native import capture_batch
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
 from laplace_plus.likelihoods import Bernoulli, Likelihood
-from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.linalg import DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.network import Network
 
@@ -120,7 +120,7 @@ class BackPack(ForeignBackend):
         by_output = likelihood.n_noise > 1 and isinstance(structure, DiagonalStructure)
         make, field = _EXTENSIONS[self.kind, "full" if by_output else structure.name]
         extension = make(mc_samples=self.n_samples) if self.kind == "ggn_mc" else make()
-        with _extended(private), self.translated(), _global_seed(generator, network.device), torch.enable_grad():
+        with _extended(private), self.translated(), global_randomness(network.device, generator), torch.enable_grad():
             if self.kind == _FIRST_ORDER:
                 self._backward_first(private, network, likelihood, batch, extension)
                 scale = 1.0
@@ -343,22 +343,6 @@ def _extended(private: nn.Module) -> Iterator[None]:
         for module in private.modules():  # outputs and hooks refer to each other; do not wait for garbage collection
             for attribute in [name for name in vars(module) if name == "output" or name.startswith("input")]:
                 delattr(module, attribute)
-
-
-@contextmanager
-def _global_seed(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Let the global generators, the only ones that BackPACK samples from, continue from ``generator``."""
-    if generator is None:
-        yield
-        return
-    seed = draw_seed(generator)
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 def _detached(inputs: Any) -> Any:

@@ -22,7 +22,7 @@ from laplace_plus.curvature.calls import Call, ExampleAxis
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import MATRIX, Gradients, Layout
 from laplace_plus.curvature.structures import KroneckerStructure, Structure
-from laplace_plus.errors import LaplacePlusError, UnsupportedError
+from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_plus.network import Network
 
@@ -60,10 +60,13 @@ class ForeignBackend(Backend):
         """
         try:
             yield
-        except (LaplacePlusError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, LaplacePlusError) and not isinstance(error, InputError):
+                raise
+            cause = error.__cause__ if isinstance(error, InputError) else error
+            text = " ".join(str(cause).split()) or type(cause).__name__
             raise self.refusal(
                 "cannot differentiate this network", expected="operations that the library knows", got=text[:400]
             ) from error

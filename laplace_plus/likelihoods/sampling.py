@@ -51,12 +51,12 @@ def from_distribution(distribution: Distribution, *, device: torch.device, gener
         device: Where the sample is drawn.
         generator: Source of randomness; the global generators are left as they were if one is given.
     """
-    with _global_randomness(device, generator):
+    with global_randomness(device, generator):
         return distribution.sample()
 
 
 @contextmanager
-def _global_randomness(device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
+def global_randomness(device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
     """Let the global generators of the CPU and of ``device`` continue from ``generator``, and put them back after."""
     if generator is None:
         yield
