@@ -98,7 +98,7 @@ class Curvlinops(ForeignBackend):
                 expected="outputs [B, C]",
                 got=f"outputs {tuple(outputs.shape)}",
             )
-        if ignored and (self.kind == "ggn_mc" or (factored and self.kind == "ggn")):
+        if ignored and (self.kind == "ggn_mc" or factored):
             raise self.refusal(
                 f"counts ignored targets in a {structure.name} {self.kind} curvature",
                 expected="no target equal to ignore_index",
