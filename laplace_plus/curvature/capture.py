@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,14 +213,14 @@ class Capture:
         cotangents = cotangents.to(self.graph_outputs.dtype)
         if not self.graph_outputs.requires_grad:
             return [self._zeros(r, len(cotangents)) for r in self._recorded]
-        if batched and len(cotangents) > 1 and not self.differentiable:
-            try:
-                with warnings.catch_warnings():  # an operation that torch loops over by itself is no news to the user
-                    warnings.filterwarnings("ignore", message="There is a performance drop")
+        with warnings.catch_warnings():
+            # Neither operations that torch loops over by itself nor a user's own hooks are news to the user.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            if batched and len(cotangents) > 1 and not self.differentiable:
+                with suppress(RuntimeError):  # no batching rule; the loop raises what is really wrong
                     return self._backward(cotangents, is_grads_batched=True)
-            except RuntimeError:  # an operation without a batching rule; the loop raises what is really wrong
-                pass
-        rows = [self._backward(cotangent, is_grads_batched=False) for cotangent in cotangents]
+            rows = [self._backward(cotangent, is_grads_batched=False) for cotangent in cotangents]
         return [torch.stack(column) for column in zip(*rows, strict=True)]
 
     def _backward(self, cotangents: Tensor, *, is_grads_batched: bool) -> list[Tensor]:

@@ -124,7 +124,9 @@ class Posterior(ABC):
         self._prior_precision = as_hyperparameter(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean)
         self._temperature = _positive(temperature, "temperature")
-        if not self._is_last_layer():  # a last layer is only certain once a batch has gone through the network
+        if self._is_last_layer():  # its size is only certain once a batch has gone through the network
+            GaussianPrior.create(self._prior_precision.flatten()[:1], 0.0, torch.zeros(1, dtype=torch.long))
+        else:
             self.prior()
         self.n_data = 0
         self.n_outputs = 0

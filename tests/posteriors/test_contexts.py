@@ -172,3 +172,16 @@ def test_a_plugin_may_take_only_the_data():
     assert posterior.functional_posterior(data[0][0], joint=True).covariance.shape == (7, 3, 7, 3)
     with pytest.raises(lp.errors.UnsupportedError, match="cannot be updated"):
         posterior.update(data)
+
+
+def test_hooks_of_the_user_are_no_news():
+    model, data = problem()
+    seen = []
+    model[0].register_full_backward_hook(lambda *_: seen.append(1))
+    lp.KFAC(model, "classification").fit(data).predictive(data[0][0])  # warnings are errors here
+
+
+def test_a_bad_prior_of_a_last_layer_is_refused_at_once():
+    model, _ = problem()
+    with pytest.raises(lp.errors.ConfigurationError, match="prior"):
+        lp.Full(model, "classification", parameters="last_layer", prior_precision=-1.0)
