@@ -37,7 +37,7 @@ def mlp() -> tuple[nn.Module, tuple[int, ...], int]:
     """784-1024-1024-10, 1.9 million weights."""
     sides = [784, 1024, 1024]
     hidden = [layer for a, b in zip(sides, sides[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(1024, 10)), (784,), 2000
+    return nn.Sequential(*hidden, nn.Linear(1024, 10)), (784,), 128
 
 
 def lenet() -> tuple[nn.Module, tuple[int, ...], int]:
@@ -45,14 +45,14 @@ def lenet() -> tuple[nn.Module, tuple[int, ...], int]:
     features = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2)]
     features += [nn.Conv2d(6, 16, 5), nn.ReLU(), nn.AvgPool2d(2)]
     head = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
-    return nn.Sequential(*features, nn.Flatten(), *head), (1, 28, 28), 2000
+    return nn.Sequential(*features, nn.Flatten(), *head), (1, 28, 28), 512
 
 
 def resnet18() -> tuple[nn.Module, tuple[int, ...], int]:
     """Torchvision's ResNet-18 on 32 x 32 images, 11 million weights."""
     from torchvision.models import resnet18 as build  # noqa: PLC0415  -- an extra
 
-    return build(num_classes=10), (3, 32, 32), 128
+    return build(num_classes=10), (3, 32, 32), 32
 
 
 MODELS = {"mlp": mlp, "lenet": lenet, "resnet18": resnet18}
@@ -69,19 +69,20 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def measure(call: Callable[[], Any]) -> dict[str, float | str]:
-    """Median CPU seconds of a call and its peak extra memory in MB."""
+def measure(call: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
+    """Median CPU seconds of a call and its peak extra memory in MB; and what the call returned."""
     times: list[float] = []
+    result = None
     before = resident()
     Path("/proc/self/clear_refs").write_text("5")
     try:
         while not times or (len(times) < 3 and times[0] < 5):
             start = time.process_time()
-            call()
+            result = call()
             times.append(time.process_time() - start)
     except (RuntimeError, MemoryError, NotImplementedError, ValueError) as error:
-        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
-    return {"seconds": median(times), "peak_mb": max(0, high_water() - before) / 1e6}
+        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}, None
+    return {"seconds": median(times), "peak_mb": max(0, high_water() - before) / 1e6}, result
 
 
 def run(name: str, batch_size: int, with_peer: bool) -> list[dict[str, Any]]:
@@ -103,27 +104,30 @@ def run(name: str, batch_size: int, with_peer: bool) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
 
-    def add(task: str, library: str, call: Callable[[], Any], unit: str) -> None:
-        row = {"model": name, "task": task, "library": library, **measure(call)}
+    def add(task: str, library: str, call: Callable[[], Any], unit: str) -> Any:
+        measured, result = measure(call)
+        row = {"model": name, "task": task, "library": library, **measured}
         if "seconds" in row:
             row[f"x_{unit}"] = row["seconds"] / base[unit]
         rows.append(row)
         print(json.dumps(row), flush=True)  # noqa: T201
+        return result
 
     base: dict[str, float] = {"epoch": 1.0, "forward": 1.0}
     for unit, call in (("epoch", epoch), ("forward", forward)):
         call()
-        base[unit] = float(measure(call)["seconds"])
+        base[unit] = measure(call)[0]["seconds"]
 
     ours: dict[str, tuple[type[lp.GaussianPosterior], dict[str, Any]]] = {
         "KFAC": (lp.KFAC, {}),
         "KFAC, Monte Carlo": (lp.KFAC, {"backend": lp.Native("ggn_mc")}),
         "diagonal": (lp.Diagonal, {}),
-        "last layer, full": (lp.Full, {"parameters": "last_layer"}),
+        "last layer, KFAC": (lp.KFAC, {"parameters": "last_layer"}),
     }
     for task, (cls, options) in ours.items():
-        add(f"fit {task}", "laplace_plus", lambda c=cls, o=options: c(model, "classification", **o).fit(data), "epoch")
-        posterior = cls(model, "classification", **options).fit(data)
+        posterior = add(
+            f"fit {task}", "laplace_plus", lambda c=cls, o=options: c(model, "classification", **o).fit(data), "epoch"
+        )
         add(f"tune {task}", "laplace_plus", posterior.fit_prior_precision, "epoch")
         add(f"predict {task}", "laplace_plus", lambda p=posterior: p.predictive(x), "forward")
         del posterior
@@ -132,7 +136,7 @@ def run(name: str, batch_size: int, with_peer: bool) -> list[dict[str, Any]]:
         theirs = {
             "KFAC": ("all", "kron"),
             "diagonal": ("all", "diag"),
-            "last layer, full": ("last_layer", "full"),
+            "last layer, KFAC": ("last_layer", "kron"),
         }
         for task, (subset, structure) in theirs.items():
 
@@ -141,10 +145,9 @@ def run(name: str, batch_size: int, with_peer: bool) -> list[dict[str, Any]]:
                 peer.fit(loader)
                 return peer
 
-            add(f"fit {task}", "laplace-torch", fit, "epoch")
-            if "failed" in rows[-1]:
+            peer = add(f"fit {task}", "laplace-torch", fit, "epoch")
+            if peer is None:
                 continue
-            peer = fit()
             add(f"tune {task}", "laplace-torch", lambda p=peer: p.optimize_prior_precision(), "epoch")
             add(f"predict {task}", "laplace-torch", lambda p=peer: p(x, link_approx="probit"), "forward")
             del peer
