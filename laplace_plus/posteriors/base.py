@@ -289,9 +289,12 @@ class Posterior(ABC):
                 mean, covariance = self.functional_posterior(
                     x, joint=joint, outputs=outputs, differentiable=differentiable
                 )
-                return from_functional(
+                prediction = from_functional(
                     self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
                 )
+                if prediction.marginal is None:
+                    _ = prediction.samples  # drawn here and now rather than under the caller's autocast
+                return prediction
         if chosen != "sampled":
             raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
         if link not in (None, "mc") or differentiable:
