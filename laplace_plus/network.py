@@ -131,6 +131,7 @@ class Network:
 
     def _select(self, last_layer: str | None) -> None:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
+        self._layer_index: Tensor | None = None
 
     def select_last_layer(self, layer: str) -> None:
         """Correct the ``"last_layer"`` selection, once execution order has shown which layer is last."""
@@ -165,9 +166,10 @@ class Network:
 
     def layer_index(self) -> Tensor:
         """For each entry of the parameter vector, the number of its layer: ``[P]`` integers."""
-        number = {layer: i for i, layer in enumerate(self.layers)}
-        sizes = torch.tensor([item.size for item in self.selected])
-        return torch.repeat_interleave(torch.tensor([number[item.layer] for item in self.selected]), sizes)
+        if self._layer_index is None:
+            number = {layer: i for i, layer in enumerate(self.layers)}
+            self._layer_index = torch.cat([torch.full((item.size,), number[item.layer]) for item in self.selected])
+        return self._layer_index
 
     @property
     def parameters(self) -> dict[str, Tensor]:
