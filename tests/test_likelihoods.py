@@ -10,6 +10,7 @@ import torch
 import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from likelihoods.own import Ordinal, StudentT, generator, normal
 
 from laplace_plus.errors import (
     ConfigurationError,
@@ -23,7 +24,6 @@ from laplace_plus.likelihoods import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
-    Likelihood,
     LogDensity,
     Poisson,
     likelihood_from_config,
@@ -31,33 +31,6 @@ from laplace_plus.likelihoods import (
 )
 
 N, C = 6, 4
-
-
-class StudentT(Likelihood):
-    """Heavy tails: not log-concave far from the target."""
-
-    def log_density(self, outputs, targets):
-        return td.StudentT(4.0, outputs, 0.7).log_prob(targets).sum(-1)
-
-
-class Ordinal(Likelihood):
-    """A log-concave likelihood of one's own, with a distribution."""
-
-    links = ("mc",)
-
-    def log_density(self, outputs, targets):
-        return self.distribution(outputs).log_prob(targets).sum(-1)
-
-    def distribution(self, outputs):
-        return td.Geometric(logits=outputs)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def case(name):

@@ -90,7 +90,7 @@ def train_network(
 ) -> nn.Sequential:
     """Trains a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
 
-    Nothing is chosen by looking at the results: there is no early stopping and no validation data.
+    A run chooses nothing by looking at results: there is no early stopping and no validation data.
 
     Args:
         digits: The data; only ``train`` is looked at.

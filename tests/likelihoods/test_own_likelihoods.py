@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributions as td
+from likelihoods.own import Ordinal, StudentT, generator, normal
 
 from laplace_plus.errors import (
     ConfigurationError,
@@ -13,38 +14,10 @@ from laplace_plus.errors import (
 from laplace_plus.likelihoods import (
     Bernoulli,
     Categorical,
-    Likelihood,
     LogDensity,
     Poisson,
 )
 from laplace_plus.likelihoods.sampling import from_distribution
-
-
-class StudentT(Likelihood):
-    """Heavy tails: not log-concave far from the target."""
-
-    def log_density(self, outputs, targets):
-        return td.StudentT(4.0, outputs, 0.7).log_prob(targets).sum(-1)
-
-
-class Ordinal(Likelihood):
-    """A log-concave likelihood of one's own, with a distribution."""
-
-    links = ("mc",)
-
-    def log_density(self, outputs, targets):
-        return self.distribution(outputs).log_prob(targets).sum(-1)
-
-    def distribution(self, outputs):
-        return td.Geometric(logits=outputs)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Poisson()])
