@@ -81,5 +81,9 @@ class CheckpointError(LaplacePlusError, ValueError):
     """A saved posterior that is damaged, of another format version, or of another network."""
 
 
+class OperatorError(LaplacePlusError, ValueError):
+    """A linear operator of the wrong shape or type, or one that is not what it is said to be (symmetric, linear)."""
+
+
 class ConvergenceWarning(UserWarning):
     """An iteration ended before it met its tolerance; the message says how far it got."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.errors import CheckpointError, EmptyDataError, LabelError, LaplacePlusError, NotFittedError
+from laplace_plus.errors import CheckpointError, DataError, EmptyDataError, LabelError, LaplacePlusError, NotFittedError
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -72,9 +72,11 @@ class PosteriorConformance(ABC):
 
     Attributes:
         rows: Number of data.
+        one_pass: Whether fitting passes over the data once; otherwise iterators must be refused.
     """
 
     rows: int = 24
+    one_pass: bool = True
 
     @abstractmethod
     def make(self, model: nn.Module, likelihood: Any, **options: Any) -> Posterior:
@@ -112,7 +114,11 @@ class PosteriorConformance(ABC):
     def test_fit_counts_what_it_sees(self) -> None:
         posterior, _, data = self.fitted()
         assert posterior.n_data == self.rows
-        assert posterior.fit(iter(list(data))).n_data == self.rows, "a second fit must forget the first"
+        assert posterior.fit(list(data)).n_data == self.rows, "a second fit must forget the first"
+        if self.one_pass:
+            assert posterior.fit(iter(list(data))).n_data == self.rows, "an iterator is enough for one pass"
+        else:
+            raises(DataError, lambda: posterior.fit(iter(list(data))))
 
     def test_unfitted_is_refused(self) -> None:
         model, data = self.classification()

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from laplace_plus.curvature.base import Backend, Kind
 from laplace_plus.curvature.native import Native
+from laplace_plus.curvature.operators import (
+    FisherOperator,
+    GGNOperator,
+    HessianOperator,
+    JacobianOperator,
+    RootOperator,
+)
 from laplace_plus.curvature.structures import (
     Curvature,
     DiagonalStructure,
     FullStructure,
     KroneckerStructure,
+    LowRankStructure,
     Structure,
 )
 from laplace_plus.errors import ConfigurationError
@@ -26,10 +34,16 @@ __all__ = [
     "Curvature",
     "Curvlinops",
     "DiagonalStructure",
+    "FisherOperator",
     "FullStructure",
+    "GGNOperator",
+    "HessianOperator",
+    "JacobianOperator",
     "Kind",
     "KroneckerStructure",
+    "LowRankStructure",
     "Native",
+    "RootOperator",
     "Structure",
     "resolve_backend",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,6 +13,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.linalg import Operator
 from laplace_plus.network import Network
 
 Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
@@ -85,6 +87,34 @@ class Backend(ABC):
         raise UnsupportedError(
             f"The {self.name} backend has no eigenvalue correction.",
             expected="a backend with EKFAC",
+            got=self.name,
+            fix='Use backend="native".',
+        )
+
+    def operator(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        data: Iterable[Any],
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Operator:
+        """The curvature of all the data as an operator that is only known by its products.
+
+        Args:
+            network: The network.
+            likelihood: Its noise is taken to be 1.
+            data: An iterable of batches that can be started again; each product passes over it.
+            generator: Source of the sampled labels of ``"ggn_mc"``.
+            progress: Whether to show a progress bar for each pass.
+
+        Raises:
+            UnsupportedError: The backend has no operators.
+        """
+        raise UnsupportedError(
+            f"The {self.name} backend has no matrix-free operators.",
+            expected="a backend with operators",
             got=self.name,
             fix='Use backend="native".',
         )

@@ -23,8 +23,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
+from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ParameterRows
 from laplace_plus.network import Network
+from laplace_plus.selection import layer_of
 
 
 @dataclass
@@ -255,3 +257,14 @@ def _feature_axis(network: Network, raw: Tensor) -> int:
         return -1
     probe = network.arrange(torch.empty(tuple(range(2, 2 + raw.ndim)), device="meta"))  # all sizes differ
     return probe.shape[-1] - 2
+
+
+def capture_batch(network: Network, batch: Batch) -> Capture:
+    """Capture a batch, correcting which layer is the last one if execution order says so."""
+    capture = Capture(network, batch.inputs)
+    if network.selection == "last_layer" and isinstance(network.selection, str) and capture.last_used is not None:
+        actual = layer_of(capture.last_used)
+        if actual not in network.layers:
+            network.select_last_layer(actual)
+            capture = Capture(network, batch.inputs)
+    return capture

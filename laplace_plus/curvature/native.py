@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS, Backend
-from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import CHANNELS, EMBEDDING, MATRIX, Gradients, Layout, whole_layout
 from laplace_plus.curvature.last_layer import last_layer_curvature
+from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator
 from laplace_plus.curvature.structures import (
     Curvature,
     DiagonalStructure,
@@ -26,18 +27,19 @@ from laplace_plus.curvature.structures import (
 )
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import (
     Block,
     DenseBlock,
     DiagonalBlock,
     KroneckerBlock,
     OneHotStack,
+    Operator,
     OuterStack,
     Stack,
 )
 from laplace_plus.linalg.stacks import slices
 from laplace_plus.network import Network
-from laplace_plus.selection import layer_of
 
 
 class Native(Backend):
@@ -48,7 +50,7 @@ class Native(Backend):
 
     name: ClassVar[str] = "native"
     supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {(kind, name) for kind in KINDS for name in ("full", "diagonal", "KFAC")} - {("hessian", "KFAC")}
+        {(kind, name) for kind in KINDS for name in ("full", "diagonal", "KFAC", "low-rank")} - {("hessian", "KFAC")}
     )
 
     @override
@@ -100,6 +102,27 @@ class Native(Backend):
                     block.add_corrected_(_by_component(rotated, components, block.n_components, lambda s: s.squares()))
         return gradients.capture.output_shape[0]
 
+    @override
+    def operator(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        data: Iterable[Any],
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Operator:
+        unit = likelihood if likelihood.noise_std is None else likelihood.with_noise(1.0)
+        if self.kind == "ggn":
+            return GGNOperator(network, unit, data, progress=progress)
+        if self.kind == "hessian":
+            return HessianOperator(network, unit, data, progress=progress)
+        fisher: Literal["mc", "empirical"] = "mc" if self.kind == "ggn_mc" else "empirical"
+        seed = draw_seed(torch.default_generator if generator is None else generator)
+        return FisherOperator(
+            network, unit, data, kind=fisher, n_samples=self.n_samples, seed=seed, progress=progress
+        )
+
     def _cotangents(
         self, likelihood: Likelihood, batch: Batch, gradients: Gradients, generator: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -140,17 +163,6 @@ class Native(Backend):
                 drawn.append(gradient.view_as(outputs) / self.n_samples**0.5)
                 component.append(direction % n_components)
             yield torch.stack(drawn), torch.tensor(component)
-
-
-def capture_batch(network: Network, batch: Batch) -> Capture:
-    """Capture a batch, correcting which layer is the last one if execution order says so."""
-    capture = Capture(network, batch.inputs)
-    if network.selection == "last_layer" and isinstance(network.selection, str) and capture.last_used is not None:
-        actual = layer_of(capture.last_used)
-        if actual not in network.layers:
-            network.select_last_layer(actual)
-            capture = Capture(network, batch.inputs)
-    return capture
 
 
 def _exact_cotangents(

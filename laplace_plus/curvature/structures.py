@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace_plus.curvature.gradients import Layout
 from laplace_plus.errors import DataError
-from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,14 @@ class KroneckerStructure:
     name: str = field(default="KFAC", init=False)
 
 
-Structure = FullStructure | DiagonalStructure | KroneckerStructure
+@dataclass(frozen=True)
+class LowRankStructure:
+    """Leading eigenpairs of the whole matrix, from products with it; see :meth:`Backend.operator`."""
+
+    name: str = field(default="low-rank", init=False)
+
+
+Structure = FullStructure | DiagonalStructure | KroneckerStructure | LowRankStructure
 
 
 @dataclass
@@ -132,6 +139,8 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[
         return DiagonalBlock(tensors["values"])
     if storage == "dense":
         return DenseBlock(tensors["matrix"], shape)
+    if storage == LowRankBlock.storage:
+        return LowRankBlock(tensors["values"], tensors["vectors"], tensors["nodes"], tensors["node_weights"])
     return KroneckerBlock(
         tensors["left"], tensors["right"], tensors["count"], tensors.get("corrected"), tensors.get("basis_weights")
     )

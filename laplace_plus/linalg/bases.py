@@ -16,12 +16,16 @@ from typing_extensions import override
 from laplace_plus.linalg.stacks import CHUNK_BYTES, DenseStack, MappedStack, OneHotStack, OuterStack, Stack
 
 
-class Basis(ABC):
-    """An invertible linear map R on arrays ``[G, o, i]``."""
+class Rotation(ABC):
+    """What several quadratic forms ``P M⁻¹ P'`` have in common: the coordinates that they weigh."""
 
     @abstractmethod
     def rotate(self, stack: Stack) -> Stack:
         """Coordinates of a stack's matrices, ``Rᵀ P``."""
+
+
+class Basis(Rotation):
+    """An invertible linear map R on arrays ``[G, o, i]``."""
 
     @abstractmethod
     def expand(self, coordinates: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from laplace_plus.errors import NonFiniteError, UnsupportedError
 from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
-from laplace_plus.linalg.factor import Factor, not_positive_definite
+from laplace_plus.linalg.factor import EigenFactor, Factor, not_positive_definite
 
 # Rounding makes eigenvalues of a semi-definite matrix slightly negative, by about n · eps of the largest one.
 ROUNDING = 64.0
@@ -81,22 +81,6 @@ class Block(ABC):
         """Add another block of the same structure in place."""
 
     @abstractmethod
-    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        """A basis in which ``H(w)`` is diagonal and the diagonal ``[G, o, i]``.
-
-        Args:
-            weights: Component weights ``w [K]``, whose type the diagonal takes; the result is differentiable in them
-                only where K = 1.
-        """
-
-    @abstractmethod
-    def dense(self, weights: Tensor) -> Tensor:
-        """``H(w)`` written out, ``[G, n, n]`` with n = o·i."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """What makes up the block, for storage."""
-
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         """The matrix ``H(w) + diagonal``, ready to be inverted.
 
@@ -108,6 +92,39 @@ class Block(ABC):
             UnsupportedError: The structure cannot add a diagonal that is not a multiple of the identity.
             NotPositiveDefiniteError: The sum is not positive definite.
         """
+
+    @abstractmethod
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        """``log det(H(w) + diagonal)``, 0-d float64; differentiable in both arguments.
+
+        Raises:
+            UnsupportedError: The structure cannot add a diagonal that is not a multiple of the identity.
+            NotPositiveDefiniteError: The sum is not positive definite.
+        """
+
+    @abstractmethod
+    def dense(self, weights: Tensor) -> Tensor:
+        """``H(w)`` written out, ``[G, n, n]`` with n = o·i."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What makes up the block, for storage."""
+
+
+class EigenBlock(Block):
+    """A block that is diagonal in a known basis."""
+
+    @abstractmethod
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        """A basis in which ``H(w)`` is diagonal and the diagonal ``[G, o, i]``.
+
+        Args:
+            weights: Component weights ``w [K]``, whose type the diagonal takes; the result is differentiable in them
+                only where K = 1.
+        """
+
+    @override
+    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if diagonal.ndim:
             raise UnsupportedError(
                 f"A {self.kind} block cannot hold a prior precision that differs from entry to entry.",
@@ -116,15 +133,10 @@ class Block(ABC):
                 fix='Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.',
             )
         basis, values = self.eigen(weights)
-        return Factor(basis, values + diagonal)
+        return EigenFactor(basis, values + diagonal)
 
+    @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        """``log det(H(w) + diagonal)``, 0-d float64; differentiable in both arguments.
-
-        Raises:
-            UnsupportedError: The structure cannot add a diagonal that is not a multiple of the identity.
-            NotPositiveDefiniteError: The sum is not positive definite.
-        """
         if diagonal.ndim and not isinstance(self.eigen(weights)[0], IdentityBasis):
             return self.factor(weights, diagonal).log_determinant()
         values = self.eigen(weights)[1].double() + diagonal.double()
@@ -134,7 +146,7 @@ class Block(ABC):
 
 
 @dataclass
-class DiagonalBlock(Block):
+class DiagonalBlock(EigenBlock):
     """A diagonal matrix.
 
     Attributes:
@@ -162,7 +174,7 @@ class DiagonalBlock(Block):
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         basis, values = self.eigen(weights)
-        return Factor(basis, values + diagonal)
+        return EigenFactor(basis, values + diagonal)
 
     @override
     def dense(self, weights: Tensor) -> Tensor:
@@ -173,7 +185,7 @@ class DiagonalBlock(Block):
         return {"values": self.values}
 
 
-class _OnceDiagonalised(Block):
+class _OnceDiagonalised(EigenBlock):
     """Shared by the blocks whose eigendecomposition is worth keeping."""
 
     _cache: tuple[Tensor, Basis, Tensor] | None = None
@@ -240,16 +252,16 @@ class DenseBlock(_OnceDiagonalised):
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if diagonal.ndim == 0:
-            return Block.factor(self, weights, diagonal)
+            return EigenBlock.factor(self, weights, diagonal)
         # H + D = D^½ (D^-½ H D^-½ + I) D^½; the inner matrix is diagonalised for this D.
         scale = diagonal.flatten(1).rsqrt()
         values, vectors = symmetric_eigen(scale[..., None] * self._combined(weights) * scale[:, None, :])
-        return Factor(DenseBasis(vectors, scale), clamp_rounding(values).view(self.shape) + 1, scale.log().sum() * -2)
+        return EigenFactor(DenseBasis(vectors, scale), clamp_rounding(values).view(self.shape) + 1, scale.log().sum() * -2)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
-            return Block.log_determinant(self, weights, diagonal)
+            return EigenBlock.log_determinant(self, weights, diagonal)
         full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
         full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
         lower, failed = torch.linalg.cholesky_ex(full)
@@ -343,7 +355,7 @@ class KroneckerBlock(_OnceDiagonalised):
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if self.n_components == 1 or self.corrected is not None or not weights.requires_grad:
-            return Block.log_determinant(self, weights, diagonal)
+            return EigenBlock.log_determinant(self, weights, diagonal)
         # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
         left = torch.linalg.eigvalsh(torch.einsum("k,kgop->gop", weights, self.left.to(weights.dtype))).clamp(min=0)
         right = self.right.to(left.dtype)

@@ -1,14 +1,16 @@
-"""A positive definite matrix that is diagonal in a known basis, ready to be inverted."""
+"""Positive definite matrices that are ready to be inverted."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.linalg.bases import Basis
+from laplace_plus.linalg.bases import Basis, Rotation
 from laplace_plus.linalg.stacks import Stack
 
 
@@ -22,8 +24,42 @@ def not_positive_definite(smallest: float) -> NotPositiveDefiniteError:
     )
 
 
+class Factor(ABC):
+    """A positive definite matrix M over the entries of a ``[G, o, i]`` array.
+
+    Attributes:
+        basis: Prepares stacks for :meth:`weigh`; factors that share it can share what it prepared.
+    """
+
+    basis: Rotation
+
+    @abstractmethod
+    def weigh(self, rotated: Stack, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for matrices that :attr:`basis` has rotated; ``mode`` as in :meth:`Stack.quadratic`."""
+
+    @abstractmethod
+    def log_determinant(self) -> Tensor:
+        """``log det M``, 0-d float64."""
+
+    @abstractmethod
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from N(0, M⁻¹) for standard normal ``noise [n, G, o, i]``."""
+
+    @abstractmethod
+    def variances(self) -> Tensor:
+        """The diagonal of ``M⁻¹``, ``[G, o, i]``."""
+
+    @abstractmethod
+    def covariance(self) -> Tensor:
+        """``M⁻¹`` written out, ``[G, n, n]`` with n = o·i; only for small n."""
+
+    def quadratic(self, stack: Stack, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for the matrices of a stack; ``mode`` as in :meth:`Stack.quadratic`."""
+        return self.weigh(self.basis.rotate(stack), mode)
+
+
 @dataclass(frozen=True)
-class Factor:
+class EigenFactor(Factor):
     """The matrix ``M = R⁻ᵀ diag(values) R⁻¹``, whose inverse is ``R diag(1/values) Rᵀ``.
 
     Attributes:
@@ -44,24 +80,24 @@ class Factor:
         if not smallest > 0:
             raise not_positive_definite(smallest.item())
 
+    @override
     def log_determinant(self) -> Tensor:
-        """``log det M``, 0-d float64."""
         return self.values.double().log().sum() + self.log_scale
 
-    def quadratic(self, stack: Stack, mode: str) -> Tensor:
-        """``P M⁻¹ P'`` for the matrices of a stack; ``mode`` as in :meth:`Stack.quadratic`."""
-        return self.basis.rotate(stack).quadratic(self.values.reciprocal().to(stack.dtype), mode)
+    @override
+    def weigh(self, rotated: Stack, mode: str) -> Tensor:
+        return rotated.quadratic(self.values.reciprocal().to(rotated.dtype), mode)
 
+    @override
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws from N(0, M⁻¹) for standard normal ``noise [n, G, o, i]``."""
         return self.basis.expand(noise * self.values.rsqrt())
 
+    @override
     def variances(self) -> Tensor:
-        """The diagonal of ``M⁻¹``, ``[G, o, i]``."""
         return self.basis.spread(self.values.reciprocal())
 
+    @override
     def covariance(self) -> Tensor:
-        """``M⁻¹`` written out, ``[G, n, n]`` with n = o·i; only for small n."""
         groups, rows, columns = self.values.shape
         n = rows * columns
         identity = torch.eye(n, dtype=self.values.dtype, device=self.values.device).view(n, 1, rows, columns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,15 @@ class Stack(ABC):
                 parts.append(torch.einsum("vbp,wbp->bvw", weighted, values.flatten(2)))
         return torch.cat(parts)
 
+    def project(self, matrices: Tensor) -> Tensor:
+        """Inner products ``⟨P_vn, U_r⟩`` with some matrices ``U [r, G, o, i]``, ``[V, B, r]``."""
+        flat = matrices.flatten(1).mT.to(self.dtype)
+        return torch.cat([values.flatten(2) @ flat for _, values in self.chunks()], 1)
+
+    @abstractmethod
+    def in_dtype(self, dtype: torch.dtype) -> Stack:
+        """The same matrices with sums taken in another type."""
+
     def _joint(self, weights: Tensor) -> Tensor:
         # Pairs of chunks, so that no more than two chunks are ever written out.
         v, b = self.n_directions, self.n_examples
@@ -115,6 +124,10 @@ class DenseStack(Stack):
     @override
     def select(self, directions: Tensor) -> DenseStack:
         return DenseStack(self.values[directions])
+
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> DenseStack:
+        return DenseStack(self.values.to(dtype))
 
 
 def _same(x: Tensor) -> Tensor:
@@ -185,6 +198,27 @@ class OuterStack(Stack):
         )
 
     @override
+    def in_dtype(self, dtype: torch.dtype) -> OuterStack:
+        return replace(self, compute_dtype=dtype)
+
+    @override
+    def project(self, matrices: Tensor) -> Tensor:
+        groups, rows, columns = self.shape
+        count, item = len(matrices), torch.finfo(self.dtype).bits // 8
+        # Either every matrix of the stack is written out, or each row of its right side meets every U.
+        written = self.n_directions * rows * columns * (self.n_positions + count)
+        met = self.n_positions * rows * count * (columns + self.n_directions)
+        if written < met:
+            return Stack.project(self, matrices)
+        parts, matrices = [], matrices.to(self.dtype)
+        each = self.n_positions * groups * (rows * (count + self.n_directions) + columns) * item
+        for examples in slices(self.n_examples, each):
+            left, right = self.sides(examples)
+            meeting = torch.einsum("bsgi,rgoi->bsgor", right, matrices)
+            parts.append(torch.einsum("vbsgo,bsgor->vbr", left, meeting))
+        return torch.cat(parts, 1)
+
+    @override
     def squares(self) -> Tensor:
         if self.n_positions > 1:
             return Stack.squares(self)
@@ -240,6 +274,10 @@ class SubsetStack(Stack):
     def select(self, directions: Tensor) -> SubsetStack:
         return SubsetStack(self.whole.select(directions), self.positions)
 
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> SubsetStack:
+        return SubsetStack(self.whole.in_dtype(dtype), self.positions)
+
 
 @dataclass
 class JoinedStack(Stack):
@@ -276,6 +314,28 @@ class JoinedStack(Stack):
     def select(self, directions: Tensor) -> JoinedStack:
         return JoinedStack([(stack.select(directions), positions) for stack, positions in self.parts], self.size)
 
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> JoinedStack:
+        return JoinedStack([(stack.in_dtype(dtype), positions) for stack, positions in self.parts], self.size)
+
+    @override
+    def project(self, matrices: Tensor) -> Tensor:
+        parts = [stack.project(own).to(self.dtype) for stack, own in self._share(matrices)]
+        return sum(parts[1:], parts[0])
+
+    @override
+    def quadratic(self, weights: Tensor, mode: str) -> Tensor:
+        parts = [
+            stack.quadratic(own[0].to(stack.dtype), mode).to(self.dtype) for stack, own in self._share(weights[None])
+        ]
+        return sum(parts[1:], parts[0])
+
+    def _share(self, values: Tensor) -> Iterator[tuple[Stack, Tensor]]:
+        """Each part with its own entries of ``[r, 1, 1, n]`` values."""
+        flat = values.flatten(1)
+        for stack, positions in self.parts:
+            yield stack, flat[:, positions.flatten().to(flat.device)].unflatten(1, stack.shape)
+
 
 @dataclass
 class MappedStack(Stack):
@@ -305,6 +365,10 @@ class MappedStack(Stack):
     @override
     def select(self, directions: Tensor) -> MappedStack:
         return MappedStack(self.source.select(directions), self.matrix)
+
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> MappedStack:
+        return MappedStack(self.source.in_dtype(dtype), self.matrix)
 
 
 def concatenate(stacks: list[OuterStack]) -> OuterStack:
@@ -365,6 +429,17 @@ class OneHotStack(Stack):
     @override
     def select(self, directions: Tensor) -> OneHotStack:
         return OneHotStack(self.index, self.left[directions], self.n_columns, self.compute_dtype)
+
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> OneHotStack:
+        return replace(self, compute_dtype=dtype)
+
+    @override
+    def project(self, matrices: Tensor) -> Tensor:
+        parts = [
+            DenseStack(values).project(matrices[..., columns]) for _, values, columns in self.compact_chunks()
+        ]
+        return torch.cat(parts, 1)
 
     @override
     def squares(self) -> Tensor:

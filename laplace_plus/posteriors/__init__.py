@@ -6,10 +6,23 @@ from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.kfac import KFAC
 from laplace_plus.posteriors.loading import load
+from laplace_plus.posteriors.low_rank import LowRank
 from laplace_plus.posteriors.registry import get_posterior, register
 
 register("Full", Full)
 register("KFAC", KFAC)
 register("Diagonal", Diagonal)
+register("LowRank", LowRank)
 
-__all__ = ["Diagonal", "Full", "GaussianPosterior", "KFAC", "Posterior", "Summary", "get_posterior", "load", "register"]
+__all__ = [
+    "Diagonal",
+    "Full",
+    "GaussianPosterior",
+    "KFAC",
+    "LowRank",
+    "Posterior",
+    "Summary",
+    "get_posterior",
+    "load",
+    "register",
+]

@@ -23,7 +23,7 @@ from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, fun
 
 
 @dataclass(frozen=True)
-class _Sums:
+class FitSums:
     """What a fit adds up over the data.
 
     Attributes:
@@ -38,7 +38,7 @@ class _Sums:
     n_data: int
     n_outputs: int
 
-    def plus(self, other: _Sums) -> _Sums:
+    def plus(self, other: FitSums) -> FitSums:
         """The sums over both data sets; neither is changed."""
         curvature = self.curvature.clone()
         curvature.add_(other.curvature)
@@ -53,7 +53,7 @@ class GaussianPosterior(Posterior):
     A subclass only names the structure; evidence, tuning, sampling and the linearised predictive come with it.
     """
 
-    _sums: _Sums | None = None
+    _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
 
     @property
@@ -67,13 +67,8 @@ class GaussianPosterior(Posterior):
         structure = self.structure
         self.backend.check(structure, self.likelihood)
         corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
-        if corrected and iter(data) is data:
-            raise DataError(
-                "The eigenvalue correction passes over the data twice.",
-                expected="an iterable that can be started again, such as a DataLoader",
-                got=f"a {type(data).__name__} that can only be used once",
-                fix="Pass a DataLoader or a list, or set eigenvalue_corrected=False.",
-            )
+        if corrected:
+            require_restartable(data, "The eigenvalue correction passes over the data twice.")
         sums = self._accumulate(data, progress=progress, generator=generator)
         seen = sums.n_data
         if update:
@@ -99,9 +94,9 @@ class GaussianPosterior(Posterior):
         _require_finite(sums.curvature)
         self._adopt(sums, self.network.vector())
 
-    def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> _Sums:
+    def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> FitSums:
         """Curvature and statistics summed over the data."""
-        sums: _Sums | None = None
+        sums: FitSums | None = None
         first = ""
         for batch in self._batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
             shapes = describe(batch.inputs)
@@ -114,7 +109,7 @@ class GaussianPosterior(Posterior):
                     raise
                 raise _changed(first, shapes) from error
             statistics = self.likelihood.statistics(outputs, batch.target).cpu()
-            part = _Sums(curvature, statistics, outputs.shape[0], outputs.shape[-1])
+            part = FitSums(curvature, statistics, outputs.shape[0], outputs.shape[-1])
             if sums is None:
                 sums, first = part, shapes
                 continue
@@ -126,12 +121,12 @@ class GaussianPosterior(Posterior):
             raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
         return sums
 
-    def _adopt(self, sums: _Sums, vector: Tensor) -> None:
+    def _adopt(self, sums: FitSums, vector: Tensor) -> None:
         self.prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
         self._sums, self._vector, self._factor_cache = sums, vector, None
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
-    def _require_sums(self) -> _Sums:
+    def _require_sums(self) -> FitSums:
         self._require_fit()
         assert self._sums is not None
         return self._sums
@@ -345,8 +340,19 @@ class GaussianPosterior(Posterior):
             own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], own.pop("index").cpu())
             blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
-        sums = _Sums(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, self.n_outputs)
+        sums = FitSums(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self._adopt(sums, tensors["vector"])
+
+
+def require_restartable(data: Iterable[Any], why: str) -> None:
+    """Raise :class:`DataError` for an iterator, which can be passed over only once."""
+    if iter(data) is data:
+        raise DataError(
+            why,
+            expected="an iterable that can be started again, such as a DataLoader",
+            got=f"a {type(data).__name__} that can only be used once",
+            fix="Pass a DataLoader or a list.",
+        )
 
 
 def _changed(expected: str, got: str) -> DataError:

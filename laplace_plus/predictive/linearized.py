@@ -159,7 +159,7 @@ def _quadratics(
             factor = factors[layout.key]
             if id(factor.basis) not in rotated:
                 rotated[id(factor.basis)] = factor.basis.rotate(stack)
-            part = rotated[id(factor.basis)].quadratic(factor.values.reciprocal().to(stack.dtype), mode)
+            part = factor.weigh(rotated[id(factor.basis)], mode)
             total = totals[number]
             totals[number] = part if total is None else total + part
     return [total for total in totals if total is not None]

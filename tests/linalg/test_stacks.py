@@ -68,6 +68,11 @@ def test_a_stack_is_its_matrices(v, b, s, g, o, i, chunk_bytes, seed):
             torch.testing.assert_close(stack.quadratic(weights, "diagonal"), own.diagonal(dim1=1, dim2=2))
             last = torch.tensor([v - 1])
             torch.testing.assert_close(stack.select(last).dense(EVERY), dense[-1:])
+            others = torch.randn(3, *stack.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            torch.testing.assert_close(stack.project(others), torch.einsum("vbgoi,rgoi->vbr", dense, others))
+            single = stack.in_dtype(torch.float32)
+            assert single.dtype is torch.float32
+            torch.testing.assert_close(single.dense(EVERY), dense.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_is_summed_in_float32():

@@ -27,19 +27,31 @@ class TestReduceKFAC(GaussianConformance):
 
 
 class TestEKFAC(GaussianConformance):
+    one_pass = False
+
     def make(self, model, likelihood, **options):
         return lp.KFAC(model, likelihood, eigenvalue_corrected=True, **options)
-
-    def test_fit_counts_what_it_sees(self):
-        posterior, _, data = self.fitted()
-        assert posterior.n_data == self.rows
-        with pytest.raises(lp.errors.DataError, match="twice"):
-            posterior.fit(iter(data))
 
 
 class TestDiagonal(GaussianConformance):
     def make(self, model, likelihood, **options):
         return lp.Diagonal(model, likelihood, **options)
+
+
+class TestLowRank(GaussianConformance):
+    """With as many eigenpairs as the curvature has."""
+
+    one_pass = False
+
+    def make(self, model, likelihood, **options):
+        return lp.LowRank(model, likelihood, rank=100, **options)
+
+
+class TestLowRankHessian(GaussianConformance):
+    one_pass = False
+
+    def make(self, model, likelihood, **options):
+        return lp.LowRank(model, likelihood, rank=5, tolerance=1e-12, backend=lp.Native("hessian"), **options)
 
 
 class TestLastLayer(GaussianConformance):

@@ -1,0 +1,269 @@
+"""The derivative of a network's outputs on one batch, as products: ``J v`` and ``Jᵀ u`` for stacks of vectors.
+
+``J v`` is taken in forward mode, mapped over the stack, where the network's operations have forward derivatives and
+batching rules; otherwise one vector after the other, and where there is no forward derivative at all (recurrent
+layers) by differentiating the pullback, which is linear in its cotangent, or else output by output. None of the quicker
+ways is trusted blindly: each must agree with a plain backward pass on the first batch that it is used for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from laplace_plus.network import Network
+
+Way = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
+
+_ROWS = 16
+"""Outputs that are differentiated at a time where nothing else works."""
+
+_SMALL = 100_000
+"""Up to this many parameters, mapped backward passes are the quicker ones on a CPU, too."""
+
+
+@dataclass
+class Ways:
+    """Which ways of differentiating have proved right for a network, and which have not; shared by all batches."""
+
+    right: set[Way] = field(default_factory=set)
+    wrong: set[Way] = field(default_factory=set)
+
+    def attempt(
+        self, way: Way, compute: Callable[[Tensor], Tensor], vectors: Tensor, agrees: Callable[[Tensor, Tensor], bool]
+    ) -> Tensor | None:
+        """The products with ``vectors [m, k]`` in that way, or None if it cannot do them or is wrong.
+
+        Args:
+            way: Its name.
+            compute: Multiplies a stack.
+            vectors: The stack.
+            agrees: Compares a stack and the products with it with what a plain backward pass gives.
+        """
+        if way in self.wrong:
+            return None
+        known = way in self.right
+        # The caller's vectors may be all zero, or single out one entry; a random one more tells more.
+        given = vectors if known else torch.cat([vectors, _random_like(vectors[:1])])
+        try:
+            with warnings.catch_warnings():
+                # About slow batching rules and torch's own imports; the plain forward pass has told the rest.
+                warnings.simplefilter("ignore")
+                products = compute(given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001  -- whatever it is, a plain backward pass will do
+            self.wrong.add(way)
+            return None
+        if known:
+            return products
+        if bool(torch.isfinite(given).all()):
+            (self.right if agrees(given, products) else self.wrong).add(way)
+        return None if way in self.wrong else products[: len(vectors)]
+
+
+class Pullback:
+    """``Jᵀ u`` of a tensor in the vector that it was computed from.
+
+    Args:
+        outputs: The tensor, with its graph.
+        point: The vector, ``[P]``.
+        ways: What is known so far.
+    """
+
+    def __init__(self, outputs: Tensor, point: Tensor, ways: Ways):
+        self._outputs, self._point, self._ways = outputs, point, ways
+
+    def __call__(self, cotangents: Tensor) -> Tensor:
+        """``[m, *outputs.shape] -> [m, P]``."""
+        return self.add_to(self._point.new_zeros(len(cotangents), len(self._point)), cotangents)
+
+    def add_to(self, total: Tensor, cotangents: Tensor) -> Tensor:
+        """Add ``[m, *outputs.shape] -> [m, P]`` to a total, in place."""
+        if not self._outputs.requires_grad:
+            return total
+        if len(cotangents) > 1 and (self._point.device.type != "cpu" or len(self._point) <= _SMALL):
+            mapped = self._ways.attempt("mapped backward", self._mapped, cotangents, self._agrees)
+            if mapped is not None:
+                return total.add_(mapped)
+        for row, cotangent in zip(total, cotangents, strict=True):
+            row += self.one(cotangent)  # one after the other, and never a second stack
+        return total
+
+    def one(self, cotangent: Tensor) -> Tensor:
+        """``[*outputs.shape] -> [P]``, by a plain backward pass."""
+        if not self._outputs.requires_grad:
+            return torch.zeros_like(self._point)
+        (gradient,) = torch.autograd.grad(
+            self._outputs, self._point, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return gradient.detach()
+
+    def _mapped(self, cotangents: Tensor) -> Tensor:
+        (gradients,) = torch.autograd.grad(
+            self._outputs,
+            self._point,
+            cotangents,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+            is_grads_batched=True,
+        )
+        return gradients.detach()
+
+    def _agrees(self, cotangents: Tensor, gradients: Tensor) -> bool:
+        weights = torch.linspace(0.5, 1.5, len(cotangents), dtype=cotangents.dtype, device=cotangents.device)
+        expected = self.one(torch.einsum("m,m...->...", weights, cotangents))
+        terms = weights[:, None] * gradients
+        error = (terms.sum(0) - expected).abs().max()
+        return bool(error <= _tolerance(cotangents) * terms.abs().sum(0).max())
+
+
+class Linearization:
+    """``f(θ + v) ≈ f(θ) + J v`` on one batch, in the selected parameters.
+
+    Args:
+        network: The network.
+        vector: θ, ``[P]``.
+        inputs: The batch's inputs.
+        ways: What is known so far about its derivatives.
+
+    Attributes:
+        outputs: ``f(θ)``, ``[B, *, C]``, in the type of the parameter vector, without a graph.
+    """
+
+    def __init__(self, network: Network, vector: Tensor, inputs: Any, ways: Ways):
+        self._network, self._inputs, self._ways = network, inputs, ways
+        self._point, self._outputs = evaluate(network, vector, inputs)
+        self.outputs = self._outputs.detach()
+        self.pull = Pullback(self._outputs, self._point, ways)
+        self._doubled: tuple[Tensor, Tensor] | None = None
+
+    def push(self, vectors: Tensor) -> Tensor:
+        """``J v``, ``[m, P] -> [m, B, *, C]``."""
+        if not self._outputs.requires_grad:
+            return vectors.new_zeros(len(vectors), *self.outputs.shape)
+        ways: list[tuple[Way, Callable[[Tensor], Tensor]]] = [
+            ("forward", self._looped_forward),
+            ("backward twice", self._backward_twice),
+        ]
+        if len(vectors) > 1:
+            ways.insert(0, ("mapped forward", self._mapped_forward))
+        for way, compute in ways:
+            products = self._ways.attempt(way, compute, vectors, self._adjoint)
+            if products is not None:
+                return products
+        return self._row_by_row(vectors)
+
+    def _forward(self, vector: Tensor) -> Tensor:
+        with differentiable_kernels(self._network):
+            point = self._point.detach()
+            return torch.func.jvp(self._function, (point,), (vector,))[1]
+
+    def _function(self, point: Tensor) -> Tensor:
+        return self._network(self._inputs, self._network.substitute(point)).to(point.dtype)
+
+    def _mapped_forward(self, vectors: Tensor) -> Tensor:
+        return torch.func.vmap(self._forward)(vectors)
+
+    def _looped_forward(self, vectors: Tensor) -> Tensor:
+        return torch.stack([self._forward(vector) for vector in vectors])
+
+    def _backward_twice(self, vectors: Tensor) -> Tensor:
+        if self._doubled is None:
+            with torch.enable_grad():
+                dummy = torch.zeros_like(self._outputs, requires_grad=True)
+                (pulled,) = torch.autograd.grad(self._outputs, self._point, dummy, create_graph=True)
+            self._doubled = pulled, dummy
+        pulled, dummy = self._doubled
+        return torch.stack(
+            [torch.autograd.grad(pulled, dummy, vector, retain_graph=True)[0].detach() for vector in vectors]
+        )
+
+    def _row_by_row(self, vectors: Tensor) -> Tensor:
+        """Without a second derivative of any kind: one backward pass for each output."""
+        products = vectors.new_empty(len(vectors), self.outputs.numel())
+        for some in torch.arange(self.outputs.numel()).split(_ROWS):
+            units = torch.zeros(len(some), self.outputs.numel(), dtype=vectors.dtype, device=vectors.device)
+            units[torch.arange(len(some)), some] = 1.0
+            products[:, some] = vectors @ self.pull(units.view(-1, *self.outputs.shape)).mT
+        return products.view(-1, *self.outputs.shape)
+
+    def _adjoint(self, vectors: Tensor, products: Tensor) -> bool:
+        """Whether ``⟨u, J v⟩ = ⟨Jᵀ u, v⟩`` for each of the vectors and a random u."""
+        cotangent = _random_like(self.outputs)
+        terms = products.flatten(1) * cotangent.flatten()
+        other = vectors @ self.pull.one(cotangent)
+        return bool(((terms.sum(1) - other).abs() <= _tolerance(vectors) * terms.abs().sum(1)).all())
+
+
+def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
+    """A leaf with the entries of ``vector [P]``, and the outputs ``[B, *, C]`` as a differentiable function of it."""
+    with torch.enable_grad(), differentiable_kernels(network):
+        point = vector.detach().requires_grad_()
+        return point, network(inputs, network.substitute(point)).to(point.dtype)
+
+
+@contextmanager
+def differentiable_kernels(network: Network) -> Iterator[None]:
+    """Kernels that can be differentiated twice: neither fused attention nor cuDNN's recurrent layers."""
+    recurrent = network.device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in network.model.modules())
+    cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), cudnn, _WrittenOut():
+        yield
+
+
+class _WrittenOut(TorchFunctionMode):
+    """Replaces operations whose second derivatives torch lacks or has wrong by the same functions written out.
+
+    ``torch._weight_norm`` has a wrong one on the CPU, and the hard sigmoid and swish have none.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            return replacement(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    # As for torch, -1 stands for one norm over everything, and not for the last axis.
+    axes = None if dim == -1 else [axis for axis in range(v.ndim) if axis != dim]
+    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=dim != -1))
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    before = input.clone() if inplace else input
+    result = (before / 6 + 0.5).clamp(0.0, 1.0)
+    return input.copy_(result) if inplace else result
+
+
+def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    before = input.clone() if inplace else input
+    result = before * _hardsigmoid(before)
+    return input.copy_(result) if inplace else result
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
+    torch._weight_norm: _weight_norm,
+    torch.nn.functional.hardsigmoid: _hardsigmoid,
+    torch.nn.functional.hardswish: _hardswish,
+}
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """For comparisons of two ways: what is wrong is wrong in the first digits, while half precision has only three."""
+    return max(1e-3, torch.finfo(tensor.dtype).eps ** 0.5)

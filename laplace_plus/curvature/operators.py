@@ -1,0 +1,389 @@
+"""The curvature of a network's loss over a whole data set as operators: products, and never a matrix.
+
+The loss is the negative log-likelihood summed over the data, and the curvature is that at the likelihood's *current*
+observation noise. With ``J_n`` the Jacobian of example n's outputs in the selected parameters:
+
+=========================  ===========================================================================================
+:class:`GGNOperator`       ``Σ_n J_nᵀ Λ_n J_n``, ``Λ = −∂² log p(y|f) / ∂f²`` (Schraudolph, 2002)
+:class:`FisherOperator`    ``Σ_n J_nᵀ g_n g_nᵀ J_n`` with gradients g at sampled labels or at the data's own
+:class:`HessianOperator`   ``Σ_n ∂² (−log p(y_n | f_n)) / ∂θ²`` (Pearlmutter, 1994)
+:class:`JacobianOperator`  ``J``, all examples below each other
+:class:`RootOperator`      ``Λ^½ J``, whose small Gram matrix shares the spectrum of the GGN
+=========================  ===========================================================================================
+
+A product with a stack of vectors takes one pass over the data, whatever their number. For one vector that costs about
+two forward and two backward passes. Memory is that of one batch and ``chunk_size`` vectors, besides the stack itself.
+Results do not depend on how the data are cut into batches, but for rounding.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
+from laplace_plus.curvature.output_roots import IdentityRoot, OutputRoot, empirical_root, exact_root, sampled_root
+from laplace_plus.curvature.streaming import NetworkOperator, Stream
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.likelihoods.checks import check_outputs
+from laplace_plus.linalg.operators import Operator, Transposed
+from laplace_plus.network import Network, exact_arithmetic
+
+CHUNK_SIZE = 16
+"""Number of vectors that are pushed through the network at a time, unless said otherwise."""
+
+
+class _RowOperator(NetworkOperator):
+    """``Sᵀ J``: rows that each belong to one batch, in the order of the data."""
+
+    @abstractmethod
+    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        """S on a batch whose first row of outputs has that number."""
+
+    def _passed(self) -> Iterator[tuple[Linearization, OutputRoot, slice]]:
+        start = first_row = 0
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
+            root = self._output_root(batch, line.outputs, first_row)
+            if start + root.size > self.shape[0]:
+                raise self._stream.changed(f"more than {self.shape[0]} rows")
+            yield line, root, slice(start, start + root.size)
+            start += root.size
+            first_row += line.outputs.shape[:-1].numel()
+
+    @override
+    def _multiply(self, vectors: Tensor) -> Tensor:
+        result = vectors.new_zeros(len(vectors), self.shape[0])
+        for line, root, where in self._passed():
+            for some in _chunks(len(vectors), self._stream.chunk_size):
+                result[some, where] = root.down(line.push(vectors[some])).to(result.dtype)
+        return result
+
+    def _multiply_transposed(self, vectors: Tensor) -> Tensor:
+        result = vectors.new_zeros(len(vectors), self.shape[1])
+        for line, root, where in self._passed():
+            for some in _chunks(len(vectors), self._stream.chunk_size):
+                line.pull.add_to(result[some], root.up(vectors[some, where]).to(result.dtype))
+        return result
+
+    @override
+    def _transpose(self) -> Operator:
+        return Transposed(self, lambda u: self._run(self._multiply_transposed, self, self.shape[1], u))
+
+
+class JacobianOperator(_RowOperator):
+    """``J``: rows are the outputs of all examples (positions, then outputs, within each), columns the parameters.
+
+    ``J`` itself in place of ``JᵀJ`` keeps solvers such as LSMR from squaring the condition number.
+
+    Args:
+        network: The network, or a module of which all parameters that require gradients are taken and whose last axis
+            holds the outputs.
+        data: An iterable of batches ``(x, y)`` that can be started again and keeps its order; the targets are not used.
+        chunk_size: Number of vectors that are pushed through the network at a time.
+        progress: Whether to show a progress bar for each pass.
+
+    Raises:
+        DataError: Data that can be run over only once, or of no known form.
+        EmptyDataError: No data.
+        NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
+    """
+
+    def __init__(
+        self,
+        network: Network | nn.Module,
+        data: Iterable[Any],
+        *,
+        chunk_size: int = CHUNK_SIZE,
+        progress: bool = False,
+    ):
+        stream = Stream(network, resolve_likelihood("regression").arrange, data, chunk_size, progress)
+        with exact_arithmetic(stream.network):
+            for _, outputs in stream.survey(type(self).__name__):
+                check_outputs(outputs)
+        NetworkOperator.__init__(self, stream)
+        self.shape = (stream.n_outputs, stream.network.n_parameters)
+
+    @override
+    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        return IdentityRoot(outputs.shape)
+
+
+class CurvatureOperator(NetworkOperator):
+    """Some curvature of the loss, summed over the data, ``[P, P]``.
+
+    Args:
+        network: The network, or a module of which all parameters that require gradients are taken.
+        likelihood: A name or a :class:`~laplace_plus.Likelihood`; its observation noise is that of the products.
+        data: An iterable of batches that can be started again.
+        chunk_size: Number of vectors that are pushed through the network at a time.
+        progress: Whether to show a progress bar for each pass.
+
+    Attributes:
+        likelihood: The likelihood.
+
+    Raises:
+        DataError: Data that can be run over only once, or of no known form.
+        EmptyDataError: No data.
+        LabelError: Targets that do not fit the likelihood.
+        OutputError: Network outputs that do not fit it.
+        NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
+    """
+
+    symmetric = True
+
+    def __init__(
+        self,
+        network: Network | nn.Module,
+        likelihood: str | Likelihood,
+        data: Iterable[Any],
+        *,
+        chunk_size: int = CHUNK_SIZE,
+        progress: bool = False,
+    ):
+        self.likelihood = resolve_likelihood(likelihood)
+        stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
+        NetworkOperator.__init__(self, stream)
+        with exact_arithmetic(stream.network):
+            n_seen = 0
+            for batch, outputs in stream.survey(type(self).__name__):
+                self.likelihood.validate(outputs, batch.target)
+                self._look_at(batch, outputs, n_seen)
+                n_seen += len(outputs)
+        self.shape = (stream.network.n_parameters, stream.network.n_parameters)
+
+    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
+        """What the first pass finds out about a batch that ``n_seen`` examples precede."""
+
+    @override
+    def _transpose(self) -> Operator:
+        return self
+
+
+class _SandwichOperator(CurvatureOperator):
+    """``Σ Jᵀ S Sᵀ J`` with a root S of some curvature in output space."""
+
+    _n_root = 0
+    _ordered = False
+
+    @abstractmethod
+    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        """S on a batch whose first row has that number."""
+
+    @override
+    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
+        self._n_root += self._output_root(batch, outputs, 0).size
+
+    @override
+    def _multiply(self, vectors: Tensor) -> Tensor:
+        result = torch.zeros_like(vectors)
+        first_row = 0
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=self._ordered):
+            root = self._output_root(batch, line.outputs, first_row)
+            first_row += line.outputs.shape[:-1].numel()
+            for some in _chunks(len(vectors), self._stream.chunk_size):
+                cotangents = root.up(root.down(line.push(vectors[some])))
+                line.pull.add_to(result[some], cotangents.to(result.dtype))
+        return result
+
+    def root(self) -> RootOperator:
+        """The ``R = Sᵀ J`` with which this operator is ``Rᵀ R``; the data must keep their order for it."""
+        return RootOperator(self)
+
+
+class RootOperator(_RowOperator):
+    """``Sᵀ J``: a root of the curvature in output space times the Jacobian; made by ``GGNOperator(…).root()``.
+
+    Where it has fewer rows than columns, ``root @ root.T`` is the small matrix with those eigenvalues of the curvature
+    that are not zero.
+
+    Args:
+        curvature: A GGN or Fisher operator.
+
+    Attributes:
+        curvature: That operator.
+    """
+
+    def __init__(self, curvature: _SandwichOperator):
+        NetworkOperator.__init__(self, curvature._stream)
+        self.curvature = curvature
+        self.shape = (curvature._n_root, curvature.shape[1])
+
+    @override
+    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        return self.curvature._output_root(batch, outputs, first_row)
+
+
+class GGNOperator(_SandwichOperator):
+    """The generalised Gauss-Newton matrix ``Σ_n J_nᵀ Λ_n J_n``; arguments and errors as :class:`CurvatureOperator`.
+
+    With ``root`` the rows of ``Λ^½ J``: for one of C classes, C for each example or position.
+
+    Raises:
+        UnsupportedError: The log-density is not concave in the outputs.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> data = [(torch.randn(5, 3), torch.randint(2, (5,)))]
+        >>> ggn = GGNOperator(nn.Linear(3, 2), "classification", data)
+        >>> ggn
+        GGNOperator(8 × 8, float32, symmetric, 5 data)
+        >>> ggn(torch.ones(4, 8)).shape
+        torch.Size([4, 8])
+    """
+
+    @override
+    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        return exact_root(self.likelihood, outputs, batch.target)
+
+
+class FisherOperator(_SandwichOperator):
+    """The Fisher information from gradients at sampled labels, or the empirical one.
+
+    ``kind="mc"``: ``Σ_n 1/M Σ_s J_nᵀ g_ns g_nsᵀ J_n`` with gradients ``g`` of the loss at labels drawn from the
+    likelihood; its expectation is the Fisher information, which for canonical likelihoods is the GGN. Labels are drawn
+    once, for every example by itself from the seed and its place in the data, and kept: all products are with the same
+    matrix. Positions of an example (tokens, pixels) count by themselves, as their labels are independent.
+
+    ``kind="empirical"``: ``Σ_n ∇ℓ_n ∇ℓ_nᵀ`` with the gradients at the data's own targets, one for each example.
+
+    Args:
+        network: As for :class:`CurvatureOperator`.
+        likelihood: As there.
+        data: As there; for ``"mc"`` it must keep its order.
+        kind: ``"mc"`` or ``"empirical"``.
+        n_samples: M, the number of labels drawn for each example.
+        seed: Where the labels start from.
+        chunk_size: As there.
+        progress: As there.
+
+    Raises:
+        ConfigurationError: Another kind, or no samples.
+    """
+
+    def __init__(
+        self,
+        network: Network | nn.Module,
+        likelihood: str | Likelihood,
+        data: Iterable[Any],
+        *,
+        kind: Literal["mc", "empirical"] = "mc",
+        n_samples: int = 1,
+        seed: int = 0,
+        chunk_size: int = CHUNK_SIZE,
+        progress: bool = False,
+    ):
+        if kind not in ("mc", "empirical"):
+            raise ConfigurationError("Unknown Fisher information.", expected='"mc" or "empirical"', got=repr(kind))
+        for name, value, least in (("n_samples", n_samples, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(
+                    "There is no such number.", expected=f"{name}: an integer >= {least}", got=repr(value)
+                )
+        self.kind, self.n_samples, self.seed = kind, n_samples, seed
+        self._ordered = kind == "mc"
+        self._drawn: list[Tensor] = []
+        self._labels: Tensor | None = None  # [M, N, ...]
+        _SandwichOperator.__init__(self, network, likelihood, data, chunk_size=chunk_size, progress=progress)
+        if kind == "mc":
+            self._labels = torch.cat(self._drawn, 1)
+            self._drawn = []
+
+    @override
+    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
+        if self.kind == "empirical":
+            _SandwichOperator._look_at(self, batch, outputs, n_seen)
+            return
+        rows, _, _ = self.likelihood.rows(outputs, batch.target)
+        examples = []
+        for number, example in enumerate(rows.chunk(len(outputs))):
+            generator = torch.Generator().manual_seed(_mixed(self.seed, n_seen + number))
+            draws = [self.likelihood.sample_targets(example, generator=generator) for _ in range(self.n_samples)]
+            examples.append(torch.stack(draws))
+        self._drawn.append(torch.cat(examples, 1))
+        self._n_root += len(rows) * self.n_samples
+
+    @override
+    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        if self._labels is None:
+            return empirical_root(self.likelihood, outputs, batch.target)
+        labels = self._labels[:, first_row : first_row + outputs.shape[:-1].numel()]
+        return sampled_root(self.likelihood, outputs, batch.target, labels)
+
+
+class HessianOperator(CurvatureOperator):
+    """The Hessian of the loss, by differentiating twice; arguments and errors as :class:`CurvatureOperator`.
+
+    It may be indefinite. The prior's part is not in it.
+
+    Raises:
+        UnsupportedError: An operation of the network cannot be differentiated twice.
+    """
+
+    _proved = False
+
+    @override
+    def _multiply(self, vectors: Tensor) -> Tensor:
+        result, point = torch.zeros_like(vectors), self.network.vector()
+        for batch in self._stream.batches(type(self).__name__, ordered=False):
+            pull = self._gradient(batch, point)
+            try:
+                if not self._proved:
+                    self._prove(pull)
+                for some in _chunks(len(vectors), self._stream.chunk_size):
+                    pull.add_to(result[some], vectors[some])
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self._refusal(f"one that has none: {error}") from error
+        return result
+
+    def _gradient(self, batch: Batch, vector: Tensor) -> Pullback:
+        """The gradient of a batch's loss, ready to be differentiated once more."""
+        point, outputs = evaluate(self.network, vector, batch.inputs)
+        with torch.enable_grad():
+            rows, targets, weight = self.likelihood.rows(outputs, batch.target)
+            loss = -(self.likelihood.log_density(rows, targets) * weight).sum()
+            if not loss.requires_grad:  # the selected parameters are not used
+                return Pullback(torch.zeros_like(point), point, self._stream.ways)
+            (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
+        return Pullback(gradient, point, self._stream.ways)
+
+    def _prove(self, pull: Pullback) -> None:
+        """Refuse second derivatives that are not symmetric, as those of some of torch's fused operations are."""
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(2, self.shape[1], generator=generator, dtype=self.dtype).to(self.device)
+        products = torch.stack([pull.one(vector) for vector in vectors])
+        left, right = float(vectors[0] @ products[1]), float(vectors[1] @ products[0])
+        scale = float((vectors[0] * products[1]).norm() + (vectors[1] * products[0]).norm())
+        if abs(left - right) > 1e-2 * scale:
+            raise self._refusal(f"one whose second derivative is not symmetric: {left:.6g} and {right:.6g}")
+        self._proved = True
+
+    def _refusal(self, got: str) -> UnsupportedError:
+        return UnsupportedError(
+            "The network's Hessian cannot be computed.",
+            expected="operations that torch can differentiate twice",
+            got=got,
+            fix="Replace that operation by elementary ones, or use the GGN.",
+        )
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _mixed(seed: int, index: int) -> int:
+    """A 63-bit seed for one example, by the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    mask = 2**64 - 1
+    z = (seed + 1) * 0xD1B54A32D192ED03 + (index + 1) * 0x9E3779B97F4A7C15 & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return (z ^ z >> 31) >> 1

@@ -1,0 +1,33 @@
+"""Fast kernels below the linear algebra, each beside its plain-torch reference: they know tensors and nothing else.
+
+| what | reference | Triton on CUDA |
+|---|---|---|
+| :func:`symmetric_update`, :func:`symmetrize_` | ``syrk`` or matrix products | one triangle, rows split, batched |
+| :func:`convolution_factor` | products of lags, or patches in chunks | patches gathered in the product itself |
+| :func:`averaged_patches` | products with the windows' indicators | – |
+| :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
+| :func:`symmetric_eigen`, :func:`eigen_many` | LAPACK | Jacobi's method, one matrix for each program |
+
+Which one runs is decided by device, type and size; :func:`use` overrides it, see
+:mod:`laplace_plus.kernels.selection`. None of the functions builds an autograd graph.
+"""
+
+from laplace_plus.kernels.convolution import averaged_patches, convolution_factor
+from laplace_plus.kernels.eigen import eigen_many, symmetric_eigen
+from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
+from laplace_plus.kernels.selection import choices, forget, use
+from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
+
+__all__ = [
+    "averaged_patches",
+    "choices",
+    "convolution_factor",
+    "eigen_many",
+    "forget",
+    "orthogonalize",
+    "symmetric_eigen",
+    "symmetric_update",
+    "symmetrize_",
+    "three_term_update",
+    "use",
+]

@@ -1,0 +1,131 @@
+"""Symmetric eigendecompositions of factors: batched where sizes agree, and off the GPU's slow paths.
+
+On CUDA, how long ``torch.linalg.eigh`` takes varies by a factor of a hundred with the size, the batch and the version
+of the solver behind it: a batch of 500 matrices of 100 × 100 has been reported to take 914 ms where 8 ms would do
+(pytorch#174674), with a step between n = 32 and 33 (pytorch#175585). So the batched call, one call for each matrix,
+LAPACK on the CPU, and Jacobi's method in Triton for n ≤ 32 are timed once for each size. On the CPU it is LAPACK.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
+
+Eigen = tuple[Tensor, Tensor]
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Above, a matrix keeps the device busy by itself, and stacking would only double the memory.
+_STACKED_UP_TO = 256
+_LARGEST_JACOBI = 32
+
+
+def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Eigen:
+    """Eigenvalues and eigenvectors of symmetric matrices, ``A = V diag(λ) Vᵀ``.
+
+    Args:
+        matrix: A, ``[..., n, n]``; only the lower triangles are read.
+        dtype: The type to compute in, float64 or float32.
+
+    Returns:
+        λ in ascending order, ``[..., n]``, and V with eigenvectors as columns, ``[..., n, n]``, of the matrix's type,
+        at least float32. A matrix with NaNs or infinities has NaNs for results, the others in its batch keep theirs.
+
+    Raises:
+        ConfigurationError: Not square matrices, or types that do not fit.
+
+    Example:
+        >>> values, vectors = symmetric_eigen(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> values
+        tensor([1., 3.])
+    """
+    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.dtype not in _TYPES:
+        raise ConfigurationError(
+            "Only symmetric matrices have these decompositions.",
+            expected="[..., n, n], floating point",
+            got=f"{list(matrix.shape)} of {matrix.dtype}",
+        )
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigurationError(
+            "Eigendecompositions are computed in float32 or float64.", expected="one of them", got=str(dtype)
+        )
+    result_type = torch.promote_types(matrix.dtype, torch.float32)
+    n = matrix.shape[-1]
+    if matrix.numel() == 0:
+        return matrix.new_empty(matrix.shape[:-1], dtype=result_type), matrix.new_empty(matrix.shape, dtype=result_type)
+    given = matrix.detach().to(dtype).reshape(-1, n, n)
+    finite = torch.isfinite(given.tril()).flatten(1).all(1)
+    given = torch.where(finite[:, None, None], given, torch.eye(n, dtype=dtype, device=given.device))
+    values, vectors = _decompose(given)
+    nan = given.new_full((), float("nan"))
+    values = torch.where(finite[:, None], values, nan).to(result_type)
+    vectors = torch.where(finite[:, None, None], vectors, nan).to(result_type)
+    return values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
+
+
+def eigen_many(matrices: Sequence[Tensor], *, dtype: torch.dtype = torch.float64) -> list[Eigen]:
+    """:func:`symmetric_eigen` of each of several matrices; those of equal size are decomposed together.
+
+    Args:
+        matrices: Symmetric, each ``[..., n, n]`` with its own n.
+        dtype: The type to compute in, float64 or float32.
+
+    Returns:
+        Eigenvalues and eigenvectors of each, in the given order.
+
+    Raises:
+        ConfigurationError: As :func:`symmetric_eigen`.
+
+    Example:
+        >>> [values.tolist() for values, _ in eigen_many([torch.eye(2), 3 * torch.eye(1), 2 * torch.eye(2)])]
+        [[1.0, 1.0], [3.0], [2.0, 2.0]]
+    """
+    found: dict[int, Eigen] = {}
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        n = matrix.shape[-1] if matrix.ndim else 0
+        square = matrix.ndim >= 2 and matrix.shape[-2] == n
+        if square and n <= _STACKED_UP_TO:
+            alike[n, matrix.dtype, matrix.device].append(index)
+        else:
+            found[index] = symmetric_eigen(matrix, dtype=dtype)
+    for indices in alike.values():
+        batches = [matrices[index].reshape(-1, *matrices[index].shape[-2:]) for index in indices]
+        values, vectors = symmetric_eigen(torch.cat(batches), dtype=dtype)
+        counts = [len(batch) for batch in batches]
+        for index, its_values, its_vectors in zip(indices, values.split(counts), vectors.split(counts), strict=True):
+            shape = matrices[index].shape
+            found[index] = its_values.reshape(shape[:-1]), its_vectors.reshape(shape)
+    return [found[index] for index in range(len(matrices))]
+
+
+def _decompose(matrices: Tensor) -> Eigen:
+    """Of finite ``[B, n, n]``, float32 or float64."""
+    batch, n, _ = matrices.shape
+    candidates: dict[str, Callable[[], Eigen]] = {REFERENCE: lambda: tuple(torch.linalg.eigh(matrices))}
+    kernels: Any = triton_kernels("eigen", matrices.device) if n <= _LARGEST_JACOBI else None
+    if kernels is not None:
+        candidates["triton"] = lambda: kernels.eigen(matrices)
+    if matrices.is_cuda:
+        if batch > 1:
+            candidates["torch, one by one"] = lambda: _one_by_one(matrices)
+        candidates["LAPACK on the CPU"] = lambda: _on_cpu(matrices)
+    key = ("symmetric_eigen", matrices.device, matrices.dtype, n, *size_class(batch))
+    # A thousand times its operations: rotations are sequential, and a bad choice costs milliseconds at any size.
+    return candidates[choose(key, matrices.device, 1e3 * batch * n**3, candidates)]()
+
+
+def _one_by_one(matrices: Tensor) -> Eigen:
+    pairs = [torch.linalg.eigh(matrix) for matrix in matrices]
+    return torch.stack([values for values, _ in pairs]), torch.stack([vectors for _, vectors in pairs])
+
+
+def _on_cpu(matrices: Tensor) -> Eigen:
+    values, vectors = torch.linalg.eigh(matrices.cpu())
+    return values.to(matrices.device), vectors.to(matrices.device)

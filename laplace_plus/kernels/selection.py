@@ -1,0 +1,212 @@
+"""Which of several implementations of one operation runs: measured on a GPU, by a fixed rule elsewhere.
+
+Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch, and most have a Triton kernel beside it.
+
+* On a CUDA device the candidates are timed on the first call for each (operation, device, type, size class), and the
+  fastest is remembered for the rest of the process. torch's own is kept unless another is faster by more than the
+  noise of the measurement, so no kernel that is slower than torch's is ever chosen. Work too small to be worth
+  measuring, and work met for the first time while a CUDA graph is being captured, goes to torch.
+* On the CPU the rules are static, hence the same in every run; each states the measurement behind it.
+
+:func:`use` and the environment variable ``LAPLACE_PLUS_KERNELS`` override this with ``"reference"`` (plain torch
+everywhere: the same rounding in every process) or ``"triton"`` (our kernels wherever they can run, unmeasured).
+
+Triton is optional and is imported when the first of its kernels runs, never with the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from types import ModuleType
+from typing import Literal, cast, get_args
+
+import torch
+
+from laplace_plus.errors import ConfigurationError
+
+Mode = Literal["auto", "reference", "triton"]
+
+REFERENCE = "torch"
+"""Name under which every operation offers its plain-torch reference."""
+
+# A kernel must be faster than torch's own by this factor to be chosen.
+_MARGIN = 0.97
+# Below about 50 µs of work, the launches dominate and nothing is gained that would repay measuring.
+_SMALLEST_WORK = 1e8
+
+
+def _from_environment() -> Mode:
+    return _checked_mode(os.environ.get("LAPLACE_PLUS_KERNELS", "auto"))
+
+
+def _checked_mode(value: str) -> Mode:
+    if value not in get_args(Mode):
+        raise ConfigurationError(
+            "There is no such choice of kernels.",
+            expected=" or ".join(map(repr, get_args(Mode))),
+            got=repr(value),
+            fix="Pass one of them to use(), or set LAPLACE_PLUS_KERNELS to it.",
+        )
+    return cast(Mode, value)
+
+
+_mode: ContextVar[Mode | None] = ContextVar("laplace_plus_kernels", default=None)
+
+
+def mode() -> Mode:
+    """The choice in force: the innermost :func:`use`, else ``LAPLACE_PLUS_KERNELS``, else ``"auto"``.
+
+    Raises:
+        ConfigurationError: ``LAPLACE_PLUS_KERNELS`` is set to something else.
+    """
+    return _mode.get() or _from_environment()
+
+
+@contextmanager
+def use(choice: Mode) -> Iterator[None]:
+    """Choose the kernels within a ``with`` block.
+
+    Args:
+        choice: ``"auto"`` (measured on a GPU, static on the CPU), ``"reference"`` (plain torch) or ``"triton"`` (Triton
+            wherever it supports the device, the types and the sizes; the reference elsewhere).
+
+    Raises:
+        ConfigurationError: Another choice.
+
+    Example:
+        >>> with use("reference"):
+        ...     mode()
+        'reference'
+    """
+    token = _mode.set(_checked_mode(choice))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A measured choice.
+
+    Attributes:
+        chosen: Name of the implementation.
+        seconds: Time of each candidate; infinite where it failed.
+    """
+
+    chosen: str
+    seconds: Mapping[str, float]
+
+
+Key = tuple[object, ...]
+_choices: dict[Key, Choice] = {}
+
+
+def choices() -> dict[Key, Choice]:
+    """What has been measured in this process: (operation, device, type, size class, …) -> :class:`Choice`."""
+    return dict(_choices)
+
+
+def forget() -> None:
+    """Measure anew from now on."""
+    _choices.clear()
+
+
+def size_class(*sizes: int) -> tuple[int, ...]:
+    """Sizes up to the next power of two: what is measured for one size holds for all of its class.
+
+    Example:
+        >>> size_class(1, 100, 128, 129)
+        (0, 7, 7, 8)
+    """
+    return tuple(max(size - 1, 0).bit_length() for size in sizes)
+
+
+@cache
+def interpreting() -> bool:
+    """Whether Triton interprets its kernels, on any device; settled when triton is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
+    """The Triton kernels of one operation, or None where they cannot run.
+
+    Args:
+        name: A module of ``laplace_plus.kernels._triton``.
+        device: Where the tensors are.
+    """
+    if not _has_triton() or mode() == "reference":
+        return None
+    if not (device.type == "cuda" or (interpreting() and mode() == "triton")):
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return None  # without asynchronous copies and TF32 there is nothing to win
+    return importlib.import_module(f"laplace_plus.kernels._triton.{name}")
+
+
+def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str, Callable[[], object]]) -> str:
+    """The name of the fastest candidate, measured once for each key.
+
+    Args:
+        key: Operation, device, type and size class.
+        device: Where the work is done; anything but CUDA keeps the reference.
+        work: Number of operations, or of bytes moved times ten: whether it is worth measuring.
+        candidates: Calls that do the work on scratch memory, :data:`REFERENCE` among them; the names of Triton kernels
+            begin with ``"triton"``.
+
+    Returns:
+        A key of ``candidates``.
+    """
+    if mode() == "triton":
+        return next((name for name in candidates if name.startswith("triton")), REFERENCE)
+    known = _choices.get(key)
+    if known is not None:
+        return known.chosen
+    if len(candidates) == 1 or mode() == "reference" or device.type != "cuda" or work < _SMALLEST_WORK:
+        return REFERENCE
+    if torch.cuda.is_current_stream_capturing():
+        return REFERENCE
+    with torch.cuda.device(device), torch.no_grad():
+        seconds = {name: _time(name, call) for name, call in candidates.items()}
+    fastest = min(seconds, key=lambda name: seconds[name])
+    chosen = fastest if seconds[fastest] < _MARGIN * seconds[REFERENCE] else REFERENCE
+    _choices[key] = Choice(chosen, seconds)
+    return chosen
+
+
+def _time(name: str, call: Callable[[], object], repetitions: int = 5) -> float:
+    """Median seconds of a call on the current CUDA device; infinite where it fails."""
+    try:
+        for _ in range(2):  # the first compiles
+            call()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(repetitions):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    except torch.OutOfMemoryError:
+        return float("inf")
+    except Exception as error:  # a kernel that does not compile on some device must not end a fit that torch can do
+        if name == REFERENCE:
+            raise
+        warnings.warn(f"A kernel is left out, because it failed here: {name}: {error}", RuntimeWarning, stacklevel=4)
+        return float("inf")
+    return median(times)

@@ -1,0 +1,286 @@
+"""Functions of a symmetric operator times a vector, by Lanczos' method.
+
+``f(A) v ≈ ‖v‖ Q f(T) e₁`` on the Krylov space of v (V. Druskin and L. Knizhnerman, "Two polynomial methods of
+calculating functions of symmetric matrices", 1989), with two derivatives: the adjoint of the decomposition (N. Krämer,
+P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of functions of large matrices", 2024), or the Daleckii–Krein formula
+for the derivative of f(A) itself, taken on the Krylov spaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus.linalg.krylov import start_vectors
+from laplace_plus.linalg.linear_maps import Matvec, attach
+from laplace_plus.linalg.probes import choose, require_count, require_tolerance
+from laplace_plus.linalg.quadrature import (
+    KrylovSpace,
+    SpectralFunction,
+    divided_differences,
+    evaluate,
+    quadrature_gradient,
+)
+
+KrylovGradient = Literal["krylov", "adjoint"]
+"""``"krylov"``: the derivative of f(A) itself, taken on Krylov spaces. ``"adjoint"``: that of the computed value."""
+
+
+@dataclass(frozen=True)
+class FunctionValue:
+    """A function of an operator, evaluated on a Krylov space.
+
+    Attributes:
+        value: The result; differentiable.
+        error: ``[...]`` for each start vector, the change of the value (of its norm) over the last quarter of the
+            steps: more than the remaining error if the convergence is geometric and its rate is fast enough to halve
+            the error in that many steps; zero if the space is invariant.
+        matvecs: Number of operator-vector products.
+        converged: Whether every error is below the tolerance.
+        depth: Number of steps.
+    """
+
+    value: Tensor
+    error: Tensor
+    matvecs: int
+    converged: bool
+    depth: int
+
+
+def matrix_function(
+    matvec: Matvec,
+    f: SpectralFunction,
+    v: Tensor,
+    *,
+    depth: int = 30,
+    tolerance: float | None = None,
+    cap: int = 100,
+    gradient: KrylovGradient = "krylov",
+    dtype: torch.dtype | None = None,
+    parameters: Iterable[Tensor] | None = None,
+) -> FunctionValue:
+    """``f(A) v`` for a symmetric operator.
+
+    Costs one product (of the stack) a step and memory for K vectors each. Exact once K reaches the number of distinct
+    eigenvalues, and for polynomials of degree below K; elsewhere the error is at most 2‖v‖ times that of the best
+    polynomial of degree K − 1 on the spectrum. Operators that are not symmetric are refused.
+
+    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
+    ``gradient="krylov"``: with cotangent u, ``f(A) u`` on u's own Krylov space for v, and for A the Daleckii–Krein
+    formula between both spaces, by K more products and one vector–Jacobian product batched over K vectors. It is about
+    as exact as the value is. ``"adjoint"``: the exact gradient of the computed value, at any K.
+
+    Args:
+        matvec: A, a callable on row-stacked vectors or an operator.
+        f: Elementwise function of eigenvalues, of torch operations, e.g. ``torch.exp``.
+        v: ``[n]``, or a stack ``[..., n]``.
+        depth: K, at most n steps are taken.
+        tolerance: Add steps until the error is below this part of the value's norm, for each vector. None takes
+            ``depth`` steps, and ``converged`` then compares with the square root of the rounding.
+        cap: Limit on the number of steps with a tolerance.
+        gradient: Which gradient.
+        dtype: Type of the vectors; that of v by default. Half precision is for products only.
+        parameters: The tensors A depends on, if they are not to be found from its autograd graph.
+
+    Returns:
+        ``value [..., n]`` (float32 for half precision), ``error [...]``.
+
+    Raises:
+        ConfigurationError: Bad arguments, or an f that is not elementwise.
+        OperatorError: A vector of zero, or an operator that is not symmetric or of another shape.
+        NonFiniteError: NaN in a product, or an f that is not finite on the spectrum.
+
+    Example:
+        >>> matrix = torch.diag(torch.tensor([1.0, 4.0, 9.0]))
+        >>> matrix_function(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.round(decimals=4)
+        tensor([1., 2., 3.])
+    """
+    start, space = _space(matvec, v, depth, tolerance, cap, gradient, dtype, parameters)
+
+    def coordinates(depth: int | None = None) -> Tensor:
+        values, vectors = space.spectrum(depth)
+        return space.norm[:, None] * (vectors * (evaluate(f, values) * vectors[:, 0])[:, None, :]).sum(-1)
+
+    def change() -> tuple[Tensor, Tensor]:
+        now, before = coordinates().detach(), coordinates(space.earlier()).detach()
+        before = torch.nn.functional.pad(before, (0, space.depth - before.shape[-1]))
+        return (now - before).norm(dim=-1), now.norm(dim=-1)
+
+    error, converged = _grow(space, change, depth, tolerance, cap)
+    matvecs = space.matvecs
+    with_graph = coordinates()
+    now = with_graph.detach()
+    value = space.combine(now).reshape(start.shape)
+
+    def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+        if cotangents[0] is None:
+            return [None] * (1 + len(space.products.map.tensors))
+        u = cotangents[0].reshape(-1, start.shape[-1])
+        values, vectors = space.spectrum()
+        if gradient == "krylov":
+            return _two_sided(matvec, f, space, start, u)
+        inside = (space.vectors @ u[..., None])[..., 0].double()
+        rotated = (inside[:, None, :] @ vectors)[:, 0]
+        inner = divided_differences(f, values, values) * rotated[:, :, None] * vectors[:, :1]
+        matrix = space.norm[:, None, None] * (vectors @ inner @ vectors.mT)
+        to_vectors = now[..., None].to(u.dtype) * u[:, None, :]
+        scale = -space.norm * (inside * now).sum(-1)
+        to_start, gradients = space.adjoint((matrix + matrix.mT) / 2, to_vectors, scale)
+        return to_start.reshape(start.shape).to(start.dtype), *gradients
+
+    (value,) = attach([value], [start, *space.products.map.tensors], pullback)
+    if with_graph.requires_grad:  # f depends on tensors of its own
+        value = value + space.combine(with_graph - now).reshape(start.shape)
+    return FunctionValue(value, error.to(value.dtype).reshape(start.shape[:-1]), matvecs, converged, space.depth)
+
+
+def bilinear(
+    matvec: Matvec,
+    f: SpectralFunction,
+    v: Tensor,
+    *,
+    depth: int = 30,
+    tolerance: float | None = None,
+    cap: int = 100,
+    gradient: KrylovGradient = "krylov",
+    dtype: torch.dtype | None = None,
+    parameters: Iterable[Tensor] | None = None,
+) -> FunctionValue:
+    """``vᵀ f(A) v`` for a symmetric operator, by Gauss quadrature.
+
+    Costs one product a step, and converges twice as fast as ``f(A) v``: exact for polynomials of degree below 2K.
+
+    The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
+    ``gradient="krylov"``: the derivative with the Krylov space held fixed, ``2 f(A) v`` for v and for A one
+    vector–Jacobian product batched over K vectors; as exact as ``f(A) v`` is. ``"adjoint"``: the exact gradient of the
+    computed value, at any K, by K products and one vector–Jacobian product; as exact as the value is.
+
+    Args:
+        matvec: A, a callable on row-stacked vectors or an operator.
+        f: Elementwise function of eigenvalues, of torch operations.
+        v: ``[n]``, or a stack ``[..., n]``.
+        depth: K, at most n steps are taken.
+        tolerance: Add steps until the error is below this part of the value, for each vector. None takes ``depth``
+            steps, and ``converged`` then compares with the square root of the rounding.
+        cap: Limit on the number of steps with a tolerance.
+        gradient: Which gradient.
+        dtype: Type of the vectors; that of v by default. Half precision is for products only.
+        parameters: The tensors A depends on, if they are not to be found from its autograd graph.
+
+    Returns:
+        ``value [...]`` and ``error [...]`` (float32 for half precision).
+
+    Raises:
+        ConfigurationError: Bad arguments, or an f that is not elementwise.
+        OperatorError: A vector of zero, or an operator that is not symmetric or of another shape.
+        NonFiniteError: NaN in a product, or an f that is not finite on the spectrum.
+
+    Example:
+        >>> matrix = torch.diag(torch.tensor([1.0, 4.0, 9.0]))
+        >>> round(bilinear(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.item(), 4)
+        6.0
+    """
+    start, space = _space(matvec, v, depth, tolerance, cap, gradient, dtype, parameters)
+
+    def change() -> tuple[Tensor, Tensor]:
+        now = space.quadrature(f).detach()
+        return (now - space.quadrature(f, space.earlier()).detach()).abs(), now.abs()
+
+    error, converged = _grow(space, change, depth, tolerance, cap)
+    matvecs = space.matvecs
+    with_graph = space.quadrature(f)
+    now = with_graph.detach()
+    inner, shape = space.vectors.dtype, start.shape[:-1]
+
+    def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+        if cotangents[0] is None:
+            return [None] * (1 + len(space.products.map.tensors))
+        weight = cotangents[0].reshape(-1).double()
+        matrix = weight[:, None, None] * quadrature_gradient(space, f)
+        if gradient == "adjoint":
+            to_start, gradients = space.adjoint(matrix, scale=-2 * weight * space.norm * now)
+        else:
+            values, vectors = space.spectrum()
+            half = (vectors * (evaluate(f, values).detach() * vectors[:, 0])[:, None, :]).sum(-1)
+            to_start = space.combine((2 * weight * space.norm)[:, None] * half)
+            gradients = space.parameter_gradients(matrix)
+        return to_start.reshape(start.shape).to(start.dtype), *gradients
+
+    (value,) = attach([now.to(inner).reshape(shape)], [start, *space.products.map.tensors], pullback)
+    if with_graph.requires_grad:
+        value = value + (with_graph - now).to(inner).reshape(shape)
+    return FunctionValue(value, error.to(inner).reshape(shape), matvecs, converged, space.depth)
+
+
+def _space(
+    matvec: Matvec,
+    v: Tensor,
+    depth: int,
+    tolerance: float | None,
+    cap: int,
+    gradient: str,
+    dtype: torch.dtype | None,
+    parameters: Iterable[Tensor] | None,
+) -> tuple[Tensor, KrylovSpace]:
+    """The start vectors and their Krylov spaces, after checking the arguments."""
+    require_count("depth", depth, 1)
+    require_count("cap", cap, 1)
+    require_tolerance(tolerance=tolerance)
+    choose("gradient", gradient, KrylovGradient)
+    start = start_vectors(v, depth, dtype)
+    return start, KrylovSpace(matvec, start, parameters=parameters)
+
+
+def _grow(
+    space: KrylovSpace,
+    change: Callable[[], tuple[Tensor, Tensor]],
+    depth: int,
+    tolerance: float | None,
+    cap: int,
+) -> tuple[Tensor, bool]:
+    """Extend Krylov spaces until each value's change over the last steps is small against its size."""
+    limit = torch.finfo(space.vectors.dtype).eps ** 0.5 if tolerance is None else tolerance
+    steps = depth if tolerance is None else min(depth, cap)
+    while True:
+        space.extend(steps)
+        error, size = change()
+        error = torch.where(torch.tensor(space.complete, device=error.device), 0.0, error)
+        converged = bool((error <= limit * size).all())
+        if converged or tolerance is None or steps >= cap or space.complete:
+            return error, converged
+        steps = min(cap, steps + max(4, steps // 4))
+
+
+def _two_sided(
+    matvec: Matvec,
+    f: SpectralFunction,
+    space: KrylovSpace,
+    start: Tensor,
+    cotangents: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The derivative of ``Σ uᵀ f(A) v`` in v and A, from the Krylov spaces of the v and of the u.
+
+    With ``A ≈ P R Pᵀ`` on the space of u and ``A ≈ Q T Qᵀ`` on that of v, ``uᵀ L_f(A, E) v`` is ``Σ_ij F_ij …`` between
+    the eigenvectors of both.
+    """
+    norms = torch.linalg.vector_norm(cotangents, dim=-1)
+    alive = norms > 0
+    unit = torch.where(alive[:, None], cotangents, space.vectors[:, 0])
+    shaped = (unit[0] if space.products.single else unit).to(start.dtype)
+    other = KrylovSpace(matvec, shaped, parameters=())
+    other.extend(space.depth)
+    mu, left = other.spectrum()
+    lam, right = space.spectrum()
+    size = torch.where(alive, other.norm, 0.0)
+    to_start = other.combine(
+        size[:, None] * (left * (evaluate(f, mu).detach() * left[:, 0])[:, None, :]).sum(-1)
+    ).reshape(start.shape)
+    inner = divided_differences(f, mu, lam) * left[:, 0, :, None] * right[:, 0, None, :]
+    matrix = (size * space.norm)[:, None, None] * (left @ inner @ right.mT)  # [batch, K of u, K of v]
+    weighted = matrix.to(unit.dtype).mT @ other.vectors
+    gradients = space.products.parameter_pullback(space.vectors, weighted)
+    return to_start.to(start.dtype), *gradients

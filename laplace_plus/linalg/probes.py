@@ -1,0 +1,141 @@
+"""Random test vectors for estimators, and what the estimators have in common."""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.linear_maps import LinearMap
+
+Probes = Literal["signs", "sphere", "gaussian"]
+"""Distributions of test vectors ω with E[ω ωᵀ] = I: random signs, the sphere of radius √n, the standard normal."""
+
+
+def draw_probes(
+    kind: Probes,
+    count: int,
+    n: int,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Independent random vectors ω with ``E[ω ωᵀ] = I``.
+
+    Args:
+        kind: ``"signs"``, ``"sphere"`` (uniform on the sphere of radius √n) or ``"gaussian"``.
+        count: How many.
+        n: Their length.
+        generator: Where the randomness comes from, torch's global generator by default; may live on another device.
+        dtype: Type of the result; torch's default type by default.
+        device: Device of the result; torch's default device by default.
+
+    Returns:
+        ``[count, n]``.
+
+    Raises:
+        ConfigurationError: Another kind, or a type that is not of real floating-point numbers.
+    """
+    choose("probes", kind, Probes)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise ConfigurationError("Probes are real floating-point vectors.", expected="such a dtype", got=str(dtype))
+    source = device if generator is None else generator.device
+    wide = working_type(dtype)
+    if kind == "signs":
+        signs = torch.randint(0, 2, (count, n), generator=generator, device=source)
+        return signs.mul_(2).sub_(1).to(device=device, dtype=dtype)
+    vectors = torch.randn(count, n, generator=generator, device=source, dtype=wide)
+    if kind == "sphere":
+        vectors *= n**0.5 / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors.to(device=device, dtype=dtype)
+
+
+def working_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which recurrences and decompositions run: float32 for half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def choose(name: str, value: str, options: object) -> None:
+    """Check one of several names.
+
+    Raises:
+        ConfigurationError: Another name than those of the literal type ``options``.
+    """
+    names = get_args(options)
+    if value not in names:
+        expected = ", ".join(repr(x) for x in names)
+        raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value))
+
+
+def require_count(name: str, value: int, least: int, fix: str | None = None) -> None:
+    """Check a number of things.
+
+    Raises:
+        ConfigurationError: Not an integer, or less than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = f"an integer of at least {least}"
+        raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value), fix=fix)
+
+
+def require_tolerance(**tolerances: float | None) -> None:
+    """Check tolerances, by their names.
+
+    Raises:
+        ConfigurationError: One of them is negative or NaN.
+    """
+    for name, value in tolerances.items():
+        if value is not None and not value >= 0:
+            raise ConfigurationError(f"{name} is out of range.", expected="a number of at least 0", got=repr(value))
+
+
+def multiply(operator: LinearMap, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """``A v`` for ``[k, n]``, multiplied in the operator's type ``dtype`` and returned in the type of ``vectors``."""
+    return operator(vectors.to(dtype)).to(vectors.dtype)
+
+
+def parameter_gradients(
+    operator: LinearMap, vectors: Tensor, cotangents: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, in its type ``dtype``."""
+    return operator.parameter_pullback(vectors.to(dtype), cotangents.to(dtype))
+
+
+def dense(operator: LinearMap, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The identity and the matrix's transpose ``[n, n]``, whose rows are ``A eᵢ``: n products in one stack."""
+    identity = torch.eye(operator.n, dtype=dtype, device=device)
+    return identity, operator(identity)
+
+
+def standard_error(samples: Tensor) -> Tensor:
+    """The standard error of the mean of ``samples [k, ...]`` over the first dimension; infinite for one sample."""
+    if len(samples) == 1:
+        return torch.full_like(samples[0], torch.inf)
+    return cast(Tensor, samples.std(0) / samples.shape[0] ** 0.5)
+
+
+def leave_one_out(triangle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the range of a sketch loses with each of its columns.
+
+    For a sketch ``Y = Q R`` with columns yᵢ, the projection onto the span of all columns but the i-th is
+    ``Q (B Bᵀ − sᵢ sᵢᵀ) Qᵀ``, where the columns of B span the range of R. If yᵢ lies in the span of the others, nothing
+    is lost and sᵢ is zero: so it is for each i where the operator's rank is smaller than the number of probes.
+
+    Args:
+        triangle: R, ``[m, m]`` in float64.
+
+    Returns:
+        B ``[m, r]``, ``Bᵀ R`` ``[r, m]`` and ``Bᵀ sᵢ`` as columns ``[r, m]``; r is the numerical rank.
+    """
+    left, values, right = torch.linalg.svd(triangle)  # R = left · diag(values) · right
+    rank = int((values > 4 * torch.finfo(triangle.dtype).eps * values[:1]).sum())
+    left, values, right = left[:, :rank], values[:rank], right[:rank]
+    # A column is needed for the range if and only if its leverage is one.
+    needed = (1 - right.square().sum(0)) <= 1e-8
+    lost = right / values[:, None]
+    lost = torch.where(needed, lost / torch.linalg.vector_norm(lost, dim=0).clamp_min(1e-300), 0.0)
+    return left, values[:, None] * right, lost

@@ -1,0 +1,76 @@
+"""What estimators and solvers return: never a bare number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number that was estimated, and how well.
+
+    Attributes:
+        value: The estimate; differentiable where the function says so.
+        sem: Standard error of ``value`` over the random probes, of the same shape; zero where the result is exact.
+            It does not cover a bias from a Krylov depth that is too small, which ``converged`` does.
+        matvecs: Number of operator-vector products.
+        converged: Whether the tolerances that were asked for are met, or the result is exact.
+        probes: Number of independent probes behind ``sem``.
+        depth: Largest Krylov depth that was used; 0 where there is none.
+    """
+
+    value: Tensor
+    sem: Tensor
+    matvecs: int
+    converged: bool
+    probes: int = 0
+    depth: int = 0
+
+
+class Status(IntEnum):
+    """How an iteration ended; larger is worse."""
+
+    CONVERGED = 0
+    """The tolerance is met (a right-hand side of zero has the solution zero)."""
+    MAX_ITERATIONS = 1
+    """The cap on iterations came first."""
+    STAGNATED = 2
+    """Rounding allows no further progress."""
+    ILL_CONDITIONED = 3
+    """The condition number exceeds its limit."""
+    BREAKDOWN = 4
+    """The operator is not what the method needs, e.g. not positive definite."""
+    NOT_FINITE = 5
+    """NaN or infinity appeared; the solution of that right-hand side is NaN."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The solution of one or several linear systems.
+
+    Attributes:
+        value: ``[..., n]``, one solution for each right-hand side; differentiable.
+        residual: ``[...]`` norm of the residual that the method controls.
+        iterations: ``[...]`` iterations that each right-hand side took.
+        statuses: ``[...]`` integers, the :class:`Status` of each right-hand side.
+        matvecs: Number of operator-vector products, transposed ones included.
+    """
+
+    value: Tensor
+    residual: Tensor
+    iterations: Tensor
+    statuses: Tensor
+    matvecs: int
+
+    @property
+    def status(self) -> Status:
+        """The worst status of any right-hand side."""
+        return Status(int(self.statuses.max())) if self.statuses.numel() else Status.CONVERGED
+
+    @property
+    def converged(self) -> bool:
+        """Whether every right-hand side met its tolerance."""
+        return self.status is Status.CONVERGED

@@ -1,0 +1,202 @@
+"""Laplace from the leading eigenpairs of the curvature.
+
+The pairs come from restarted Lanczos iterations on products with the curvature, which pass over the data again and
+again but hold no matrix. What they leave out of the evidence's determinant, ``tr log(I + H_rest/δ)``, is estimated by
+stochastic Lanczos quadrature on the orthogonal complement (Ubaru et al., 2017), once, for every prior precision.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.curvature import Curvature, LowRankStructure
+from laplace_plus.curvature.capture import capture_batch
+from laplace_plus.curvature.gradients import whole_layout
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
+from laplace_plus.linalg import Estimate, LowRankBlock, Operator, eigsh, lanczos
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.posteriors.base import check_count, exactly
+from laplace_plus.posteriors.gaussian import FitSums, GaussianPosterior, require_restartable
+
+
+class LowRank(GaussianPosterior):
+    """Laplace with the leading eigenpairs of the whole curvature, correlations between layers included.
+
+    Choose it for networks that are too large for :class:`Full` where layers should not be taken as independent. Memory
+    is ``rank`` vectors of the network's size; fitting passes over the data about twice ``rank`` times. Directions
+    outside of the eigenvectors keep the prior's variance, so that a rank that is too small is cautious rather than
+    bold. Takes scalar priors; also layer-wise and diagonal ones with ``remainder_probes=0``.
+
+    With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian; its negative eigenvalues are left
+    out, and nothing is added for the rest.
+
+    Args:
+        rank: Largest number of eigenpairs that are kept.
+        tolerance: An eigenpair counts once ``‖H u − λ u‖ ≤ tolerance · λ_max``.
+        max_restarts: Cap on the restarts of the Lanczos iteration.
+        remainder_probes: Number of random vectors that estimate what the pairs leave out of the evidence's determinant;
+            0 for the evidence of the low-rank curvature alone.
+        remainder_depth: Lanczos steps for each of them: passes over the data.
+        *args: As for :class:`Posterior`.
+        **kwargs: As for :class:`Posterior`.
+
+    Raises:
+        ConfigurationError: An option out of range, besides what :class:`Posterior` raises.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+        >>> posterior = lp.LowRank(net, "regression", rank=10).fit([(x, 2 * x)]).fit_prior_precision()
+        >>> posterior.predictive(x[:3]).variance.shape
+        torch.Size([3, 1])
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        rank: int = 50,
+        tolerance: float = 1e-4,
+        max_restarts: int = 50,
+        remainder_probes: int = 8,
+        remainder_depth: int = 10,
+        **kwargs: Any,
+    ):
+        check_count(rank, "rank")
+        check_count(max_restarts, "max_restarts")
+        check_count(remainder_depth, "remainder_depth")
+        if remainder_probes != 0:
+            check_count(remainder_probes, "remainder_probes")
+        if not 0 < tolerance < 1:
+            raise ConfigurationError("There is no such tolerance.", expected="0 < tolerance < 1", got=repr(tolerance))
+        self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
+        self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
+        super().__init__(*args, **kwargs)
+
+    @property
+    @override
+    def structure(self) -> LowRankStructure:
+        return LowRankStructure()
+
+    @override
+    def options(self) -> dict[str, Any]:
+        names = ("rank", "tolerance", "max_restarts", "remainder_probes", "remainder_depth")
+        return {name: getattr(self, name) for name in names}
+
+    @exactly
+    def remainder(self) -> Estimate:
+        """What the eigenpairs leave out of the evidence's log-determinant, ``tr log(I + H_rest/(T δ))``.
+
+        Half of it is subtracted from the log evidence; its standard error is over the random vectors.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: A prior precision that differs from entry to entry.
+        """
+        model = self.laplace_model()
+        weights = model.weights() / self._temperature.to(model.vector.device)
+        ((layout, block),) = model.curvature
+        assert isinstance(block, LowRankBlock)
+        diagonal = self.prior().on(layout.index).to(weights)
+        value, sem = block.remainder(weights, diagonal)
+        probes, depth = block.nodes.shape
+        return Estimate(value, sem, probes * depth, True, probes, depth)
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    @override
+    def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> FitSums:
+        require_restartable(data, "The eigenpairs come from many passes over the data.")
+        if self.likelihood.n_noise > 1:
+            raise UnsupportedError(
+                "Eigenpairs of a curvature with several noise levels hold for those levels only.",
+                expected="one noise level",
+                got=f"{self.likelihood.n_noise}",
+                fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
+            )
+        statistics, n_data, n_outputs = self._statistics(data, progress=progress)
+        operator = self.backend.operator(self.network, self.likelihood, data, generator=generator, progress=progress)
+        with torch.no_grad():
+            block = self._block(operator, generator)
+        return FitSums(Curvature([(whole_layout(self.network), block)]), statistics, n_data, n_outputs)
+
+    def _statistics(self, data: Iterable[Any], *, progress: bool) -> tuple[Tensor, int, int]:
+        """The likelihood's additive statistics, the number of data and of outputs, from one pass without gradients."""
+        statistics, n_data, n_outputs = None, 0, 0
+        for batch in self._batches(data, progress=progress, description=f"{type(self).__name__}: likelihood"):
+            if statistics is None and self._is_last_layer():
+                capture_batch(self.network, batch)  # settles which layer is the last one
+            outputs = self.network.forward(batch.inputs)
+            self.likelihood.validate(outputs, batch.target)
+            part = self.likelihood.statistics(outputs, batch.target).cpu()
+            if n_outputs not in (0, outputs.shape[-1]):
+                raise DataError(
+                    "The number of outputs changes from batch to batch.",
+                    expected=f"{n_outputs}",
+                    got=f"{outputs.shape[-1]}",
+                )
+            statistics = part if statistics is None else statistics + part
+            n_data, n_outputs = n_data + outputs.shape[0], outputs.shape[-1]
+        if statistics is None:
+            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+        return statistics, n_data, n_outputs
+
+    def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
+        total = self.network.n_parameters
+        wanted = min(self.rank, total)
+        pairs = eigsh(
+            operator,
+            total,
+            wanted,
+            which="largest",
+            tolerance=self.tolerance,
+            max_restarts=self.max_restarts,
+            generator=generator,
+        )
+        if not pairs.converged:
+            warnings.warn(
+                f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {self.tolerance:g} "
+                f"within {self.max_restarts} restarts; only these are kept. Raise max_restarts or the tolerance, or "
+                "ask for a lower rank.",
+                ConvergenceWarning,
+                stacklevel=6,
+            )
+        values = pairs.values.double()
+        rounding = torch.finfo(pairs.values.dtype).eps * total
+        kept = values > rounding * values.max() if len(values) else values > 0
+        kept &= values > 0
+        values, vectors = values[kept], pairs.vectors[kept]
+        none = values.new_zeros(0, 0)
+        indefinite = self.backend.kind == "hessian"
+        complete = wanted == total or len(values) < len(pairs.values)
+        if self.remainder_probes == 0 or indefinite or complete:
+            return LowRankBlock(values, vectors, none, none)
+        probes = draw_probes(
+            "signs", self.remainder_probes, total, generator=generator, dtype=operator.dtype, device=operator.device
+        )
+        deflated = _Deflated(operator, vectors)
+        rest = lanczos(deflated, deflated.project(probes), self.remainder_depth)
+        nodes, eigenvectors = torch.linalg.eigh(rest.tridiagonal().double())
+        weights = eigenvectors[:, 0].square() / rest.scale.double().square()[:, None]
+        return LowRankBlock(values, vectors, nodes.clamp(min=0), weights)
+
+
+@dataclass(frozen=True)
+class _Deflated:
+    """``(I − UᵀU) H (I − UᵀU)`` on row-stacked vectors."""
+
+    operator: Operator
+    vectors: Tensor
+
+    def project(self, vectors: Tensor) -> Tensor:
+        return vectors - (vectors @ self.vectors.mT) @ self.vectors
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        return self.project(self.operator(self.project(vectors)))

@@ -1,0 +1,268 @@
+"""Conjugate gradients: solutions, statuses, preconditioners, gradients."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
+from laplace_plus.linalg.cg import cg
+from laplace_plus.linalg.nystrom import nystrom
+from laplace_plus.linalg.results import Status
+
+
+def matrix(eigenvalues: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    n = len(eigenvalues)
+    basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
+    A = (basis * eigenvalues) @ basis.T
+    return (A + A.T) / 2
+
+
+def definite(n: int = 30, condition: float = 1e2, seed: int = 0) -> Tensor:
+    return matrix(torch.logspace(0, torch.log10(torch.tensor(condition)).item(), n, dtype=torch.float64), seed)
+
+
+def vectors(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense(A: Tensor, b: Tensor) -> Tensor:
+    return torch.linalg.solve(A, b[..., None])[..., 0]
+
+
+@given(n=st.integers(1, 30), rows=st.integers(0, 4), condition=st.floats(1, 1e4), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_agrees_with_a_dense_solve(n: int, rows: int, condition: float, seed: int) -> None:
+    A, b = definite(n, condition, seed), vectors(*[rows] * (rows > 0), n, seed=seed)
+    solution = cg(lambda v: v @ A.T, b, rtol=1e-11)
+    assert solution.status <= Status.STAGNATED
+    torch.testing.assert_close(solution.value, dense(A, b), rtol=1e-7, atol=1e-9 * float(b.norm()))
+    torch.testing.assert_close(solution.residual, (b - solution.value @ A.T).norm(dim=-1), rtol=1e-6, atol=1e-12)
+
+
+def test_right_hand_sides_are_independent() -> None:
+    A, b = definite(), vectors(2, 3, 30)
+    together = cg(lambda v: v @ A.T, b)
+    assert together.value.shape == (2, 3, 30) and together.statuses.shape == (2, 3) and together.converged
+    for i in range(2):
+        for j in range(3):
+            alone = cg(lambda v: v @ A.T, b[i, j])
+            torch.testing.assert_close(together.value[i, j], alone.value, rtol=1e-9, atol=1e-10)
+            assert abs(int(together.iterations[i, j]) - int(alone.iterations)) <= 1
+
+
+def test_zero_and_nan_right_hand_sides_leave_the_others_alone() -> None:
+    A, b = definite(), vectors(4, 30)
+    b[1], b[2, 5] = 0, torch.nan
+    solution = cg(lambda v: v @ A.T, b, x0=torch.ones_like(b))
+    assert solution.statuses.tolist() == [Status.CONVERGED, Status.CONVERGED, Status.NOT_FINITE, Status.CONVERGED]
+    assert (solution.value[1] == 0).all() and solution.value[2].isnan().all() and solution.residual[2].isnan()
+    torch.testing.assert_close(solution.value[[0, 3]], dense(A, b[[0, 3]]), rtol=1e-8, atol=1e-9)
+    assert not solution.converged
+
+
+def test_an_operator_that_gives_nan() -> None:
+    solution = cg(lambda v: v * torch.nan, vectors(5))
+    assert solution.status is Status.NOT_FINITE and solution.value.isnan().all()
+
+
+def test_an_indefinite_operator_breaks_down() -> None:
+    A = matrix(torch.tensor([-3.0, -1, 1, 2, 4, 9], dtype=torch.float64))
+    solution = cg(lambda v: v @ A.T, vectors(6))
+    assert solution.status is Status.BREAKDOWN and solution.value.isfinite().all()
+
+
+def test_a_preconditioner_that_is_not_definite_breaks_down() -> None:
+    A = definite()
+    assert cg(lambda v: v @ A.T, vectors(30), preconditioner=lambda r: -r).status is Status.BREAKDOWN
+
+
+def test_a_singular_inconsistent_system_is_ill_conditioned() -> None:
+    A = torch.diag(torch.tensor([1.0, 1e-17], dtype=torch.float64))
+    solution = cg(lambda v: v @ A.T, torch.tensor([1.0, 1.0], dtype=torch.float64))
+    assert solution.status is Status.ILL_CONDITIONED and solution.value.abs().max() < 1e3
+
+
+def test_the_cap_and_the_limits_of_rounding() -> None:
+    A, b = definite(condition=1e6), vectors(30)
+    capped = cg(lambda v: v @ A.T, b, max_iterations=4)
+    assert capped.status is Status.MAX_ITERATIONS and int(capped.iterations) == 4 and capped.matvecs == 5
+    stuck = cg(lambda v: v @ A.T, b, rtol=1e-16)
+    assert stuck.status is Status.STAGNATED and 0 < stuck.residual < 1e-8
+
+
+def test_tolerances() -> None:
+    A, b = definite(60, 1e4), vectors(60)
+    loose, tight = cg(lambda v: v @ A.T, b, rtol=1e-2), cg(lambda v: v @ A.T, b, rtol=1e-8)
+    absolute = cg(lambda v: v @ A.T, b, rtol=0.0, atol=0.5)
+    assert 1e-8 * b.norm() < loose.residual <= 1e-2 * b.norm() and tight.residual <= 2e-8 * b.norm()
+    assert loose.iterations < tight.iterations and absolute.residual <= 0.5 and absolute.iterations < tight.iterations
+
+
+def test_a_good_first_guess_saves_iterations() -> None:
+    A, b = definite(60, 1e3), vectors(60)
+    exact = torch.linalg.solve(A, b)
+    cold, warm = cg(lambda v: v @ A.T, b), cg(lambda v: v @ A.T, b, x0=exact + 1e-6)
+    assert warm.iterations < cold.iterations and int(cg(lambda v: v @ A.T, b, x0=exact).iterations) == 0
+    torch.testing.assert_close(warm.value, exact, rtol=1e-6, atol=1e-8)
+
+
+def test_the_tridiagonal_matrix_is_that_of_lanczos() -> None:
+    A, b, depth = definite(40, 1e3), vectors(2, 40), 12
+    solution = cg(lambda v: v @ A.T, b, max_iterations=depth, return_tridiagonal=True)
+    assert solution.tridiagonal is not None
+    diagonal, off_diagonal = solution.tridiagonal
+    for row in range(2):
+        basis = [b[row] / b[row].norm()]
+        for _ in range(depth - 1):
+            w = A @ basis[-1]
+            for _ in range(2):
+                for q in basis:
+                    w = w - (q @ w) * q
+            basis.append(w / w.norm())
+        T = torch.stack(basis) @ A @ torch.stack(basis).T
+        torch.testing.assert_close(diagonal[row], T.diagonal(), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(off_diagonal[row], T.diagonal(1).abs(), rtol=1e-8, atol=1e-8)
+
+
+def test_the_tridiagonal_matrix_gives_the_log_determinant() -> None:
+    # Ones fill up what a right-hand side that ended early lacks: they add nothing to log f(T).
+    A = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
+    b = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    solution = cg(lambda v: v @ A.T, b, return_tridiagonal=True)
+    assert solution.tridiagonal is not None
+    diagonal, off = solution.tridiagonal
+    values, bases = torch.linalg.eigh(torch.diag_embed(diagonal) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1))
+    quadrature = (bases[:, 0].square() * values.log()).sum(-1) * b.square().sum(-1)
+    torch.testing.assert_close(quadrature, (b.square() * A.diagonal().log()).sum(-1), rtol=1e-10, atol=1e-12)
+    assert cg(lambda v: v @ A.T, b[2], return_tridiagonal=True).tridiagonal[0].shape == (0,)
+
+
+def test_a_nystroem_preconditioner_needs_fewer_iterations_the_larger_its_rank() -> None:
+    n, shift = 400, 0.01
+    eigenvalues = 10.0 * torch.arange(1, n + 1, dtype=torch.float64).pow(-2)
+    A = matrix(eigenvalues)
+    b = vectors(3, n)
+    exact = dense(A + shift * torch.eye(n, dtype=torch.float64), b)
+    counts = [_with_nystroem(A, shift, b, exact, rank) for rank in (0, 10, 20, 40)]
+    assert counts == sorted(counts, reverse=True) and counts[-1] * 3 < counts[0]
+
+
+def _with_nystroem(A: Tensor, shift: float, b: Tensor, exact: Tensor, rank: int) -> int:
+    precondition = None
+    if rank:
+        generator = torch.Generator().manual_seed(7)
+        approximation = nystrom(lambda v: v @ A.T, len(A), rank, dtype=A.dtype, generator=generator)
+        precondition = approximation.preconditioner(shift)
+    solution = cg(lambda v: v @ A.T + shift * v, b, preconditioner=precondition, rtol=1e-10)
+    assert solution.converged
+    torch.testing.assert_close(solution.value, exact, rtol=1e-6, atol=1e-7)
+    return int(solution.iterations.max())
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 1, 6)])
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_gradients(shape: tuple[int, ...], preconditioned: bool) -> None:
+    A, b = definite(6, 20.0).requires_grad_(), vectors(*shape).requires_grad_()
+
+    def solve(A: Tensor, b: Tensor) -> Tensor:
+        S = (A + A.T) / 2
+        scale = 1 / S.diagonal().detach()
+        preconditioner = (lambda r: r * scale) if preconditioned else None
+        return cg(lambda v: v @ S, b, preconditioner=preconditioner, rtol=1e-13).value
+
+    assert gradcheck(solve, (A, b), eps=1e-6, atol=1e-7, rtol=0)
+
+
+def test_nothing_flows_into_the_preconditioner_and_the_first_guess() -> None:
+    A, b = definite(6), vectors(6)
+    scale, x0 = torch.ones(6, dtype=torch.float64, requires_grad=True), vectors(6, seed=3).requires_grad_()
+    value = cg(lambda v: v @ A, b.requires_grad_(), preconditioner=lambda r: r * scale, x0=x0).value
+    value.sum().backward()
+    assert scale.grad is None and x0.grad is None
+    torch.testing.assert_close(b.grad, torch.linalg.solve(A, torch.ones(6, dtype=torch.float64)), rtol=1e-7, atol=1e-9)
+
+
+def test_gradients_of_a_zero_right_hand_side() -> None:
+    A, b = definite(6).requires_grad_(), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    cg(lambda v: v @ ((A + A.T) / 2), b).value.sum().backward()
+    assert (A.grad == 0).all()
+    torch.testing.assert_close(b.grad, torch.linalg.solve(A.detach(), torch.ones_like(b)), rtol=1e-7, atol=1e-9)
+
+
+def test_a_solution_that_is_not_used_does_not_spoil_the_gradient() -> None:
+    A, b = definite(6).requires_grad_(), vectors(2, 6)
+    b[1] = torch.nan
+    cg(lambda v: v @ ((A + A.T) / 2), b).value[0].sum().backward()
+    inverse = torch.linalg.inv(A.detach())
+    expected = -torch.outer(inverse @ torch.ones(6, dtype=torch.float64), inverse @ b[0])
+    torch.testing.assert_close(A.grad, (expected + expected.T) / 2, rtol=1e-6, atol=1e-8)
+
+
+def test_a_backward_solve_that_fails_warns() -> None:
+    A = definite(30, 1e4)
+    exact = torch.linalg.solve(A, vectors(30))
+    b = (A @ exact).requires_grad_()
+    value = cg(lambda v: v @ A, b, x0=exact, max_iterations=3).value
+    with pytest.warns(ConvergenceWarning, match="MAX_ITERATIONS"):
+        value.sum().backward()
+
+
+def test_without_gradients_nothing_is_attached() -> None:
+    A = definite(6).requires_grad_()
+    with torch.no_grad():
+        assert not cg(lambda v: v @ A.T, vectors(6)).value.requires_grad
+    assert not cg(lambda v: v @ A.detach().T, vectors(6)).value.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_types(dtype: torch.dtype) -> None:
+    A, b = definite(20, 10.0), vectors(3, 20)
+    solution = cg(lambda v: v @ A.to(dtype).T, b.to(dtype))
+    assert solution.value.dtype == dtype
+    error = (solution.value.double() - dense(A, b)).norm() / b.norm()
+    assert error < 50 * torch.finfo(dtype).eps
+
+
+def test_an_operator_that_is_not_symmetric() -> None:
+    A = definite(10) + torch.triu(torch.ones(10, 10, dtype=torch.float64))
+    with pytest.raises(OperatorError, match="symmetric"):
+        cg(lambda v: v @ A.T, vectors(10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cg(lambda v: v @ A.T, vectors(10), check_symmetry=False, max_iterations=3)
+
+
+def test_bad_arguments() -> None:
+    A, b = definite(5), vectors(5)
+    with pytest.raises(OperatorError):
+        cg(lambda v: v[..., :3], b)
+    with pytest.raises(OperatorError):
+        cg(lambda v: v @ A.float(), b)
+    with pytest.raises(OperatorError, match="preconditioner"):
+        cg(lambda v: v @ A, b, preconditioner=lambda r: r[:2])
+    for bad in (
+        {"rtol": -1.0},
+        {"atol": float("nan")},
+        {"max_iterations": 0},
+        {"x0": torch.zeros(4, dtype=torch.float64)},
+        {"x0": torch.zeros(5)},
+    ):
+        with pytest.raises(ConfigurationError):
+            cg(lambda v: v @ A, b, **bad)
+    for right in (torch.tensor(1.0), torch.ones(5, dtype=torch.int64), [1.0]):
+        with pytest.raises(ConfigurationError):
+            cg(lambda v: v @ A, right)
+
+
+def test_no_right_hand_side() -> None:
+    A = definite(5)
+    solution = cg(lambda v: v @ A, vectors(0, 5))
+    assert solution.value.shape == (0, 5) and solution.converged

@@ -1,0 +1,182 @@
+"""Diagonal estimators: no bias, honest standard errors, accuracy, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
+from laplace_plus.linalg.diagonals import diagonal
+
+DTYPE = torch.float64
+METHODS = ["xdiag", "hutchinson"]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
+
+
+def decaying(n, seed=0):
+    vectors = torch.linalg.qr(normal(n, n, seed=seed))[0]
+    return (vectors * 0.7 ** torch.arange(n, dtype=DTYPE)) @ vectors.mT
+
+
+class TestUnbiased:
+    n = 10
+
+    @pytest.mark.parametrize("distribution", ["signs", "sphere", "gaussian"])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_value_standard_error_and_gradient(self, method, distribution):
+        matrix, weight = normal(self.n, self.n), normal(self.n, seed=1)
+        values, errors, gradients = [], [], []
+        runs = 300
+        for seed in range(runs):
+            leaf = matrix.clone().requires_grad_()
+            options = {"matvecs": 8, "method": method, "distribution": distribution}
+            result = diagonal(lambda v, a=leaf: v @ a.mT, self.n, dtype=DTYPE, generator=seeded(seed), **options)
+            values.append(result.value.detach())
+            errors.append(result.sem)
+            gradients.append(torch.autograd.grad(result.value @ weight, leaf)[0])
+        sample = torch.stack(values)
+        assert float(((sample.mean(0) - matrix.diagonal()).abs() / (sample.std(0) / runs**0.5 + 1e-12)).max()) < 4
+        ratio = torch.stack(errors).square().mean(0).sqrt() / sample.std(0)
+        assert float(ratio.min()) > 0.7 and float(ratio.max()) < 1.4
+        sample = torch.stack(gradients)
+        distance = (sample.mean(0) - torch.diag(weight)).abs()
+        assert float((distance / (sample.std(0) / runs**0.5 + 1e-12)).max()) < 4.5
+
+    def test_the_sketch_helps_where_the_spectrum_decays(self):
+        matrix = decaying(400)
+        exact = matrix.diagonal()
+
+        def error(method):
+            results = [
+                diagonal(lambda v: v @ matrix, 400, method=method, symmetric=True, generator=seeded(s))
+                for s in range(5)
+            ]
+            assert all(x.matvecs == 60 for x in results)
+            return max(float((x.value - exact).norm() / exact.norm()) for x in results)
+
+        assert error("xdiag") < 1e-3
+        assert error("hutchinson") > 1e-2
+
+
+class TestExact:
+    @pytest.mark.parametrize("n", [1, 3, 60])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_when_the_budget_covers_the_dimension(self, method, n):
+        matrix, weight = normal(n, n), normal(n, seed=1)
+        leaf = matrix.clone().requires_grad_()
+        result = diagonal(lambda v: v @ leaf.mT, n, method=method)
+        torch.testing.assert_close(result.value.detach(), matrix.diagonal())
+        assert bool((result.sem == 0).all()) and result.converged and result.matvecs == n
+        (gradient,) = torch.autograd.grad(result.value @ weight, leaf)
+        torch.testing.assert_close(gradient, torch.diag(weight))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_when_the_budget_covers_the_rank(self, dtype):
+        left, right = normal(300, 6).to(dtype), normal(300, 6, seed=1).to(dtype)
+        result = diagonal(lambda v: (v @ right) @ left.mT, 300, generator=seeded())
+        exact = (left * right).sum(1)
+        assert float((result.value - exact).abs().max()) < 1e3 * torch.finfo(dtype).eps
+        assert float(result.sem.abs().max()) < 1e3 * torch.finfo(dtype).eps
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_diagonal_operators_need_one_sign_and_zero_none(self, method):
+        spectrum = torch.linspace(-1, 1, 300, dtype=DTYPE)
+        result = diagonal(lambda v: v * spectrum, 300, method="hutchinson", matvecs=2)
+        torch.testing.assert_close(result.value, spectrum)
+        zero = diagonal(lambda v: 0 * v, 300, method=method, dtype=DTYPE)
+        assert bool((zero.value == 0).all())
+
+
+class TestTransposes:
+    matrix = decaying(200) + 0.01 * normal(200, 200, seed=2)
+
+    def test_from_differentiation_or_from_the_caller(self):
+        leaf = self.matrix
+        plain = diagonal(lambda v: v @ leaf.mT, 200, generator=seeded())
+        given = diagonal(lambda v: v @ leaf.mT, 200, rmatvec=lambda u: u @ leaf, generator=seeded())
+        torch.testing.assert_close(plain.value, given.value)
+        assert plain.matvecs == given.matvecs == 60
+
+    def test_cut_off_from_its_argument(self):
+        with pytest.raises(OperatorError, match="cannot differentiate"):
+            diagonal(lambda v: v.detach() @ self.matrix.mT, 200, dtype=DTYPE)
+        result = diagonal(lambda v: v.detach() @ self.matrix.mT, 200, dtype=DTYPE, rmatvec=lambda u: u @ self.matrix)
+        assert bool(torch.isfinite(result.value).all())
+
+
+class TestControl:
+    matrix = decaying(500) + 0.02 * torch.eye(500, dtype=DTYPE)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_batches_are_added_to_the_tolerance(self, method):
+        options = {"matvecs": 20, "method": method, "symmetric": True, "dtype": DTYPE}
+        first = diagonal(lambda v: v @ self.matrix, 500, generator=seeded(), **options)
+        tolerance = 0.6 * float(first.sem.norm() / first.value.norm())
+        result = diagonal(lambda v: v @ self.matrix, 500, tolerance=tolerance, generator=seeded(), **options)
+        assert result.converged and 20 < result.matvecs < 400
+        assert float(result.sem.norm() / result.value.norm()) <= tolerance
+        assert float((result.value - self.matrix.diagonal()).norm()) < 3 * float(result.sem.norm())
+        capped = diagonal(lambda v: v @ self.matrix, 500, tolerance=1e-14, cap=50, generator=seeded(), **options)
+        assert not capped.converged and capped.matvecs == 40
+        everything = diagonal(lambda v: v @ self.matrix, 500, tolerance=1e-14, cap=2000, generator=seeded(), **options)
+        torch.testing.assert_close(everything.value, self.matrix.diagonal())
+        assert everything.converged
+
+    def test_the_gradient_with_growing_decompositions(self):
+        leaf, weight = self.matrix.clone().requires_grad_(), normal(500)
+        options = {"matvecs": 20, "tolerance": 1e-14, "cap": 60, "symmetric": True}
+        result = diagonal(lambda v: v @ leaf, 500, generator=seeded(), **options)
+        value = result.value @ weight
+        (gradient,) = torch.autograd.grad(value, leaf)
+        # It is linear in the operator with everything else held fixed, hence consistent with the value.
+        assert float((gradient * self.matrix).sum()) == pytest.approx(float(value.detach()), rel=1e-9)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_seed_determines_the_estimate_in_each_type(self, method):
+        first, second, other = (
+            diagonal(lambda v: v @ self.matrix, 500, method=method, generator=seeded(s), dtype=DTYPE).value
+            for s in (1, 1, 2)
+        )
+        assert torch.equal(first, second) and not torch.equal(first, other)
+        narrow = self.matrix.float()
+        single = diagonal(lambda v: v @ narrow, 500, method=method, generator=seeded(1)).value
+        assert single.dtype == torch.float32
+        torch.testing.assert_close(single.double(), first, rtol=0, atol=1e-4)
+        half = self.matrix.bfloat16()
+        assert diagonal(lambda v: v @ half, 500, method=method, generator=seeded(1)).value.dtype == torch.float32
+
+    def test_hutchinson_has_the_gradient_of_the_computed_value(self):
+        root = normal(12, 12).requires_grad_()
+
+        def value(root):
+            options = {"matvecs": 5, "method": "hutchinson", "generator": seeded(), "parameters": [root]}
+            return diagonal(lambda v: v @ root @ root.mT, 12, dtype=DTYPE, **options).value
+
+        assert torch.autograd.gradcheck(value, (root,))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("n", [10, 300])
+    def test_operators(self, method, n):
+        with pytest.raises(NonFiniteError):
+            diagonal(lambda v: v * torch.nan, n, method=method)
+        with pytest.raises(OperatorError):
+            diagonal(lambda v: v[..., :-1], n, method=method)
+        with pytest.raises(OperatorError):
+            diagonal(lambda v: v.double(), n, method=method)
+
+    @pytest.mark.parametrize(
+        "bad",
+        [{"method": "x"}, {"distribution": "x"}, {"matvecs": 3}, {"tolerance": -1.0}, {"tolerance": 0.1, "cap": 9}],
+    )
+    def test_arguments(self, bad):
+        with pytest.raises(ConfigurationError):
+            diagonal(lambda v: v, 300, **bad)

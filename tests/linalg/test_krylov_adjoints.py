@@ -1,0 +1,344 @@
+"""Adjoint derivatives of the decompositions against autograd through dense loops, and where autograd is no guide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.linalg.arnoldi import arnoldi
+from laplace_plus.linalg.bidiagonalization import bidiagonalize
+from laplace_plus.linalg.block_lanczos import block_lanczos
+from laplace_plus.linalg.lanczos import lanczos
+
+float64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
+
+
+def without(w: Tensor, vectors: list[Tensor]) -> Tensor:
+    for _ in range(2):
+        for q in vectors:
+            w = w - (w @ q) * q
+    return w
+
+
+def dense_lanczos(a: Tensor, v: Tensor, depth: int) -> tuple[Tensor, ...]:
+    vectors, diagonal, off_diagonal, w = [v / v.norm()], [], [], v
+    for k in range(depth):
+        w = a @ vectors[k]
+        diagonal.append(w @ vectors[k])
+        w = without(w, vectors)
+        if k + 1 < depth:
+            off_diagonal.append(w.norm())
+            vectors.append(w / w.norm())
+    return torch.stack(vectors), torch.stack(diagonal), torch.stack(off_diagonal), w, 1 / v.norm()
+
+
+def dense_arnoldi(a: Tensor, v: Tensor, depth: int) -> tuple[Tensor, ...]:
+    vectors, columns, w = [v / v.norm()], [], v
+    for k in range(depth):
+        w = a @ vectors[k]
+        column = [w @ q for q in vectors]
+        w = without(w, vectors)
+        if k + 1 < depth:
+            column.append(w.norm())
+            vectors.append(w / w.norm())
+        columns.append(torch.stack([*column, *[v.new_zeros(())] * (depth - len(column))]))
+    return torch.stack(vectors), torch.stack(columns, dim=1), w, 1 / v.norm()
+
+
+def dense_bidiagonalization(a: Tensor, v: Tensor, depth: int) -> tuple[Tensor, ...]:
+    left: list[Tensor] = []
+    right, alpha, beta, w = [v / v.norm()], [], [], v
+    for k in range(depth):
+        w = without(a @ right[k], left)
+        alpha.append(w.norm())
+        left.append(w / w.norm())
+        w = without(a.T @ left[k], right)
+        if k + 1 < depth:
+            beta.append(w.norm())
+            right.append(w / w.norm())
+    return torch.stack(left), torch.stack(right), torch.stack(alpha), torch.stack(beta), w, 1 / v.norm()
+
+
+def dense_block_lanczos(a: Tensor, x: Tensor, depth: int) -> tuple[Tensor, ...]:
+    def factors(w: Tensor) -> tuple[Tensor, Tensor]:
+        q, r = torch.linalg.qr(w.T)
+        signs = r.diagonal().sign()
+        return (q * signs).T, signs[:, None] * r
+
+    block, start = factors(x)
+    blocks, w = [block], x
+    diagonal, side = [], []
+    for k in range(depth):
+        w = blocks[k] @ a
+        diagonal.append(blocks[k] @ w.T)
+        for _ in range(2):
+            for q in blocks:
+                w = w - (w @ q.T) @ q
+        if k + 1 < depth:
+            block, factor = factors(w)
+            blocks.append(block)
+            side.append(factor)
+    zero = torch.zeros_like(start)
+    rows = [
+        torch.cat([diagonal[i] if i == j else side[j] if i == j + 1 else side[i].T if j == i + 1 else zero
+                   for j in range(depth)], dim=1)
+        for i in range(depth)
+    ]  # fmt: skip
+    return torch.cat(blocks), torch.cat(rows), w, start
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / y.norm())
+
+
+def compare(outputs, expected, inputs, cotangents) -> None:
+    for x, y in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+    gradients = torch.autograd.grad(outputs, inputs, cotangents)
+    for x, y in zip(gradients, torch.autograd.grad(expected, inputs, cotangents), strict=True):
+        assert relative(x, y) <= 1e-9
+
+
+def symmetric(s: Tensor) -> Tensor:
+    return (s + s.T) / 2
+
+
+@pytest.mark.parametrize("depth", [2, 7, 12])
+@pytest.mark.parametrize("adjoint", ["reprojected", "three_term"])
+@pytest.mark.parametrize("mode", ["full", "selective", "none"])
+def test_lanczos_against_autograd(depth, adjoint, mode):
+    s, v = randn(24, 24).requires_grad_(), randn(24, seed=1).requires_grad_()
+    found = lanczos(lambda x: x @ symmetric(s), v, depth, reorthogonalize=mode, adjoint=adjoint)
+    outputs = (found.vectors, found.diagonal, found.off_diagonal, found.residual, found.scale)
+    expected = dense_lanczos(symmetric(s), v, depth)
+    compare(outputs, expected, [s, v], [randn(*x.shape, seed=2) for x in expected])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7, 12])
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("reproject", [True, False])
+def test_arnoldi_against_autograd(depth, transpose, reproject):
+    a, v = randn(24, 24).requires_grad_(), randn(24, seed=1).requires_grad_()
+    rmatvec = (lambda x: x @ a) if transpose else None
+    found = arnoldi(lambda x: x @ a.T, v, depth, rmatvec=rmatvec, reproject=reproject)
+    expected = dense_arnoldi(a, v, depth)
+    cotangents = [randn(*x.shape, seed=2) for x in expected]
+    compare((found.vectors, found.hessenberg, found.residual, found.scale), expected, [a, v], cotangents)
+
+
+@pytest.mark.parametrize(("m", "n", "depth"), [(20, 14, 2), (14, 20, 7), (16, 16, 8), (5, 12, 5)])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_bidiagonalization_against_autograd(m, n, depth, transpose):
+    a, v = randn(m, n).requires_grad_(), randn(n, seed=1).requires_grad_()
+    found = bidiagonalize(lambda x: x @ a.T, v, depth, m=m, rmatvec=(lambda x: x @ a) if transpose else None)
+    outputs = (found.left, found.right, found.diagonal, found.off_diagonal, found.residual, found.scale)
+    expected = dense_bidiagonalization(a, v, depth)
+    compare(outputs, expected, [a, v], [randn(*x.shape, seed=2) for x in expected])
+
+
+@pytest.mark.parametrize(("p", "depth"), [(1, 5), (2, 1), (2, 6), (3, 4)])
+def test_block_lanczos_against_autograd(p, depth):
+    s, x = randn(24, 24).requires_grad_(), randn(p, 24, seed=1).requires_grad_()
+    found = block_lanczos(lambda y: y @ symmetric(s), x, depth)
+    outputs = (found.vectors, found.matrix, found.residual, found.start)
+    expected = dense_block_lanczos(symmetric(s), x, depth)
+    cotangents = [randn(*y.shape, seed=2) for y in expected]
+    cotangents[1] = cotangents[1].triu(-p).tril(p)  # what lies outside of the band is constant
+    cotangents[3] = cotangents[3].triu()
+    compare(outputs, expected, [s, x], cotangents)
+
+
+def test_gradcheck_in_start_vectors_and_tensors():
+    factor, shift = randn(6, 3).requires_grad_(), randn(6, seed=3).exp().requires_grad_()
+    v = randn(2, 6, seed=1).requires_grad_()
+
+    def operator(f: Tensor, d: Tensor):
+        return lambda x: (x @ f) @ f.T + d * x
+
+    def with_lanczos(f: Tensor, d: Tensor, v: Tensor):
+        found = lanczos(operator(f, d), v, 3, parameters=[f, d])
+        return found.vectors, found.diagonal, found.off_diagonal, found.residual, found.scale
+
+    def with_arnoldi(f: Tensor, d: Tensor, v: Tensor):
+        found = arnoldi(lambda x: operator(f, d)(x).cumsum(-1), v, 3, parameters=[f, d])
+        return found.vectors, found.hessenberg, found.residual, found.scale
+
+    def with_bidiagonalization(f: Tensor, d: Tensor, v: Tensor):
+        found = bidiagonalize(lambda x: torch.cat([x @ f, d * x], -1), v, 3, m=9, parameters=[f, d])
+        return found.left, found.right, found.bidiagonal(), found.residual, found.scale
+
+    def with_block_lanczos(f: Tensor, d: Tensor, v: Tensor):
+        found = block_lanczos(operator(f, d), v, 2, parameters=[f, d])
+        return found.vectors, found.matrix, found.residual, found.start
+
+    for function in (with_lanczos, with_arnoldi, with_bidiagonalization, with_block_lanczos):
+        assert torch.autograd.gradcheck(function, (factor, shift, v), eps=1e-6, atol=1e-7)
+
+
+def test_derivatives_of_a_stack_are_those_of_its_vectors():
+    s, v = randn(10, 10).requires_grad_(), randn(2, 3, 10, seed=1).requires_grad_()
+    together = lanczos(lambda x: x @ symmetric(s), v, 4)
+    cotangent = randn(2, 3, 4, 10, seed=2)
+    expected = [torch.zeros(10, 10, dtype=float64), torch.zeros(2, 3, 10, dtype=float64)]
+    for i in range(2):
+        for j in range(3):
+            alone = lanczos(lambda x: x @ symmetric(s), v[i, j], 4)
+            gradients = torch.autograd.grad(alone.vectors, [s, v], cotangent[i, j])
+            expected = [x + y for x, y in zip(expected, gradients, strict=True)]
+    for x, y in zip(torch.autograd.grad(together.vectors, [s, v], cotangent), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("adjoint", ["reprojected", "three_term"])
+def test_derivative_where_the_krylov_spaces_end_at_different_depths(adjoint):
+    """A vector within k eigenspaces has rank k; perturbations that keep it there are differentiable."""
+    d = torch.tensor([1.0, 2.0, 4.0, 7.0, 11.0], dtype=float64).requires_grad_()
+    w = randn(3, 5).abs() + 0.3
+    w = (w * torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 1, 1, 0]])).requires_grad_()
+    found = lanczos(lambda x: d * x, w, 4, adjoint=adjoint)
+    assert found.rank.tolist() == [2, 4, 3]
+    cotangents = [randn(3, 4, seed=2), randn(3, 3, seed=3), randn(3, 4, 5, seed=4)]
+    gradients = torch.autograd.grad([found.diagonal, found.off_diagonal, found.vectors], [d, w], cotangents)
+    expected = [torch.zeros(5, dtype=float64), torch.zeros(3, 5, dtype=float64)]
+    for i, rank in enumerate([2, 4, 3]):
+        vectors, diagonal, off_diagonal, _, _ = dense_lanczos(torch.diag(d), w[i], rank)
+        parts = [cotangents[0][i, :rank], cotangents[1][i, : rank - 1], cotangents[2][i, :rank]]
+        new = torch.autograd.grad([diagonal, off_diagonal, vectors], [d, w], parts)
+        expected = [x + y for x, y in zip(expected, new, strict=True)]
+    support = w[0] != 0
+    torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients[1][1], expected[1][1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients[1][0][support], expected[1][0][support], rtol=1e-9, atol=1e-9)
+
+
+def test_bidiagonalization_differentiates_pairs_that_end_early():
+    a = torch.diag(torch.tensor([1.0, 2.0, 4.0, 7.0], dtype=float64)).requires_grad_()
+    v = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=float64).requires_grad_()
+    found = bidiagonalize(lambda x: x @ a.T, v, 3)
+    assert found.rank.tolist() == [2, 3]
+    cotangent = randn(2, 3, 3)
+    gradient = torch.autograd.grad(found.bidiagonal(), v, cotangent)[0]
+    for i, rank in enumerate([2, 3]):
+        _, _, alpha, beta, _, _ = dense_bidiagonalization(a, v[i], rank)
+        small = torch.diag(alpha) + torch.diag(beta, 1)
+        expected = torch.autograd.grad(small, v, cotangent[i, :rank, :rank])[0][i]
+        torch.testing.assert_close(gradient[i, :2], expected[:2], rtol=1e-10, atol=1e-10)
+
+
+def hilbert_error(n: int, *, reproject: bool) -> float:
+    """RMS error of the Jacobian of A ↦ Q H Qᵀ = A at depth n, which is the identity, for the Hilbert matrix."""
+    i = torch.arange(1, n + 1, dtype=float64)
+    a = (1 / (i[:, None] + i - 1)).requires_grad_()
+    v = torch.rand(n, dtype=float64, generator=torch.Generator().manual_seed(0))
+    found = arnoldi(lambda x: x @ a.T, v, n, reproject=reproject)
+    product = (found.vectors.T @ found.hessenberg @ found.vectors).flatten()
+    rows = [torch.autograd.grad(x, a, retain_graph=True)[0].flatten() for x in product]
+    return float((torch.stack(rows) - torch.eye(n * n)).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("n", "with_it", "without_it"), [(6, 1e-12, 1e-13), (8, 1e-10, 1e-10), (10, 1e-7, 1e-7), (12, 2e-5, 5e-5)]
+)
+def test_reprojection_on_the_hilbert_matrix(n, with_it, without_it):
+    """Measured 1e-14, 2e-12, 2e-9, 4e-7 with, and 2e-12, 1e-8, 1e-6, 9e-4 without re-projection."""
+    assert hilbert_error(n, reproject=True) <= with_it
+    assert hilbert_error(n, reproject=False) >= without_it
+
+
+def test_lanczos_adjoint_on_the_hilbert_matrix():
+    i = torch.arange(1, 11, dtype=float64)
+    a = (1 / (i[:, None] + i - 1)).requires_grad_()
+    v = torch.rand(10, dtype=float64, generator=torch.Generator().manual_seed(0))
+    found = lanczos(lambda x: x @ symmetric(a), v, 10)
+    product = found.vectors.T @ found.tridiagonal() @ found.vectors
+    cotangent = symmetric(randn(10, 10))
+    assert relative(torch.autograd.grad(product, a, cotangent)[0], cotangent) <= 1e-6
+
+
+def test_the_three_term_adjoint_is_lost_where_the_default_is_not():
+    """Float32, eigenvalues of multiplicity one far above a cluster at one: orthogonality is lost after a few steps."""
+    basis = torch.linalg.qr(randn(120, 120))[0]
+    spectrum = torch.cat([torch.linspace(10, 1000, 30, dtype=float64), torch.linspace(1, 1.5, 90, dtype=float64)])
+    v = randn(120, seed=1)
+
+    def gradient(dtype: torch.dtype, **options: str) -> Tensor:
+        s = spectrum.to(dtype, copy=True).requires_grad_()
+        q = basis.to(dtype)
+        found = lanczos(lambda x: ((x @ q) * s) @ q.T, v.to(dtype), 60, **options)
+        # all of Q matters
+        value = (found.vectors[-1] ** 2 * torch.linspace(0, 1, 120).to(dtype)).sum()
+        return torch.autograd.grad(value, s)[0].double()
+
+    exact = gradient(float64)
+    assert relative(gradient(torch.float32), exact) <= 0.15
+    bare = gradient(torch.float32, reorthogonalize="none", adjoint="three_term")
+    assert not relative(bare, exact) <= 10  # NaN or far away
+
+
+def test_no_graph_of_a_product_is_stored():
+    s, v = randn(50, 50).requires_grad_(), randn(50, seed=1).requires_grad_()
+    graphs: list[bool] = []
+
+    def operator(x: Tensor) -> Tensor:
+        graphs.append(torch.is_grad_enabled())
+        return torch.tanh(s).T @ (torch.tanh(s) @ x) if x.ndim == 1 else x @ torch.tanh(s).T @ torch.tanh(s)
+
+    saved: list[int] = []
+    for run in (
+        lambda: lanczos(operator, v, 20).vectors.sum(),
+        lambda: bidiagonalize(operator, v, 20, rmatvec=operator).right.sum(),
+        lambda: arnoldi(operator, v, 20).vectors.sum(),
+        lambda: block_lanczos(operator, torch.stack([v, v**2]), 10).vectors.sum(),
+    ):
+        graphs.clear()
+        saved.clear()
+        kept: list[Tensor] = []
+
+        def pack(x: Tensor, saved: list[int] = saved, kept: list[Tensor] = kept) -> Tensor:
+            saved.append(x.untyped_storage().nbytes())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            value = run()
+        assert graphs.count(True) <= 1  # the first product, from whose graph the tensors are found, and which is let go
+        # at most the first product's graph (let go) and the results: far from 20 products of 50 × 50 matrices
+        assert sum(saved) <= 8 * (4 * 50 * 50 + 10 * 20 * 50)
+        value.backward()
+        assert s.grad is not None and torch.isfinite(s.grad).all()
+
+
+def test_derivatives_once_a_block_has_shrunk():
+    """tr Sᵀ f(T)₁₁ S is exact in an invariant space, and so is its gradient in the operator."""
+    factor, x = randn(12, 2).requires_grad_(), randn(3, 12, seed=1)
+    a = factor @ factor.T + torch.eye(12, dtype=float64)
+    found = block_lanczos(lambda y: y @ factor @ factor.T + y, x, 4)
+    assert found.block_sizes == (3, 2) and found.converged
+    value = (found.start.T @ torch.linalg.inv(found.matrix)[:3, :3] @ found.start).trace()
+    expected = (x @ torch.linalg.inv(a) @ x.T).trace()
+    torch.testing.assert_close(value, expected)
+    gradients = [torch.autograd.grad(y, factor, retain_graph=True)[0] for y in (value, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+    with pytest.raises(UnsupportedError):
+        found.vectors.sum().backward()
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(UnsupportedError):
+        block_lanczos(lambda y: y @ factor @ factor.T + y, leaf, 4).matrix.sum().backward()
+
+
+def test_half_precision_vectors_are_differentiated_in_float32():
+    s = symmetric(randn(12, 12)).to(torch.bfloat16).requires_grad_()
+    v = randn(12, seed=1).to(torch.bfloat16).requires_grad_()
+    found = lanczos(lambda x: x @ s.T, v, 4, check_symmetry=False)
+    assert found.vectors.dtype == torch.float32
+    found.diagonal.sum().backward()
+    assert v.grad.dtype == s.grad.dtype == torch.bfloat16
+    s64, v64 = s.detach().double().requires_grad_(), v.detach().double().requires_grad_()
+    lanczos(lambda x: x @ s64.T, v64, 4).diagonal.sum().backward()
+    assert relative(v.grad.double(), v64.grad) <= 0.1
+    assert relative(s.grad.double(), s64.grad) <= 0.1

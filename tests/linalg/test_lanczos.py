@@ -1,0 +1,201 @@
+"""Lanczos' decomposition: its equations, its modes, and what is not a symmetric operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
+from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos
+from laplace_plus.linalg.orthogonalization import orthogonalize
+
+float64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
+
+
+def with_spectrum(spectrum: Tensor, seed: int = 0) -> Tensor:
+    n = spectrum.shape[0]
+    q = torch.linalg.qr(randn(n, n, seed=seed))[0]
+    a = (q * spectrum) @ q.T
+    return (a + a.T) / 2
+
+
+def loss_of_orthogonality(found: LanczosDecomposition) -> float:
+    gram = found.vectors @ found.vectors.mT
+    return float((gram - torch.eye(gram.shape[-1], dtype=gram.dtype)).abs().max())
+
+
+def equation_error(a: Tensor, found: LanczosDecomposition) -> float:
+    """Largest entry of A Q − Q T − r e_Kᵀ, relative to the norm of A."""
+    rest = found.vectors @ a.T - found.tridiagonal() @ found.vectors
+    rest[..., -1, :] -= found.residual
+    return float(rest.abs().max() / torch.linalg.matrix_norm(a, 2))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(2, 40),
+    depth=st.integers(1, 45),
+    batch=st.sampled_from([(), (1,), (3,), (2, 2)]),
+    dtype=st.sampled_from([torch.float32, float64]),
+    logarithm=st.floats(0, 6),
+    seed=st.integers(0, 1000),
+)
+def test_the_equations_hold(n, depth, batch, dtype, logarithm, seed):
+    a = with_spectrum(torch.logspace(0, -logarithm, n, dtype=float64), seed).to(dtype)
+    v = randn(*batch, n, seed=seed + 1).to(dtype)
+    found = lanczos(lambda x: x @ a, v, depth)
+    depth = found.vectors.shape[-2]
+    assert depth <= n and found.vectors.shape == (*batch, depth, n) and found.residual.shape == v.shape
+    limit = 1e-12 if dtype == float64 else 2e-6
+    if bool((found.rank == depth).all()):
+        assert loss_of_orthogonality(found) <= limit
+        assert equation_error(a, found) <= limit
+        assert float((found.vectors @ found.residual[..., None]).abs().max()) <= limit
+    torch.testing.assert_close(found.vectors[..., 0, :], v * found.scale[..., None])
+    assert bool((found.off_diagonal >= 0).all())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_spectrum_at_full_depth(mode):
+    spectrum = torch.linspace(-3, 5, 60, dtype=float64)
+    a = with_spectrum(spectrum)
+    found = lanczos(lambda x: x @ a, randn(60, seed=1), 100, reorthogonalize=mode)
+    assert found.converged and found.matvecs == 60
+    torch.testing.assert_close(torch.linalg.eigvalsh(found.tridiagonal()), spectrum, rtol=0, atol=1e-10)
+
+
+def test_one_stacked_product_a_step():
+    a, shapes = with_spectrum(torch.linspace(1, 2, 20, dtype=float64)), []
+
+    def operator(x: Tensor) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x @ a
+
+    for mode in ("full", "selective", "none"):
+        for batch in ((), (3,), (2, 2)):
+            shapes.clear()
+            found = lanczos(operator, randn(*batch, 20), 7, reorthogonalize=mode)
+            flat = (randn(*batch, 1).numel(), 20) if batch else (20,)
+            assert shapes == [flat] * 7
+            assert found.matvecs == 7 * randn(*batch, 1).numel()
+
+
+def test_a_stack_is_its_vectors():
+    a, v = with_spectrum(torch.linspace(1, 2, 20, dtype=float64)), randn(2, 3, 20)
+    for mode in ("full", "none"):
+        together = lanczos(lambda x: x @ a, v, 8, reorthogonalize=mode)
+        for i in range(2):
+            for j in range(3):
+                alone = lanczos(lambda x: x @ a, v[i, j], 8, reorthogonalize=mode)
+                torch.testing.assert_close(together.vectors[i, j], alone.vectors, rtol=1e-11, atol=1e-11)
+                torch.testing.assert_close(together.tridiagonal()[i, j], alone.tridiagonal(), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "most"),
+    [
+        (torch.logspace(-4, 0, 1000, dtype=float64), 12),
+        (torch.cat([torch.linspace(10, 1000, 60, dtype=float64), torch.linspace(0, 1, 940, dtype=float64)]), 90),
+    ],
+)
+def test_selective_reorthogonalization_is_seldom_and_enough(spectrum, most):
+    q, v = torch.linalg.qr(randn(1000, 1000))[0], randn(1000, seed=1)
+
+    def operator(x: Tensor) -> Tensor:
+        return ((x @ q) * spectrum) @ q.T
+
+    found = lanczos(operator, v, 120, reorthogonalize="selective")
+    assert loss_of_orthogonality(found) <= 1e-8
+    assert 0 < found.reorthogonalizations <= most
+    bare = lanczos(operator, v, 120, reorthogonalize="none")
+    assert loss_of_orthogonality(bare) > 0.1 and bare.reorthogonalizations == 0
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "none"])
+def test_invariant_subspaces(mode):
+    """A vector within k eigenspaces ends after k steps; the others of its stack go on."""
+    d = torch.tensor([1.0, 2.0, 4.0, 7.0, 11.0, 11.0], dtype=float64)
+    v = torch.tensor([[1.0, 0, 0, 0, 0, 0], [1.0, 1, 1, 0, 0, 0], [1.0, 1, 1, 1, 1, 1]], dtype=float64)
+    found = lanczos(lambda x: x * d, v, 6, reorthogonalize=mode)
+    assert found.rank.tolist() == [1, 3, 5] and found.vectors.shape == (3, 5, 6) and found.converged
+    for i, rank in enumerate([1, 3, 5]):
+        assert not found.vectors[i, rank:].any() and not found.diagonal[i, rank:].any()
+        assert not found.off_diagonal[i, rank - 1 :].any()
+        expected = d[: rank if rank < 5 else 5]
+        values = torch.linalg.eigvalsh(found.tridiagonal()[i, :rank, :rank])
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+    alone = lanczos(lambda x: x, randn(9), 5)
+    assert alone.rank == 1 and alone.diagonal.shape == (1,) and alone.off_diagonal.shape == (0,)
+    zero = lanczos(lambda x: 0 * x, randn(9), 5)
+    assert zero.rank == 1 and zero.diagonal.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "none"])
+def test_bad_input(mode):
+    a, v = with_spectrum(torch.linspace(1, 2, 6, dtype=float64)), randn(6)
+
+    def run(operator, v, depth=4, **options):
+        return lanczos(operator, v, depth, reorthogonalize=mode, **options)
+
+    with pytest.raises(OperatorError, match="zero"):
+        run(lambda x: x @ a, torch.stack([v, 0 * v]))
+    with pytest.raises(NonFiniteError):
+        run(lambda x: x @ a, v * float("nan"))
+    with pytest.raises(NonFiniteError):
+        run(lambda x: (x @ a) / 0, v)
+    with pytest.raises(OperatorError):
+        run(lambda x: x[..., :5], v)
+    with pytest.raises(OperatorError):
+        run(lambda x: (x @ a).float(), v)
+    with pytest.raises(ConfigurationError):
+        run(lambda x: x @ a, v, 0)
+    with pytest.raises(ConfigurationError):
+        run(lambda x: x @ a, v.long())
+    with pytest.raises(ConfigurationError):
+        run(lambda x: x @ a, v, tolerance=-1.0)
+    with pytest.raises(ConfigurationError):
+        run(lambda x: x @ a, v, adjoint="exact")
+
+
+def test_an_operator_that_is_not_symmetric():
+    a = with_spectrum(torch.linspace(1, 2, 10, dtype=float64))
+    skew = torch.zeros(10, 10, dtype=float64)
+    skew[3, 7] = 1e-4
+    with pytest.raises(OperatorError, match="not symmetric"):
+        lanczos(lambda x: x @ (a + skew).T, randn(10), 6)
+    lanczos(lambda x: x @ (a + skew).T, randn(10), 6, check_symmetry=False)
+    single = with_spectrum(torch.logspace(-3, 3, 300, dtype=float64)).float()
+    lanczos(lambda x: (x.double() @ single.double() * (1 + 1e-7 * x.double().sin())).float(), randn(300).float(), 40)
+
+
+def test_types():
+    a = with_spectrum(torch.linspace(1, 2, 12, dtype=float64))
+    found = lanczos(lambda x: x @ a.float(), randn(12), 4, dtype=torch.float32)
+    assert found.vectors.dtype == torch.float32
+    half = lanczos(lambda x: x @ a.to(torch.bfloat16), randn(12).to(torch.bfloat16), 4, check_symmetry=False)
+    assert half.vectors.dtype == torch.float32 and loss_of_orthogonality(half) <= 1e-6
+    torch.testing.assert_close(half.diagonal, found.diagonal, rtol=0.05, atol=0.05)
+
+
+def test_orthogonalize_twice_is_enough():
+    """A vector that lies in the span up to 1e-10 leaves a remainder orthogonal to rounding; once does not."""
+    for batch in (1, 3):
+        basis = torch.linalg.qr(randn(batch, 50, 8))[0].mT
+        inside = (randn(batch, 1, 8) @ basis)[:, 0]
+        w = inside + 1e-10 * randn(batch, 50, seed=1)
+        errors = []
+        for passes in (1, 2):
+            rest, coefficients = orthogonalize(basis, w, passes=passes)
+            torch.testing.assert_close(rest + (coefficients[:, None] @ basis)[:, 0], w, rtol=1e-14, atol=1e-14)
+            errors.append(float(((basis @ rest[..., None])[..., 0].norm(dim=-1) / rest.norm(dim=-1)).max()))
+        assert errors[1] <= 1e-14 < 1e-9 < errors[0]
+        several, coefficients = orthogonalize(basis, torch.stack([w, 2 * w], dim=1))
+        torch.testing.assert_close(several[:, 1], 2 * rest, rtol=1e-4, atol=1e-15)
+        assert coefficients.shape == (batch, 2, 8)

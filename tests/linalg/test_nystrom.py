@@ -1,0 +1,164 @@
+"""The Nyström approximation: exactness, order, gradients, and what it does as a preconditioner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.nystrom import nystrom
+
+DTYPE = torch.float64
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
+
+
+def rotated(spectrum, seed=0):
+    n = len(spectrum)
+    vectors = torch.linalg.qr(normal(n, n, seed=seed))[0]
+    matrix = (vectors * spectrum) @ vectors.mT
+    return (matrix + matrix.mT) / 2
+
+
+class TestApproximation:
+    @given(st.integers(1, 25), st.integers(1, 25), st.integers(0, 25), st.integers(0, 10**6))
+    @settings(max_examples=40, deadline=None)
+    def test_never_above_the_operator_and_exact_from_its_rank_on(self, n, rank, true_rank, seed):
+        root = normal(n, min(true_rank, n), seed=seed)
+        matrix = root @ root.mT
+        result = nystrom(lambda v: v @ matrix, n, rank, generator=seeded(seed), dtype=DTYPE)
+        count = min(rank, n)
+        assert result.values.shape == (count,) and result.vectors.shape == (count, n)
+        identity = torch.eye(count, dtype=DTYPE)
+        torch.testing.assert_close(result.vectors @ result.vectors.mT, identity, rtol=0, atol=1e-9)
+        assert bool((result.values >= 0).all()) and bool((result.values.diff() <= 0).all())
+        approximation = result(torch.eye(n, dtype=DTYPE))
+        size = float(matrix.abs().max()) + 1e-300
+        assert float(torch.linalg.eigvalsh(matrix - approximation).min()) > -1e-9 * size
+        if rank >= true_rank:
+            torch.testing.assert_close(approximation, matrix, rtol=0, atol=1e-9 * size)
+        assert result.matvecs == count and result.converged
+
+    def test_close_to_the_best_approximation_of_a_decaying_spectrum(self):
+        spectrum = 0.8 ** torch.arange(300, dtype=DTYPE)
+        matrix = rotated(spectrum)
+        result = nystrom(lambda v: v @ matrix, 300, 40, generator=seeded())
+        error = torch.linalg.matrix_norm(matrix - result(torch.eye(300, dtype=DTYPE)), 2)
+        assert spectrum[40] <= error < 30 * spectrum[40]
+        torch.testing.assert_close(result.values[:10], spectrum[:10], rtol=1e-2, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_narrow_types(self, dtype):
+        spectrum = torch.cat([torch.tensor([4.0, 2.0, 1.0]), torch.zeros(60)]).to(DTYPE)
+        matrix = rotated(spectrum).to(dtype)
+        result = nystrom(lambda v: v @ matrix, 63, 10, generator=seeded())
+        assert result.values.dtype == torch.float32
+        limit = 1e-5 if dtype == torch.float32 else 0.2
+        torch.testing.assert_close(result.values[:3], spectrum[:3].float(), rtol=limit, atol=0)
+        assert float(result.values[3:].max()) < limit * 4
+
+    def test_the_rank_grows_to_the_tolerance(self):
+        spectrum = 0.8 ** torch.arange(300, dtype=DTYPE)
+        matrix = rotated(spectrum)
+        result = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-3, generator=seeded())
+        assert result.converged and len(result.values) == result.matvecs == 40
+        capped = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-9, cap=25, generator=seeded())
+        assert not capped.converged and len(capped.values) == 25
+        torch.testing.assert_close(capped.vectors @ capped.vectors.mT, torch.eye(25, dtype=DTYPE))
+
+    def test_a_seed_determines_it(self):
+        matrix = rotated(torch.linspace(0, 1, 50, dtype=DTYPE))
+        first, second, other = (nystrom(lambda v: v @ matrix, 50, 5, generator=seeded(s)).values for s in (1, 1, 2))
+        assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+class TestGradients:
+    @pytest.mark.parametrize("rank", [3, 9])
+    def test_of_the_computed_result(self, rank):
+        root = normal(9, 9, seed=4)
+        inputs = (root, torch.linspace(0.5, 3, 9, dtype=DTYPE), normal(2, 3, 9, seed=5))
+        inputs = tuple(x.requires_grad_() for x in inputs)
+
+        def results(root, diagonal, x):
+            found = nystrom(
+                lambda v: (v @ root) @ root.mT + v * diagonal,
+                9,
+                rank,
+                generator=seeded(),
+                dtype=DTYPE,
+                parameters=[root, diagonal],
+            )
+            return found.values, found(x)
+
+        assert torch.autograd.gradcheck(results, inputs, atol=1e-6, fast_mode=True)
+
+    def test_finite_for_repeated_and_for_missing_values(self):
+        leaf = torch.diag(torch.tensor([2.0, 2.0, 2.0, 0.0, 0.0], dtype=DTYPE)).requires_grad_()
+        found = nystrom(lambda v: v @ leaf, 5, 5, generator=seeded())
+        (gradient,) = torch.autograd.grad(found(torch.ones(5, dtype=DTYPE)).sum(), leaf)
+        # at the full rank the approximation is the operator, whatever its eigenvalues
+        torch.testing.assert_close(gradient, torch.ones(5, 5, dtype=DTYPE), rtol=0, atol=1e-6)
+        found = nystrom(lambda v: v @ leaf, 5, 4, generator=seeded())
+        (gradient,) = torch.autograd.grad(found.values.sum(), leaf)
+        torch.testing.assert_close(gradient[:3, :3], torch.eye(3, dtype=DTYPE), rtol=0, atol=1e-6)
+
+
+class TestPreconditioner:
+    def test_it_is_the_formula(self):
+        matrix = rotated(0.5 ** torch.arange(30, dtype=DTYPE))
+        found = nystrom(lambda v: v @ matrix, 30, 6, generator=seeded())
+        inverse = found.preconditioner(0.1)(torch.eye(30, dtype=DTYPE))
+        u, inner = found.vectors, (found.values[-1] + 0.1) / (found.values + 0.1)
+        expected = torch.eye(30, dtype=DTYPE) - u.mT @ u + (u.mT * inner) @ u
+        torch.testing.assert_close(inverse, expected)
+
+    def test_it_lowers_the_condition_number(self):
+        spectrum = 1e3 * 0.85 ** torch.arange(400, dtype=DTYPE)
+        matrix = rotated(spectrum)
+        shift = 0.1
+        apply = nystrom(lambda v: v @ matrix, 400, 80, generator=seeded()).preconditioner(shift)
+        system = matrix + shift * torch.eye(400, dtype=DTYPE)
+        root = torch.linalg.cholesky(apply(torch.eye(400, dtype=DTYPE)))
+        assert float(torch.linalg.cond(system)) > 5e3
+        assert float(torch.linalg.cond(root.mT @ system @ root)) < 10
+
+    def test_it_takes_other_types_and_stacks(self):
+        matrix = rotated(torch.linspace(0.1, 1, 20, dtype=DTYPE))
+        apply = nystrom(lambda v: v @ matrix, 20, 4, generator=seeded()).preconditioner(torch.tensor(0.5))
+        stack = normal(2, 3, 20)
+        torch.testing.assert_close(apply(stack)[1, 2], apply(stack[1, 2]))
+        assert apply(stack.float()).dtype == torch.float32
+
+    @pytest.mark.parametrize("shift", [-1.0, 0.0, float("nan")])
+    def test_shifts_that_do_not_invert(self, shift):
+        found = nystrom(lambda v: 0 * v, 10, 3, dtype=DTYPE)
+        with pytest.raises(ConfigurationError, match="shift"):
+            found.preconditioner(shift)
+
+
+class TestBadInput:
+    def test_operators(self):
+        indefinite = torch.linspace(-1, 1, 40, dtype=DTYPE)
+        with pytest.raises(NotPositiveDefiniteError):
+            nystrom(lambda v: v * indefinite, 40, 20, generator=seeded())
+        with pytest.raises(OperatorError, match="not symmetric"):
+            nystrom(lambda v: v + v.cumsum(-1), 40, 20, dtype=DTYPE)
+        with pytest.raises(NonFiniteError):
+            nystrom(lambda v: v * torch.nan, 40, 20)
+        with pytest.raises(OperatorError):
+            nystrom(lambda v: v[..., :-1], 40, 20)
+        with pytest.raises(OperatorError):
+            nystrom(lambda v: v.double(), 40, 20, dtype=torch.float32)
+
+    @pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 3, "tolerance": -1.0}, {"rank": 3, "cap": 2}])
+    def test_arguments(self, bad):
+        with pytest.raises(ConfigurationError):
+            nystrom(lambda v: v, 40, **bad)

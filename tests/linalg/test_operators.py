@@ -1,0 +1,412 @@
+"""The algebra of operators, against matrices that are written out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import scipy.sparse
+import scipy.sparse.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.callables import as_operator, from_scipy, leaves
+from laplace_plus.linalg.linear_maps import LinearMap
+from laplace_plus.linalg.operators import Operator, Product, Scaled, Sum
+from laplace_plus.linalg.structured import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
+
+F64 = torch.float64
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+A, B, C = normal(4, 3, seed=1), normal(4, 3, seed=2), normal(3, 5, seed=3)
+S = (lambda x: x @ x.mT)(normal(3, 3, seed=4))
+U, VALUES, ADDED = normal(6, 2, seed=5), torch.tensor([2.0, -0.1], dtype=F64), 1 + normal(6, seed=6).square()
+FACTOR = torch.tensor(1.7, dtype=F64)
+
+# Each makes an operator from tensors, and the same matrix from them.
+Case = tuple[str, Callable[..., Operator], Callable[..., Tensor], tuple[Tensor, ...]]
+CASES: list[Case] = [
+    ("dense", Dense, lambda a: a, (A,)),
+    ("transpose", lambda a: Dense(a).T, lambda a: a.mT, (A,)),
+    ("diagonal", Diagonal, torch.diag, (ADDED,)),
+    ("identity", lambda c: c * Identity(4, dtype=F64), lambda c: c * torch.eye(4, dtype=F64), (FACTOR,)),
+    ("kronecker", lambda a, c: Kronecker([a, c]), torch.kron, (A, C)),
+    (
+        "kronecker of three",
+        lambda a, s, c: Kronecker([a, Diagonal(s), Dense(c).T]),
+        lambda a, s, c: torch.kron(torch.kron(a, s.diag()), c.mT.contiguous()),
+        (A[:2], ADDED[:2], C[:2, :3]),
+    ),
+    ("blocks", lambda a, c: BlockDiagonal([a, Dense(c)]), torch.block_diag, (A, C)),
+    ("low rank", LowRankPlusDiagonal, lambda u, s, d: u * s @ u.mT + d.diag(), (U, VALUES, ADDED)),
+    (
+        "low rank, one number",
+        lambda u, s, d: LowRankPlusDiagonal(u, (s + s.mT) / 2, d),
+        lambda u, s, d: u @ (s + s.mT) @ u.mT / 2 + d * torch.eye(6, dtype=F64),
+        (U, S[:2, :2], FACTOR),
+    ),
+    ("function", lambda a: as_operator(lambda v: v @ a.mT, (4, 3), dtype=F64), lambda a: a, (A,)),
+    ("function transposed", lambda a: as_operator(lambda v: v @ a.mT, (4, 3), dtype=F64).T, lambda a: a.mT, (A,)),
+    (
+        "function with transpose",
+        lambda a: as_operator(lambda v: v @ a.mT, (4, 3), rmatvec=lambda u: u @ a, dtype=F64).T,
+        lambda a: a.mT,
+        (A,),
+    ),
+    ("sum", lambda a, b: Dense(a) + Dense(b), lambda a, b: a + b, (A, B)),
+    ("difference", lambda a, b: Dense(a) - Dense(b), lambda a, b: a - b, (A, B)),
+    ("multiple", lambda a, c: c * Dense(a) / 2.0, lambda a, c: c * a / 2, (A, FACTOR)),
+    ("quotient", lambda a, c: -(Dense(a) * 3 / c), lambda a, c: -a * 3 / c, (A, FACTOR)),
+    ("product", lambda a, c: Dense(a) @ Dense(c), lambda a, c: a @ c, (A, C)),
+    (
+        "sandwich",
+        lambda a, d, c: Dense(a) @ (2 * Diagonal(d) + c * Identity(3, dtype=F64)) @ Dense(a).T,
+        lambda a, d, c: a @ (2 * d.diag() + c * torch.eye(3, dtype=F64)) @ a.mT,
+        (A, ADDED[:3], FACTOR),
+    ),
+    ("product transposed", lambda a, c: (Dense(a) @ Dense(c)).T, lambda a, c: (a @ c).mT, (A, C)),
+]
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+
+
+def build(case: Case) -> tuple[Operator, Tensor, tuple[Tensor, ...]]:
+    _, operator, matrix, tensors = case
+    tensors = tuple(tensor.clone().requires_grad_() for tensor in tensors)
+    return operator(*tensors), matrix(*tensors), tensors
+
+
+def close(actual: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+# -- every operator ----------------------------------------------------------------------------------------------------
+
+
+@each
+def test_products_are_those_of_the_matrix(case):
+    operator, matrix, _ = build(case)
+    m, n = operator.shape
+    assert (m, n) == matrix.shape and operator.T.shape == (n, m)
+    assert operator.dtype is F64 and operator.device.type == "cpu"
+    for shape in ((), (1,), (n,), (m,), (2, 3), (0,)):
+        v, u = normal(*shape, n, seed=7), normal(*shape, m, seed=8)
+        close(operator(v), v @ matrix.mT)
+        close(operator.T(u), u @ matrix)
+    close(operator.T.T(normal(n)), operator(normal(n)))
+
+
+@each
+def test_is_written_out(case):
+    operator, matrix, _ = build(case)
+    for chunk in (None, 1, 2):
+        close(operator.dense(chunk_size=chunk), matrix)
+        close(operator.T.dense(chunk_size=chunk), matrix.mT)
+        close(Operator.dense(operator, chunk_size=chunk), matrix)
+        close(operator.diagonal(chunk_size=chunk), matrix.diagonal())
+        close(operator.T.diagonal(chunk_size=chunk), matrix.diagonal())
+        close(Operator.diagonal(operator, chunk_size=chunk), matrix.diagonal())
+
+
+@each
+def test_symmetric_only_if_it_is(case):
+    operator, matrix, _ = build(case)
+    if operator.symmetric:
+        close(matrix, matrix.mT)
+        assert operator.T is operator
+    else:
+        assert operator.T is operator.T
+        assert operator.T.T is operator or operator.T.T.shape == operator.shape
+
+
+@each
+def test_derivatives(case):
+    _, make, _, tensors = case
+    n = make(*tensors).shape[1]
+    inputs = tuple(tensor.clone().requires_grad_() for tensor in (*tensors, normal(2, n)))
+    assert gradcheck(lambda *x: make(*x[:-1])(x[-1]), inputs)
+    assert gradcheck(lambda *x: make(*x).dense(), inputs[:-1])
+    assert gradcheck(lambda *x: Operator.diagonal(make(*x)), inputs[:-1])
+
+
+@each
+def test_tensors_are_found(case):
+    operator, _, tensors = build(case)
+    found = {id(leaf) for tensor in operator.tensors() for leaf in leaves(tensor * 1) if tensor.requires_grad}
+    assert found == {id(tensor) for tensor in tensors}
+
+
+@each
+def test_pullback_through_linear_map(case):
+    operator, matrix, tensors = build(case)
+    m, n = operator.shape
+    linear = LinearMap(operator, n, m=m, symmetric=operator.symmetric)
+    v, u = normal(3, n, seed=9), normal(3, m, seed=10)
+    close(linear(v), v @ matrix.detach().mT)
+    transposed, gradients = linear.pullback(v, u)
+    close(transposed, u @ matrix.detach())
+    wanted = torch.autograd.grad((u * (v @ matrix.mT)).sum(), tensors)
+    for cotangents in (gradients, linear.parameter_pullback(v, u)):
+        actual = torch.autograd.grad(linear.tensors, tensors, cotangents, retain_graph=True)
+        for one, other in zip(actual, wanted, strict=True):
+            close(one, other)
+
+
+@each
+def test_scipy_sees_the_same_matrix(case):
+    operator, matrix, _ = build(case)
+    wanted = matrix.detach().numpy()
+    view = operator.to_scipy()
+    assert view.shape == wanted.shape and view.dtype == np.float64
+    x, u = normal(wanted.shape[1], seed=1).numpy(), normal(wanted.shape[0], seed=2).numpy()
+    np.testing.assert_allclose(view @ x, wanted @ x, atol=1e-12)
+    np.testing.assert_allclose(view.matvec(x[:, None]), (wanted @ x)[:, None], atol=1e-12)
+    np.testing.assert_allclose(view @ np.eye(len(x)), wanted, atol=1e-12)
+    np.testing.assert_allclose(view.rmatvec(u), wanted.T @ u, atol=1e-12)
+    np.testing.assert_allclose(view.H @ np.eye(len(u)), wanted.T, atol=1e-12)
+    np.testing.assert_allclose(view @ (x + 2j * x[::-1]), wanted @ (x + 2j * x[::-1]), atol=1e-12)
+    back = from_scipy(view)
+    close(back.dense(), matrix.detach())
+    close(back.T.dense(), matrix.detach().mT)
+
+
+@each
+def test_representation_says_the_size(case):
+    operator, _, _ = build(case)
+    assert "×" in repr(operator) and "float64" in repr(operator)
+
+
+# -- the algebra -------------------------------------------------------------------------------------------------------
+
+
+def test_symmetry_propagates():
+    a, s, c = Dense(A), Dense(S, symmetric=True), Dense(C)
+    assert s.symmetric and (s + s).symmetric and (2 * s).symmetric and (s - 3 * s).symmetric
+    assert (a.T @ a).symmetric and (a @ a.T).symmetric and (a @ s @ a.T).symmetric
+    assert ((c.T @ a.T) @ (a @ c)).symmetric and ((a @ c).T @ (a @ c)).symmetric
+    double = 2.0 * a
+    assert (double.T @ double).symmetric and (2 * (a.T @ a)).symmetric
+    square = Dense(A[:3])
+    assert (square + square.T).symmetric and (square + s + square.T).symmetric
+    assert Kronecker([S, Diagonal(ADDED)]).symmetric is False, "a matrix is not symmetric unless it is said to be"
+    assert Kronecker([s, Diagonal(ADDED)]).symmetric and BlockDiagonal([s, s]).symmetric
+    for other in (square, square + s, square @ s, s @ Diagonal(ADDED[:3]), square - square.T, square @ square):
+        assert not other.symmetric
+
+
+def test_transposes_are_recognised_although_they_are_not_kept():
+    a = Dense(A)
+    gram = a.T @ a
+    assert gram.symmetric and gram.T is gram
+    assert a.T is a.T and a.T.T is a
+
+
+def test_sums_and_products_are_flat():
+    a, c = Dense(A), Dense(C)
+    total, product = (a + a) - a, (a @ c) @ (c.T @ c)
+    assert isinstance(total, Sum) and len(total.terms) == 3
+    assert isinstance(product, Product) and len(product.factors) == 4
+    nested = 2.0 * (3.0 * a)
+    assert isinstance(nested, Scaled) and nested.factor == 6.0
+
+
+def test_scalars_of_every_kind():
+    a = Dense(A.float())
+    for two in (2, 2.0, np.float64(2), np.float32(2), torch.tensor(2.0, dtype=F64), torch.tensor(2)):
+        for operator in (a * two, two * a):
+            product = operator(torch.ones(3))
+            assert product.dtype is torch.float32
+            close(product, 2 * A.float().sum(1), 1e-6)
+    half = a / torch.tensor(2.0)
+    close(half(torch.ones(3)), A.float().sum(1) / 2, 1e-6)
+
+
+def test_copies():
+    a = Dense(A)
+    transposed = a.T
+    for twin in (copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
+        close(twin.T(normal(4)), transposed(normal(4)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_kronecker_and_blocks_of_any_shape(shapes, seed):
+    factors = [normal(*shape, seed=seed + k) for k, shape in enumerate(shapes)]
+    wanted = factors[0]
+    for factor in factors[1:]:
+        wanted = torch.kron(wanted, factor)
+    product, blocks = Kronecker(factors), BlockDiagonal(factors)
+    v, w = normal(2, product.shape[1], seed=seed), normal(2, blocks.shape[1], seed=seed)
+    close(product(v), v @ wanted.mT)
+    close(product.diagonal(), wanted.diagonal())
+    close(product.T.dense(), wanted.mT)
+    close(blocks(w), w @ torch.block_diag(*factors).mT)
+    close(blocks.diagonal(), torch.block_diag(*factors).diagonal())
+
+
+# -- low rank plus diagonal --------------------------------------------------------------------------------------------
+
+
+def low_rank(values: Tensor = VALUES, added: Tensor | float = ADDED, basis: Tensor = U) -> tuple:
+    operator = LowRankPlusDiagonal(basis, values, added)
+    return operator, operator.dense()
+
+
+@pytest.mark.parametrize("values", [VALUES, VALUES.abs(), S[:2, :2], torch.zeros(2, dtype=F64)])
+@pytest.mark.parametrize("added", [ADDED, 1.5])
+def test_woodbury(values, added):
+    operator, matrix = low_rank(values, added)
+    close(operator.inverse().dense(), torch.linalg.inv(matrix), 1e-11)
+    close(operator.inverse().inverse().dense(), matrix, 1e-11)
+    b = normal(2, 3, 6)
+    close(operator.solve(b), torch.linalg.solve(matrix, b.mT).mT, 1e-11)
+    close(operator.solve(b[0, 0]), torch.linalg.solve(matrix, b[0, 0]), 1e-11)
+    close(operator.log_determinant(), torch.logdet(matrix))
+
+
+def test_woodbury_with_more_columns_than_rows_and_dependent_ones():
+    basis = torch.cat([U, U, normal(6, 5)], 1)
+    operator, matrix = low_rank(torch.linspace(0, 3, 9, dtype=F64), 0.5, basis)
+    close(operator.solve(normal(6)), torch.linalg.solve(matrix, normal(6)), 1e-10)
+    close(operator.log_determinant(), torch.logdet(matrix))
+
+
+def test_derivatives_of_inverse_and_determinant():
+    for values in (VALUES, S[:2, :2]):
+        inputs = tuple(x.clone().requires_grad_() for x in (U, values, ADDED, normal(2, 6)))
+
+        def both(u, s, d, b):
+            operator = LowRankPlusDiagonal(u, s if s.ndim == 1 else (s + s.mT) / 2, d)
+            return operator.solve(b), operator.log_determinant(), operator.inverse().dense()
+
+        assert gradcheck(both, inputs)
+
+
+def test_float32_is_as_good_as_its_input():
+    basis, values = normal(300, 5).float(), torch.logspace(-3, 6, 5)
+    operator = LowRankPlusDiagonal(basis, values, 1e-2)
+    wanted = LowRankPlusDiagonal(basis.double(), values.double(), 1e-2)
+    assert operator.log_determinant().dtype is torch.float32
+    assert float(operator.log_determinant() / wanted.log_determinant() - 1).__abs__() < 1e-6
+
+
+def test_what_is_not_positive_definite_is_refused():
+    unit = U[:, :1] / U[:, :1].norm()
+    barely = LowRankPlusDiagonal(unit, torch.tensor([-0.999], dtype=F64), 1.0)
+    assert float(barely.log_determinant()) == pytest.approx(np.log(1e-3), rel=1e-9)
+    negative = LowRankPlusDiagonal(unit, torch.tensor([-1.001], dtype=F64), 1.0)
+    for operator in (negative, LowRankPlusDiagonal(unit, torch.ones(1, dtype=F64), 0.0)):
+        for call in (operator.inverse, operator.log_determinant, lambda o=operator: o.solve(normal(6))):
+            with pytest.raises(NotPositiveDefiniteError, match="Fix"):
+                call()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [normal(4), normal(3, 4), normal(3).float(), torch.ones(3, dtype=torch.long), torch.tensor(1.0, dtype=F64), [1.0]],
+)
+def test_vectors_that_do_not_fit(vectors):
+    for operator in (Dense(A), as_operator(lambda v: v, (4, 3), dtype=F64)):
+        with pytest.raises(OperatorError):
+            operator(vectors)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Dense(A) + Dense(C),
+        lambda: Dense(A) - Dense(A.float()),
+        lambda: Dense(A) @ Dense(A),
+        lambda: Dense(A) @ Dense(C.float()),
+        lambda: Dense(A) @ normal(3),
+        lambda: normal(3, 4) @ Dense(A),
+        lambda: Dense(A[0]),
+        lambda: Dense(A.long()),
+        lambda: Dense(A, symmetric=True),
+        lambda: Dense(A[:3], symmetric=True),
+        lambda: Diagonal(A),
+        lambda: Identity(-1),
+        lambda: Kronecker([]),
+        lambda: BlockDiagonal([]),
+        lambda: Kronecker([A, C.float()]),
+        lambda: LowRankPlusDiagonal(U, VALUES[:1], ADDED),
+        lambda: LowRankPlusDiagonal(U, VALUES, ADDED[:3]),
+        lambda: LowRankPlusDiagonal(U, VALUES.float(), ADDED),
+        lambda: LowRankPlusDiagonal(U, A[:2, :2], ADDED),
+        lambda: as_operator(lambda v: v, (2, 3), symmetric=True),
+        lambda: as_operator(Dense(A), (3, 4)),
+        lambda: Operator.dense(Dense(A), chunk_size=0),
+        lambda: as_operator(lambda v: v, 50, symmetric=True).diagonal(limit=10),
+        lambda: from_scipy(scipy.sparse.eye(3) * 1j),
+    ],
+)
+def test_what_makes_no_operator(make):
+    with pytest.raises(OperatorError, match="Expected"):
+        make()
+
+
+def test_no_arithmetic_with_other_things():
+    for call in (lambda: Dense(A) + 1, lambda: Dense(A) - A, lambda: Dense(A) * "2", lambda: Dense(A) @ 2):
+        with pytest.raises((TypeError, OperatorError)):
+            call()
+
+
+def test_functions_are_checked():
+    square = normal(3, 3)
+    wrong = {
+        "columns": as_operator(lambda v: square @ v, 3, dtype=F64),
+        "shape": as_operator(lambda v: v[..., :2], 3, dtype=F64),
+        "type": as_operator(lambda v: v.float(), 3, dtype=F64),
+        "nothing": as_operator(lambda v: None, 3, dtype=F64),  # type: ignore[arg-type,return-value]
+    }
+    for operator in wrong.values():
+        with pytest.raises(OperatorError, match="Expected"):
+            operator(normal(3, 3))
+    cut = as_operator(lambda v: v.detach() * 2, 3, dtype=F64)
+    with pytest.raises(OperatorError, match="rmatvec"):
+        cut.T(normal(3))
+    constant = as_operator(lambda v: torch.zeros_like(v.detach()), 3, dtype=F64, rmatvec=lambda u: 0 * u)
+    close(constant.T.dense(), torch.zeros(3, 3, dtype=F64))
+
+
+def test_sparse_matrices():
+    sparse = scipy.sparse.random(30, 20, 0.2, random_state=0, format="csr")
+    operator = from_scipy(sparse)
+    close(operator.dense(), torch.from_numpy(sparse.toarray()))
+    v = normal(2, 20).requires_grad_()
+    assert gradcheck(operator, (v,))
+    gram = from_scipy(sparse.T @ sparse, symmetric=True)
+    assert gram.symmetric
+    largest = scipy.sparse.linalg.eigsh(gram.to_scipy(), 3, v0=np.ones(20))[0]
+    np.testing.assert_allclose(largest, np.linalg.eigvalsh(gram.dense().numpy())[-3:], rtol=1e-10)
+    single = from_scipy(sparse.astype(np.float32))
+    assert single.dtype is torch.float32 and single(torch.ones(20)).dtype is torch.float32
+
+
+def test_empty_operators():
+    empty = Dense(torch.zeros(0, 3))
+    assert empty(torch.ones(2, 3)).shape == (2, 0)
+    for operator in (empty, empty.T, as_operator(lambda v: v.new_zeros(*v.shape[:-1], 0), (0, 3))):
+        assert operator.dense().shape == operator.shape and operator.diagonal().shape == (0,)
+
+
+def test_bfloat16_through_scipy():
+    view = Dense(torch.eye(3, dtype=torch.bfloat16) * 2).to_scipy()
+    assert view.dtype == np.float32
+    np.testing.assert_array_equal(view @ np.ones(3), 2 * np.ones(3))

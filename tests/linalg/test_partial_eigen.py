@@ -1,0 +1,194 @@
+"""A few eigenpairs and singular triplets, against dense decompositions and SciPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
+from laplace_plus.linalg.partial_eigen import eigsh, svds
+
+float64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def with_spectrum(spectrum: Tensor) -> Tensor:
+    q = torch.linalg.qr(randn(len(spectrum), len(spectrum)))[0]
+    a = (q * spectrum) @ q.T
+    return (a + a.T) / 2
+
+
+def constant(value: float, times: int) -> Tensor:
+    return torch.full((times,), value, dtype=float64)
+
+
+def linear(start: float, end: float, steps: int) -> Tensor:
+    return torch.linspace(start, end, steps, dtype=float64)
+
+
+SPECTRA = {
+    "uniform": (linear(-1, 2, 150), 5),
+    "identity": (constant(1.0, 150), 5),
+    "multiple": (torch.cat([constant(5.0, 4), constant(-3.0, 3), constant(-5.5, 2), linear(0, 1, 141)]), 6),
+    "cluster": (torch.cat([5 + 1e-6 * torch.arange(4, dtype=float64), linear(0, 1, 146)]), 4),
+    "low rank": (torch.cat([torch.arange(1, 6, dtype=float64), constant(0.0, 145)]), 8),
+    "small": (torch.arange(1, 6, dtype=float64), 5),
+    "zero": (constant(0.0, 30), 3),
+    "one": (constant(-2.0, 1), 1),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
+def test_eigenpairs_of_every_kind_of_spectrum(name, which):
+    spectrum, k = SPECTRA[name]
+    a = with_spectrum(spectrum)
+    found = eigsh(lambda v: v @ a, len(spectrum), k, which=which, generator=generator())
+    key = {"largest": spectrum, "smallest": -spectrum, "magnitude": spectrum.abs()}[which]
+    expected = spectrum[key.argsort(descending=True)][:k]
+    assert found.converged and found.vectors.shape == (k, len(spectrum))
+    error = found.values - expected if which != "magnitude" else found.values.abs() - expected.abs()
+    assert float(error.abs().max()) <= 1e-12
+    assert float((found.vectors @ found.vectors.T - torch.eye(k)).abs().max()) <= 1e-12
+    residuals = (found.vectors @ a - found.values[:, None] * found.vectors).norm(dim=-1)
+    assert float(residuals.max()) <= 1e-10 * float(spectrum.abs().max())
+    torch.testing.assert_close(found.residuals, residuals, rtol=0.1, atol=1e-14)
+
+
+@pytest.mark.parametrize(("which", "name"), [("largest", "LA"), ("smallest", "SA"), ("magnitude", "LM")])
+def test_eigenpairs_are_those_of_scipy(which, name):
+    a = with_spectrum(torch.cat([linear(-1, 1, 240), linear(1.5, 3, 6), linear(-4, -2, 4)]))
+    expected = scipy.sparse.linalg.eigsh(a.numpy(), k=6, which=name, v0=np.ones(250))
+    found = eigsh(lambda v: v @ a, 250, 6, which=which, generator=generator())
+    order = found.values.argsort()
+    np.testing.assert_allclose(found.values[order], np.sort(expected[0]), rtol=1e-11)
+    vectors = expected[1].T[np.argsort(expected[0])]
+    np.testing.assert_allclose(np.abs(np.sum(vectors * found.vectors[order].numpy(), axis=1)), 1, atol=1e-10)
+
+
+def test_only_converged_pairs_are_returned():
+    a = with_spectrum(torch.cat([constant(10.0, 1), linear(0, 1, 399)]))
+    found = eigsh(lambda v: v @ a, 400, 4, max_restarts=0, generator=generator())
+    assert not found.converged and found.values.tolist() == pytest.approx([10.0], abs=1e-11)
+    assert found.matvecs == 24 + 1  # one filling of the subspace, and the check
+    loose = eigsh(lambda v: v @ a, 400, 4, tolerance=1e-2, generator=generator())
+    tight = eigsh(lambda v: v @ a, 400, 4, generator=generator())
+    assert loose.converged and loose.matvecs < tight.matvecs
+    assert float(loose.residuals.max()) <= 2e-1
+    none = eigsh(lambda v: v @ with_spectrum(linear(0, 1, 300)), 300, 3, which="smallest", max_restarts=0, subspace=5)
+    assert not none.converged and none.values.shape == (0,) and none.vectors.shape == (0, 300)
+
+
+def test_more_pairs_than_dimensions():
+    a = with_spectrum(torch.arange(1, 6, dtype=float64))
+    found = eigsh(lambda v: v @ a, 5, 9, generator=generator())
+    assert found.converged
+    torch.testing.assert_close(found.values, torch.arange(5, 0, -1, dtype=float64), rtol=1e-12, atol=0)
+    b = randn(3, 8)
+    triplets = svds(lambda v: v @ b.T, 8, 9, m=3, generator=generator())
+    torch.testing.assert_close(triplets.values, torch.linalg.svdvals(b), rtol=1e-12, atol=0)
+
+
+def test_eigenvalues_are_differentiable():
+    factor, shift = randn(10, 4).requires_grad_(), randn(10, seed=1).exp().requires_grad_()
+
+    def values(f: Tensor, d: Tensor) -> Tensor:
+        def operator(v: Tensor) -> Tensor:
+            return (v @ f) @ f.T + d * v
+
+        return eigsh(operator, 10, 3, generator=generator(), parameters=[f, d]).values
+
+    assert torch.autograd.gradcheck(values, (factor, shift), eps=1e-6, atol=1e-7)
+    found = eigsh(lambda v: (v @ factor) @ factor.T + shift * v, 10, 3, generator=generator())
+    expected = torch.linalg.eigvalsh(factor @ factor.T + torch.diag(shift)).flip(0)[:3]
+    for x, y in zip(
+        torch.autograd.grad(found.values, [factor, shift], torch.arange(3.0, dtype=float64)),
+        torch.autograd.grad(expected, [factor, shift], torch.arange(3.0, dtype=float64)),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    assert not found.vectors.requires_grad
+
+
+def test_the_sum_of_a_multiple_eigenvalue_is_differentiable():
+    d = torch.tensor([3.0, 3.0, 3.0, 1.0, 0.5], dtype=float64).requires_grad_()
+    found = eigsh(lambda v: v * d, 5, 3, generator=generator())
+    gradient = torch.autograd.grad(found.values.sum(), d)[0]
+    torch.testing.assert_close(gradient, torch.tensor([1.0, 1, 1, 0, 0], dtype=float64), rtol=0, atol=1e-12)
+
+
+def test_single_and_half_precision():
+    a = with_spectrum(torch.cat([linear(0, 1, 95), linear(2, 4, 5)]))
+    single = eigsh(lambda v: v @ a.float(), 100, 3, generator=generator(), dtype=torch.float32)
+    assert single.converged and single.values.dtype == torch.float32
+    torch.testing.assert_close(single.values.double(), torch.tensor([4.0, 3.5, 3.0], dtype=float64), rtol=1e-5, atol=0)
+    half = eigsh(lambda v: v @ torch.diag(linear(0, 1, 16)).bfloat16(), 16, 1, generator=generator())
+    assert half.vectors.dtype == torch.float32
+    assert half.values.tolist() == pytest.approx([1.0], abs=0.02)
+
+
+@pytest.mark.parametrize(("m", "n"), [(60, 40), (40, 60), (50, 50)])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_singular_triplets(m, n, transpose):
+    a = randn(m, n).requires_grad_()
+    rmatvec = (lambda u: u @ a) if transpose else None
+    found = svds(lambda v: v @ a.T, n, 4, m=m, rmatvec=rmatvec, generator=generator())
+    expected = torch.linalg.svdvals(a)[:4]
+    assert found.converged and found.left.shape == (4, m) and found.right.shape == (4, n)
+    torch.testing.assert_close(found.values, expected, rtol=1e-12, atol=0)
+    assert float((found.right @ a.T - found.values[:, None] * found.left).abs().max()) <= 1e-10
+    assert float((found.left @ a - found.values[:, None] * found.right).abs().max()) <= 1e-9
+    assert float(found.residuals.max()) <= 1e-9
+    weights = torch.arange(1.0, 5.0, dtype=float64)
+    gradients = [torch.autograd.grad(s, a, weights, retain_graph=True)[0] for s in (found.values, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+def test_singular_values_with_multiplicity():
+    u, v = torch.linalg.qr(randn(50, 30))[0], torch.linalg.qr(randn(30, 30, seed=1))[0]
+    spectrum = torch.cat([constant(3.0, 3), linear(1, 0, 27)])
+    a = (u * spectrum) @ v.T
+    found = svds(lambda x: x @ a.T, 30, 5, m=50, generator=generator())
+    torch.testing.assert_close(found.values, spectrum[:5], rtol=1e-11, atol=0)
+
+
+def test_start_vector_and_generator():
+    a = with_spectrum(torch.cat([linear(0, 1, 95), linear(2, 4, 5)]))
+    runs = [eigsh(lambda v: v @ a, 100, 2, generator=generator()) for _ in range(2)]
+    assert torch.equal(runs[0].vectors, runs[1].vectors)
+    top = torch.linalg.eigh(a)[1][:, -1]
+    assert eigsh(lambda v: v @ a, 100, 1, v0=top, generator=generator()).matvecs <= runs[0].matvecs
+    with pytest.raises(ConfigurationError):
+        eigsh(lambda v: v @ a, 100, 2, v0=top[:50])
+    with pytest.raises(ConfigurationError):
+        eigsh(lambda v: v @ a, 100, 2, v0=0 * top)
+
+
+def test_bad_input():
+    a = randn(20, 20)
+    with pytest.raises(OperatorError, match="not symmetric"):
+        eigsh(lambda v: v @ a, 20, 3)
+    with pytest.raises(OperatorError):
+        eigsh(lambda v: v @ a[:, :5], 20, 3)
+    with pytest.raises(NonFiniteError):
+        eigsh(lambda v: v * float("nan"), 20, 3)
+    with pytest.raises(ConfigurationError):
+        eigsh(lambda v: v, 20, 0)
+    with pytest.raises(ConfigurationError):
+        eigsh(lambda v: v, 20, 3, which="nearest")
+    with pytest.raises(ConfigurationError):
+        eigsh(lambda v: v, 20, 3, tolerance=-1.0)
+    with pytest.raises(ConfigurationError):
+        eigsh(lambda v: v, 20, 3, subspace=3)
+    with pytest.raises(OperatorError):
+        svds(lambda v: v @ a, 20, 3, m=15)

@@ -1,0 +1,292 @@
+"""Trace estimators: the accuracy their authors report, no bias, honest standard errors, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.probes import draw_probes, leave_one_out
+from laplace_plus.linalg.traces import trace
+
+DTYPE = torch.float64
+METHODS = ["xtrace", "xnystrace", "hutch++", "hutchinson"]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
+
+
+def semi_definite(n, rank=None, seed=0):
+    root = normal(n, rank or n, seed=seed)
+    return root @ root.mT / n
+
+
+class TestProbes:
+    @pytest.mark.parametrize("kind", ["signs", "sphere", "gaussian"])
+    def test_their_second_moment_is_the_identity(self, kind):
+        probes = draw_probes(kind, 40000, 4, generator=seeded(), dtype=DTYPE)
+        torch.testing.assert_close(probes.mT @ probes / 40000, torch.eye(4, dtype=DTYPE), rtol=0, atol=0.03)
+        if kind != "gaussian":
+            torch.testing.assert_close(probes.norm(dim=1), torch.full((40000,), 2.0, dtype=DTYPE))
+
+    @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 10**6))
+    @settings(max_examples=40, deadline=None)
+    def test_what_a_sketch_loses_without_a_column(self, m, rank, seed):
+        n, rank = 12, min(m, rank)
+        sketch = normal(n, rank, seed=seed) @ normal(rank, m, seed=seed + 1)
+        q, r = torch.linalg.qr(sketch)
+        basis, columns, lost = leave_one_out(r)
+        assert basis.shape[1] == rank
+        torch.testing.assert_close(basis @ columns, r, rtol=0, atol=1e-11)
+        for i in range(m):
+            others = torch.cat([sketch[:, :i], sketch[:, i + 1 :]], 1)
+            u, s, _ = torch.linalg.svd(others, full_matrices=False)
+            u = u[:, s > 1e-10 * max(1.0, float(s.max()) if m > 1 else 1.0)]
+            kept = q @ basis @ (torch.eye(rank, dtype=DTYPE) - torch.outer(lost[:, i], lost[:, i])) @ (q @ basis).mT
+            torch.testing.assert_close(kept, u @ u.mT, rtol=0, atol=1e-6)
+
+
+class TestAccuracy:
+    """The table of errors for n = 1000 and 60 products (gaussian probes, so that Hutchinson is not exact)."""
+
+    n = 1000
+    index = torch.arange(1, 1001, dtype=DTYPE)
+    spectra = {
+        "flat": 3 - 2 * (index - 1) / 999,
+        "algebraic": index**-2,
+        "exponential": 0.7**index,
+        "step": torch.where(index <= 50, 1.0, 1e-3).to(DTYPE),
+    }
+
+    @pytest.mark.parametrize(
+        ("spectrum", "method", "expected"),
+        [
+            ("flat", "hutch++", 2.8e-3),
+            ("flat", "xtrace", 2.0e-3),
+            ("flat", "xnystrace", 1.6e-3),
+            ("algebraic", "hutchinson", 1.2e-1),
+            ("algebraic", "hutch++", 2.1e-3),
+            ("algebraic", "xtrace", 9.5e-4),
+            ("algebraic", "xnystrace", 8e-4),
+            ("exponential", "hutchinson", 7.6e-2),
+            ("exponential", "hutch++", 1.9e-4),
+            ("exponential", "xtrace", 8e-6),
+            ("exponential", "xnystrace", 6e-9),
+            ("step", "hutchinson", 2.2e-2),
+            ("step", "hutch++", 3.1e-2),
+            ("step", "xtrace", 3.4e-2),
+            ("step", "xnystrace", 7e-3),
+        ],
+    )
+    def test_errors_and_standard_errors(self, spectrum, method, expected):
+        values = self.spectra[spectrum]
+        distribution = "gaussian" if method == "hutchinson" else None
+        exact = values.sum()
+        results = [
+            trace(lambda v: v * values, self.n, method=method, distribution=distribution, generator=seeded(seed))
+            for seed in range(16)
+        ]
+        error = torch.stack([x.value / exact - 1 for x in results]).square().mean().sqrt()
+        sem = torch.stack([x.sem / exact for x in results]).square().mean().sqrt()
+        assert expected / 3 < error < 2 * expected
+        assert 0.55 < sem / error < 2.8
+        assert all(x.matvecs <= 60 and x.converged for x in results)
+
+    def test_the_nystrom_estimator_on_exponential_decay(self):
+        values = self.spectra["exponential"]
+        exact = values.sum()
+
+        def error(method, distribution=None):
+            estimates = [
+                trace(lambda v: v * values, self.n, method=method, distribution=distribution, generator=seeded(seed))
+                for seed in range(5)
+            ]
+            return float(torch.stack([abs(x.value / exact - 1) for x in estimates]).median())
+
+        nystrom = error("xnystrace")
+        assert nystrom < 1e-6
+        assert nystrom * 1e3 < error("hutchinson", "gaussian")
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_in_single_precision(self, method):
+        values = self.spectra["exponential"].float()
+        result = trace(lambda v: v * values, self.n, method=method, generator=seeded())
+        assert result.value.dtype == torch.float32
+        limit = {"xtrace": 5e-5, "xnystrace": 1e-5, "hutch++": 1e-3, "hutchinson": 1e-6}[method]
+        assert float(result.value) == pytest.approx(float(values.sum()), rel=limit)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_products_in_half_precision(self, method):
+        values = (1 + torch.arange(200) % 4).bfloat16()
+        result = trace(lambda v: v * values, 200, method=method, generator=seeded())
+        assert result.value.dtype == torch.float32
+        assert abs(float(result.value) - 500) < 5 * float(result.sem) + 5
+
+
+class TestUnbiased:
+    n = 10
+
+    @pytest.mark.parametrize("distribution", ["signs", "sphere", "gaussian"])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_value_standard_error_and_gradient(self, method, distribution):
+        matrix = semi_definite(self.n) if method == "xnystrace" else normal(self.n, self.n)
+        values, errors, gradients = [], [], []
+        runs = 300
+        for seed in range(runs):
+            leaf = matrix.clone().requires_grad_()
+            options = {"matvecs": 8, "method": method, "distribution": distribution}
+            result = trace(lambda v, a=leaf: v @ a.mT, self.n, dtype=DTYPE, generator=seeded(seed), **options)
+            values.append(result.value.detach())
+            errors.append(result.sem)
+            gradients.append(torch.autograd.grad(result.value, leaf)[0])
+        sample = torch.stack(values)
+        assert abs(sample.mean() - matrix.trace()) < 4 * sample.std() / runs**0.5
+        assert 0.4 < torch.stack(errors).square().mean().sqrt() / sample.std() < 2.5
+        sample = torch.stack(gradients)
+        distance = (sample.mean(0) - torch.eye(self.n, dtype=DTYPE)).abs()
+        assert float((distance / (sample.std(0) / runs**0.5 + 1e-12)).max()) < 4.5
+
+    def test_operators_that_are_neither_symmetric_nor_definite(self):
+        matrix = normal(200, 200) / 200**0.5 + torch.diag(torch.linspace(-1, 2, 200, dtype=DTYPE))
+        for method in ("xtrace", "hutch++", "hutchinson"):
+            result = trace(lambda v: v @ matrix.mT, 200, method=method, generator=seeded(3))
+            assert abs(result.value - matrix.trace()) < 4 * result.sem
+
+    def test_probes_that_coincide_are_no_proof_of_a_small_rank(self):
+        # Two random signs in three dimensions often lie on one line.
+        matrix = torch.tensor([[2.0, 1, 0], [1, 3, -1], [0, -1, 4]], dtype=DTYPE)
+        padded = torch.zeros(5, 5, dtype=DTYPE)
+        padded[:3, :3] = matrix
+        options = {"matvecs": 4, "method": "xtrace", "distribution": "signs"}
+        values = torch.stack([
+            trace(lambda v: v @ padded, 5, generator=seeded(seed), **options).value for seed in range(400)
+        ])
+        assert abs(values.mean() - 9) < 4 * values.std() / 400**0.5
+
+
+class TestExact:
+    @pytest.mark.parametrize("n", [1, 2, 5, 60])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_when_the_budget_covers_the_dimension(self, method, n):
+        matrix = semi_definite(n)
+        leaf = matrix.clone().requires_grad_()
+        result = trace(lambda v: v @ leaf.mT, n, method=method)
+        torch.testing.assert_close(result.value.detach(), matrix.trace())
+        assert result.sem == 0 and result.converged and result.matvecs == n
+        (gradient,) = torch.autograd.grad(result.value, leaf)
+        assert torch.equal(gradient, torch.eye(n, dtype=DTYPE))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("method", ["xtrace", "xnystrace", "hutch++"])
+    def test_when_the_budget_covers_the_rank(self, method, dtype):
+        matrix = semi_definite(300, 7).to(dtype)
+        result = trace(lambda v: v @ matrix, 300, method=method, generator=seeded())
+        eps = torch.finfo(dtype).eps
+        assert abs(result.value - matrix.trace()) < 200 * eps * matrix.trace()
+        assert result.sem < 100 * eps * matrix.trace()
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_zero_operator(self, method):
+        result = trace(lambda v: 0 * v, 300, method=method, dtype=DTYPE)
+        assert result.value == 0 and result.sem == 0
+
+
+class TestControl:
+    matrix = semi_definite(500, 400)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_batches_are_added_to_the_tolerance(self, method):
+        first = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=20, method=method, generator=seeded())
+        tolerance = 0.6 * float(first.sem / first.value)
+        options = {"matvecs": 20, "method": method, "tolerance": tolerance}
+        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=seeded(), **options)
+        assert result.converged and 20 < result.matvecs < 400 and result.probes > first.probes
+        assert result.sem <= tolerance * result.value
+        assert abs(result.value - self.matrix.trace()) < 4 * result.sem
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_cap(self, method):
+        options = {"matvecs": 20, "method": method, "tolerance": 1e-12, "cap": 70}
+        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=seeded(), **options)
+        assert not result.converged and result.matvecs <= 70 and result.sem > 0
+
+    def test_a_tolerance_that_needs_the_matrix(self):
+        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=100, tolerance=1e-12, generator=seeded())
+        assert result.converged and result.sem == 0
+        torch.testing.assert_close(result.value, self.matrix.trace())
+
+    def test_traces_near_zero_have_an_absolute_tolerance(self):
+        signs = torch.ones(400, dtype=DTYPE)
+        signs[::2] = -1
+        options = {"method": "hutchinson", "distribution": "gaussian", "tolerance": 1e-3, "absolute_tolerance": 5.0}
+        result = trace(lambda v: v * signs, 400, generator=seeded(), **options)
+        assert result.converged and result.matvecs == 60
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_seed_determines_the_estimate(self, method):
+        first, second, other = (
+            trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, method=method, generator=seeded(s)).value
+            for s in (1, 1, 2)
+        )
+        assert first == second != other
+
+    def test_the_gradient_with_growing_decompositions(self):
+        leaf = self.matrix.clone().requires_grad_()
+        result = trace(lambda v: v @ leaf, 500, matvecs=20, tolerance=1e-12, cap=60, generator=seeded())
+        assert result.matvecs == 60
+        (gradient,) = torch.autograd.grad(result.value, leaf)
+        # It is linear in the operator with everything else held fixed, hence consistent with the value.
+        assert float((gradient * self.matrix).sum()) == pytest.approx(float(result.value.detach()), rel=1e-10)
+
+    def test_hutchinson_has_the_gradient_of_the_computed_value(self):
+        root = normal(12, 12).requires_grad_()
+
+        def value(root):
+            options = {"matvecs": 5, "method": "hutchinson", "generator": seeded(), "parameters": [root]}
+            return trace(lambda v: v @ root @ root.mT, 12, dtype=DTYPE, **options).value
+
+        assert torch.autograd.gradcheck(value, (root,))
+
+
+class TestBadInput:
+    def test_indefinite_and_asymmetric_operators_are_found_by_the_nystrom_estimator(self):
+        spectrum = torch.linspace(-1, 1, 300, dtype=DTYPE)
+        with pytest.raises(NotPositiveDefiniteError, match="semi-definite"):
+            trace(lambda v: v * spectrum, 300, method="xnystrace", generator=seeded())
+        skew = semi_definite(300) + torch.triu(torch.ones(300, 300, dtype=DTYPE))
+        with pytest.raises(OperatorError, match="not symmetric"):
+            trace(lambda v: v @ skew, 300, method="xnystrace", generator=seeded())
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("n", [10, 300])
+    def test_operators(self, method, n):
+        with pytest.raises(NonFiniteError):
+            trace(lambda v: v * torch.nan, n, method=method)
+        with pytest.raises(OperatorError):
+            trace(lambda v: v[..., :-1], n, method=method)
+        with pytest.raises(OperatorError):
+            trace(lambda v: v.double(), n, method=method)
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"method": "exact"},
+            {"distribution": "uniform"},
+            {"matvecs": 0},
+            {"matvecs": 3},
+            {"matvecs": 5, "method": "hutch++"},
+            {"tolerance": -1.0},
+            {"tolerance": 0.1, "cap": 10},
+            {"dtype": torch.int64},
+        ],
+    )
+    def test_arguments(self, bad):
+        with pytest.raises(ConfigurationError):
+            trace(lambda v: v, 300, **bad)
