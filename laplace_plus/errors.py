@@ -70,7 +70,7 @@ class NonFiniteError(LaplacePlusError, ArithmeticError):
 
 
 class NotPositiveDefiniteError(LaplacePlusError, ArithmeticError):
-    """A posterior precision that is no covariance's inverse, e.g. from an indefinite Hessian."""
+    """A matrix with an eigenvalue that is not positive where all must be, e.g. from an indefinite Hessian."""
 
 
 class UnsupportedError(LaplacePlusError, NotImplementedError):

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
+from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.selection import Selected, Selection, select
 
@@ -263,7 +264,7 @@ class Network:
         """``J(x) v`` for a direction ``v [P]`` in parameter space, ``[B, *, C]``."""
         vector = self.vector()
         # Two backward passes, since many operations (fused attention, recurrent layers) have no forward derivative.
-        with torch.enable_grad():
+        with torch.enable_grad(), differentiable_kernels(self.model):
             point = vector.requires_grad_()
             outputs = self(inputs, self.substitute(point))
             dummy = torch.zeros_like(outputs, requires_grad=True)

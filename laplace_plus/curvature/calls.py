@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus import kernels
 from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
 
 
@@ -179,6 +180,19 @@ class ConvolutionCall(Call):
             by_example(gradient, n_examples, where, lead=1),
             expand_right=self._patches,
             expand_left=self._positions,
+            add_right_products=self._add_patch_products if self.weight is not None else None,
+        )
+
+    def _add_patch_products(self, value: Tensor, total: Tensor) -> None:
+        kernels.convolution_factor(
+            value.flatten(0, 1),
+            self.kernel,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            bias=self.bias is not None,
+            total=total,
         )
 
     def _patches(self, value: Tensor) -> Tensor:

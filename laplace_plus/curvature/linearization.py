@@ -9,16 +9,14 @@ ways is trusted blindly: each must agree with a plain backward pass on the first
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
+from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.network import Network
 
 Way = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
@@ -164,7 +162,7 @@ class Linearization:
         return self._row_by_row(vectors)
 
     def _forward(self, vector: Tensor) -> Tensor:
-        with differentiable_kernels(self._network):
+        with differentiable_kernels(self._network.model):
             point = self._point.detach()
             return torch.func.jvp(self._function, (point,), (vector,))[1]
 
@@ -207,56 +205,9 @@ class Linearization:
 
 def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
     """A leaf with the entries of ``vector [P]``, and the outputs ``[B, *, C]`` as a differentiable function of it."""
-    with torch.enable_grad(), differentiable_kernels(network):
+    with torch.enable_grad(), differentiable_kernels(network.model):
         point = vector.detach().requires_grad_()
         return point, network(inputs, network.substitute(point)).to(point.dtype)
-
-
-@contextmanager
-def differentiable_kernels(network: Network) -> Iterator[None]:
-    """Kernels that can be differentiated twice: neither fused attention nor cuDNN's recurrent layers."""
-    recurrent = network.device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in network.model.modules())
-    cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
-    with sdpa_kernel(SDPBackend.MATH), cudnn, _WrittenOut():
-        yield
-
-
-class _WrittenOut(TorchFunctionMode):
-    """Replaces operations whose second derivatives torch lacks or has wrong by the same functions written out.
-
-    ``torch._weight_norm`` has a wrong one on the CPU, and the hard sigmoid and swish have none.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is not None:
-            return replacement(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    # As for torch, -1 stands for one norm over everything, and not for the last axis.
-    axes = None if dim == -1 else [axis for axis in range(v.ndim) if axis != dim]
-    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=dim != -1))
-
-
-def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input
-    result = (before / 6 + 0.5).clamp(0.0, 1.0)
-    return input.copy_(result) if inplace else result
-
-
-def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input
-    result = before * _hardsigmoid(before)
-    return input.copy_(result) if inplace else result
-
-
-_REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
-    torch._weight_norm: _weight_norm,
-    torch.nn.functional.hardsigmoid: _hardsigmoid,
-    torch.nn.functional.hardswish: _hardswish,
-}
 
 
 def _random_like(tensor: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
+from laplace_plus import kernels
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.capture import capture_batch
@@ -25,6 +25,7 @@ from laplace_plus.curvature.structures import (
     KroneckerStructure,
     Structure,
 )
+from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -278,16 +279,12 @@ def _left_factor(stack: Stack, weight_sharing: str) -> Tensor:
     """Sum of ``g gᵀ``, ``[G, o, o]``."""
     total = torch.zeros(stack.shape[0], stack.shape[1], stack.shape[1], dtype=stack.dtype, device=stack.device)
     if isinstance(stack, OneHotStack):
-        rows = stack.left.to(stack.dtype).flatten(0, 2)
-        return total + rows.T @ rows
+        return kernels.symmetrize_(kernels.symmetric_update(total, stack.left.flatten(0, 2)[None]))
     assert isinstance(stack, OuterStack)
     for examples in stack.side_chunks():
-        left = stack.expand_left(stack.raw_left[:, examples]).to(stack.dtype)
-        if weight_sharing == "reduce":
-            left = left.sum(2, keepdim=True)
-        rows = left.flatten(0, 2).movedim(1, 0)  # [G, Vbs, o]
-        total.baddbmm_(rows.mT, rows)
-    return total
+        left = stack.expand_left(stack.raw_left[:, examples]).flatten(0, 1).movedim(2, 0)  # [G, Vb, S, o]
+        kernels.symmetric_update(total, left, positions="each" if weight_sharing == "expand" else "sum")
+    return kernels.symmetrize_(total)
 
 
 def _right_factor(stack: Stack, weight_sharing: str, layout: Layout, used: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,17 +301,18 @@ def _right_factor(stack: Stack, weight_sharing: str, layout: Layout, used: Tenso
         counts = torch.bincount(index.flatten(), minlength=stack.n_columns).to(stack.dtype)
         return counts[None], torch.tensor(float(index.numel()), dtype=torch.float64)
     assert isinstance(stack, OuterStack)
-    total, count = None, 0
-    for examples in slices(stack.n_examples, stack.n_positions * stack.shape[0] * stack.shape[2] * 4):
-        right = stack.right(examples)[used[examples]]
-        if weight_sharing == "reduce":
-            right = right.mean(1, keepdim=True)
-        rows = right.flatten(0, 1).movedim(1, 0)  # [G or 1, rows, i]
-        product = rows.mT @ rows
-        total = product if total is None else total + product
-        count += rows.shape[1]
-    assert total is not None
-    return total, torch.tensor(float(count), dtype=torch.float64)
+    groups, width = stack.right_shape
+    total = torch.zeros(groups, width, width, dtype=stack.dtype, device=stack.device)
+    count = int(used.sum()) * (stack.n_positions if weight_sharing == "expand" else 1)
+    every = bool(used.all())
+    for examples in slices(stack.n_examples, stack.n_positions * groups * width * 4):
+        raw = stack.raw_right[examples] if every else stack.raw_right[examples][used[examples]]
+        if weight_sharing == "expand" and stack.add_right_products is not None:
+            stack.add_right_products(raw, total)
+            continue
+        right = stack.expand_right(raw).movedim(2, 0)  # [G, b, S, i]
+        kernels.symmetric_update(total, right, positions="each" if weight_sharing == "expand" else "mean")
+    return kernels.symmetrize_(total), torch.tensor(float(count), dtype=torch.float64)
 
 
 _SUMS: dict[type, type[_Sums]] = {
@@ -333,8 +331,7 @@ def _hessian(
     """Rows of the summed loss's Hessian by differentiating twice; for small networks (P backward passes)."""
     unit = likelihood.with_noise(1.0) if likelihood.noise_std is not None else likelihood
     gradients = Gradients(network, capture_batch(network, batch))  # also settles which layer is the last one
-    # Fused attention has no second derivatives.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), differentiable_kernels(network.model):
         vector = network.vector().requires_grad_()
         outputs = network(batch.inputs, network.substitute(vector))
         likelihood.validate(outputs.detach(), batch.target)

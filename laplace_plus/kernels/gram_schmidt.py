@@ -3,7 +3,8 @@
 Classical Gram–Schmidt run twice is orthogonal to rounding (Giraud, Langou and Rozložník 2005: "twice is enough"), and
 is made of matrix–vector products with the basis, where the modified process is made of single inner products.
 Written with ``mv`` and ``addmv`` on the basis's contiguous rows, it runs at the speed of memory, reading the basis of K
-rows four times. A broadcast product that is then summed takes three to four times as long, and memory for K vectors more.
+rows four times. A broadcast product that is then summed takes three to four times as long, and memory for K more
+vectors.
 
 Nothing here waits for the device: no number is read back, so a CUDA graph can capture a whole Lanczos recurrence.
 Probes are batched.

@@ -5,12 +5,12 @@ upper one in, once, after the last batch. In passing, positions (pixels, tokens)
 column of ones is appended.
 
 * CUDA: a Triton kernel with the rows split among the multiprocessors, or cuBLAS, whichever is measured to be faster.
-* CPU: ``syrk`` of SciPy's BLAS, in place and without copies, where torch and BLAS both run on one thread
-  and the factor has at least 128 columns (64 in float64); measured against torch's product on one core of an EPYC (Zen
-  4), it takes 1.3 (d = 128), 1.6 (256), 1.8 (768) and 1.9 (2304) times less time in float32, and 1.8 to 2.2 times less
-  in float64. On several threads, whose number SciPy's BLAS does not share with torch, the triangle is cut into products
-  of blocks recursively, which takes 1.2 (d = 256), 1.3 (1024) and 1.6 (2304) times less time than the whole product in
-  float32 on two threads; in float64 it gains from d = 1536 on.
+* CPU: ``syrk`` of SciPy's BLAS, in place and without copies, where torch and BLAS both run on one thread and the factor
+  has at least 128 columns (64 in float64). On one core of an EPYC (Zen 4) it takes 1.1 (d = 128), 1.3 (256), 1.5 (512),
+  1.7 (768) and 1.9 (2304) times less time than torch's product in float32, and 1.5 to 2.1 times less in float64
+  (``benchmarks/kernels_cpu.py``). On several threads, whose number SciPy's BLAS does not share with torch, the triangle
+  is cut into products of blocks recursively, which takes 1.2 (d = 256), 1.3 (1024) and 1.6 (2304) times less time than
+  the whole product in float32 on two threads; in float64 it gains from d = 1536 on.
 """
 
 from __future__ import annotations

@@ -1,39 +1,111 @@
-"""Structured linear algebra that knows nothing of networks.
+"""Numerical linear algebra for matrices that are never formed, with derivatives; it knows nothing of networks.
 
-``stacks`` holds batches of matrices that are kept as sums of outer products, ``bases`` the orthogonal (or merely
-invertible) bases in which a structured matrix is diagonal, ``blocks`` the structured positive semi-definite matrices
-themselves, and ``factor`` the inverse of such a matrix plus a diagonal one.
+An *operator* is any callable on row-stacked vectors ``[..., n] -> [..., m]``, or an :class:`Operator`. Everything that
+is computed from one can be differentiated in the vectors and in the tensors that the operator depends on, without a
+graph of any product being kept.
+
+======================================  ============================================================================
+to get …                                use
+======================================  ============================================================================
+eigenvalues of a symmetric operator     :func:`eigsh`; a whole Krylov space: :func:`lanczos`, :func:`block_lanczos`
+singular values                         :func:`svds`, :func:`bidiagonalize`; of any square operator: :func:`arnoldi`
+``f(A) v``, ``vᵀ f(A) v``               :func:`matrix_function`, :func:`bilinear`
+``log det A``, ``tr f(A)``              :func:`slq_logdet`, :func:`slq_trace`
+``tr A``, ``diag A``                    :func:`trace`, :func:`diagonal`
+``A⁻¹ b``                               :func:`cg` (positive definite), :func:`minres` (symmetric, shifted)
+``argmin ‖Ax − b‖² + λ²‖x‖²``           :func:`lsmr`
+the part of v that A maps to zero       :func:`project_null_space`, :class:`NullSpaceProjector`
+a low-rank stand-in, a preconditioner   :func:`nystrom`
+======================================  ============================================================================
+
+Estimates come as an :class:`Estimate` with a standard error, solutions as a :class:`Solution` with a residual and a
+:class:`Status`. ``docs/linalg.md`` has costs and examples.
+
+The structured matrices of the posteriors live here, too: ``stacks`` holds batches of matrices that are kept as sums of
+outer products, ``bases`` the bases in which a structured matrix is diagonal, ``blocks`` and ``low_rank`` the positive
+semi-definite matrices themselves, and ``factor`` the inverse of such a matrix plus a diagonal one.
 """
 
+from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, arnoldi
 from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
+from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
+from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
 from laplace_plus.linalg.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from laplace_plus.linalg.callables import as_operator, from_scipy
+from laplace_plus.linalg.cg import CGSolution, cg
+from laplace_plus.linalg.diagonals import diagonal
 from laplace_plus.linalg.factor import Factor
-from laplace_plus.linalg.lanczos import lanczos
+from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos, tridiagonal
 from laplace_plus.linalg.low_rank import LowRankBlock
+from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
+from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
+from laplace_plus.linalg.minres import minres
+from laplace_plus.linalg.nystrom import NystromApproximation, nystrom
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.partial_eigen import eigsh
+from laplace_plus.linalg.partial_eigen import PartialEigen, PartialSVD, eigsh, svds
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.projections import NullSpaceProjector, project_null_space
 from laplace_plus.linalg.results import Estimate, Solution, Status
+from laplace_plus.linalg.slq import slq_logdet, slq_trace
 from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
+from laplace_plus.linalg.structured import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
+from laplace_plus.linalg.traces import trace
 
 __all__ = [
+    "ArnoldiDecomposition",
     "Basis",
+    "Bidiagonalization",
     "Block",
+    "BlockDiagonal",
+    "BlockLanczosDecomposition",
+    "CGSolution",
+    "Dense",
     "DenseBasis",
     "DenseBlock",
     "DenseStack",
+    "Diagonal",
     "DiagonalBlock",
     "Estimate",
     "Factor",
+    "FunctionValue",
+    "Identity",
     "IdentityBasis",
+    "Kronecker",
     "KroneckerBasis",
     "KroneckerBlock",
+    "LanczosDecomposition",
+    "LeastSquaresSolution",
     "LowRankBlock",
+    "LowRankPlusDiagonal",
+    "NullSpaceProjector",
+    "NystromApproximation",
     "OneHotStack",
     "Operator",
     "OuterStack",
+    "PartialEigen",
+    "PartialSVD",
     "Solution",
     "Stack",
     "Status",
+    "arnoldi",
+    "as_operator",
+    "bidiagonalize",
+    "bilinear",
+    "block_lanczos",
+    "cg",
+    "diagonal",
+    "draw_probes",
     "eigsh",
+    "from_scipy",
     "lanczos",
+    "lsmr",
+    "matrix_function",
+    "minres",
+    "nystrom",
+    "project_null_space",
+    "slq_logdet",
+    "slq_trace",
+    "svds",
+    "trace",
+    "tridiagonal",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.linalg.krylov import Products
-from laplace_plus.linalg.orthogonalization import combine, coordinates, orthogonalize
+from laplace_plus.linalg.orthogonalization import combine, coordinates
 
 
 def krylov_pullback(
@@ -107,8 +107,7 @@ def krylov_pullback(
 
 def _reprojected(multiplier: Tensor, vectors: Tensor, cotangent: Tensor, j: int) -> Tensor:
     basis = vectors[:, : j + 1]
-    rest, _ = orthogonalize(basis, multiplier, passes=1)
-    return rest + combine(cotangent[:, : j + 1, j], basis)
+    return multiplier + combine(cotangent[:, : j + 1, j] - coordinates(basis, multiplier), basis)
 
 
 def or_zeros(cotangent: Tensor | None, like: Tensor) -> Tensor:

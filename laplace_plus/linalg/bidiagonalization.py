@@ -92,7 +92,7 @@ def bidiagonalize(
     Example:
         >>> import torch
         >>> a = torch.tensor([[3.0, 0.0], [4.0, 5.0], [0.0, 0.0]], dtype=torch.float64)
-        >>> v = torch.ones(2, dtype=torch.float64)
+        >>> v = torch.tensor([1.0, 0.0], dtype=torch.float64)
         >>> result = bidiagonalize(lambda x: x @ a.T, v, depth=2, m=3)
         >>> [round(float(s), 6) for s in torch.linalg.svdvals(result.bidiagonal())]
         [6.708204, 2.236068]
@@ -106,7 +106,7 @@ def bidiagonalize(
         found = _golub_kahan(products, products.stacked(start), steps, m, tolerance)
         left, right, alpha, beta, residual, scale, rank, invariant, adjointness = found
         kept = max(truncated_depth("Bidiagonalisation", scale, rank, alpha, beta, residual), 1)
-        _require_transpose(adjointness)
+        _require_transpose(adjointness, products.outer)
         shape = products.batch
         ragged = rank if bool((rank < kept).any()) else None
         outputs = (
@@ -164,8 +164,8 @@ def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, toleranc
     return left, right, alpha, beta, residual, scale, rank, ~going | (rank == n), adjointness
 
 
-def _require_transpose(adjointness: Tensor) -> None:
-    limit = torch.finfo(adjointness.dtype).eps ** 0.5
+def _require_transpose(adjointness: Tensor, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).eps ** 0.5
     if bool((adjointness > limit).any()):
         raise OperatorError(
             "The transpose does not belong to the operator.",
@@ -231,8 +231,8 @@ def _pullback(
 
 def _reprojected(multiplier: Tensor, basis: Tensor, target: Tensor, size: int) -> Tensor:
     """Enforce ``q_iᵀ λ = target_i`` for the first ``size`` vectors, as in exact arithmetic."""
-    rest, _ = orthogonalize(basis[:, :size], multiplier, passes=1)
-    return rest + combine(target[:, :size], basis[:, :size])
+    basis = basis[:, :size]
+    return multiplier + combine(target[:, :size] - coordinates(basis, multiplier), basis)
 
 
 def _gamma_row(gamma: Tensor, pi: Tensor, basis: Tensor, product: Tensor, k: int) -> Tensor:

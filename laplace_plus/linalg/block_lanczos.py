@@ -143,7 +143,7 @@ def _block_process(
             projected[done : done + block.shape[0], here] = factor
     projected = projected[:done, :done]
     if check_symmetry:
-        require_symmetric(projected)
+        require_symmetric(projected, products.outer)
     lower, ends = torch.zeros_like(projected), torch.tensor(sizes).cumsum(0).tolist()
     for size, end in zip(sizes, ends, strict=True):
         own = slice(end - size, end)

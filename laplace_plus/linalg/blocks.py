@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus import kernels
 from laplace_plus.errors import NonFiniteError, UnsupportedError
 from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
 from laplace_plus.linalg.factor import EigenFactor, Factor, not_positive_definite
@@ -56,7 +57,7 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = kernels.symmetric_eigen(matrix)
     return values.to(dtype), vectors.to(dtype)
 
 
@@ -256,7 +257,8 @@ class DenseBlock(_OnceDiagonalised):
         # H + D = D^½ (D^-½ H D^-½ + I) D^½; the inner matrix is diagonalised for this D.
         scale = diagonal.flatten(1).rsqrt()
         values, vectors = symmetric_eigen(scale[..., None] * self._combined(weights) * scale[:, None, :])
-        return EigenFactor(DenseBasis(vectors, scale), clamp_rounding(values).view(self.shape) + 1, scale.log().sum() * -2)
+        values = clamp_rounding(values).view(self.shape) + 1
+        return EigenFactor(DenseBasis(vectors, scale), values, scale.log().sum() * -2)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:

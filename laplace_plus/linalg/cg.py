@@ -196,7 +196,7 @@ def _iterate(
         image = product(p)
         if options.check_symmetry and k <= 2:
             if first is None:
-                first = (p.clone(), image)
+                first = (p.clone(), image.clone())  # an operator may give back what it got
             else:
                 asymmetric = state.active & asymmetry(first, (p, image), sides.dtype)
                 state.stop(asymmetric)

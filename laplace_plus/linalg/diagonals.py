@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus.linalg.krylov import working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     Probes,
@@ -27,7 +28,6 @@ from laplace_plus.linalg.probes import (
     require_count,
     require_tolerance,
     standard_error,
-    working_type,
 )
 from laplace_plus.linalg.results import Estimate
 

@@ -115,7 +115,8 @@ def krylov(products: Products, start: Tensor, depth: int, tolerance: float | Non
         products: The operator.
         start: ``[batch, n]``.
         depth: K ≤ n.
-        tolerance: Where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖`` the Krylov space has ended; ten roundings by default.
+        tolerance: Where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖`` the Krylov space has ended; ten roundings by default. It
+            has also ended where ``‖w‖`` is ten roundings of its own ``‖A q_k‖``: what is left is no direction at all.
 
     Returns:
         The decomposition, not truncated: rows beyond a vector's own rank are zero.
@@ -133,12 +134,14 @@ def krylov(products: Products, start: Tensor, depth: int, tolerance: float | Non
     for k in range(depth):
         basis[:, k] = vector
         product = products(vector)
-        largest = torch.maximum(largest, torch.linalg.vector_norm(product, dim=-1))
+        length = torch.linalg.vector_norm(product, dim=-1)
+        largest = torch.maximum(largest, length)
         rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
         size = torch.linalg.vector_norm(rest, dim=-1)
         residual = torch.where(going[:, None], rest, residual)
         rank += going
-        going = going & ~(size <= limit * largest)  # NaN goes on, and is reported at the end
+        # NaN goes on, and is reported at the end
+        going = going & ~(size <= torch.maximum(limit * largest, breakdown_limit(None, start.dtype) * length))
         if k + 1 < depth:
             hessenberg[:, k + 1, k] = torch.where(going, size, 0.0)
             vector = torch.where(going[:, None], rest / size[:, None], 0.0)
@@ -174,14 +177,18 @@ def truncated_depth(name: str, scale: Tensor, rank: Tensor, *results: Tensor) ->
     return int(rank.max())
 
 
-def require_symmetric(matrix: Tensor) -> None:
+def require_symmetric(matrix: Tensor, dtype: torch.dtype | None = None) -> None:
     """Check ``Q A Qᵀ``, which is symmetric if A is: a test that costs no product.
+
+    Args:
+        matrix: ``[..., K, K]``.
+        dtype: Type in which the products were computed, whose rounding counts; that of the matrix by default.
 
     Raises:
         OperatorError: ``max |H − Hᵀ| > √eps · max |H|``.
     """
     asymmetry, size = (matrix - matrix.mT).abs().amax(dim=(-2, -1)), matrix.abs().amax(dim=(-2, -1))
-    limit = torch.finfo(matrix.dtype).eps ** 0.5
+    limit = torch.finfo(dtype or matrix.dtype).eps ** 0.5
     if bool((asymmetry > limit * size).any()):
         relative = float((asymmetry / size).max())
         raise OperatorError(

@@ -129,7 +129,7 @@ def lanczos(
             )
         kept = truncated_depth("Lanczos' process", found.scale, found.rank, found.hessenberg, found.residual)
         if reorthogonalize == "full" and check_symmetry:
-            require_symmetric(found.hessenberg)
+            require_symmetric(found.hessenberg, products.outer)
         shape = products.batch
         ragged = found.rank if bool((found.rank < kept).any()) else None
         small = found.hessenberg[:, :kept, :kept]

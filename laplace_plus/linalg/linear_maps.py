@@ -1,9 +1,9 @@
 """The caller's operator, made ready for an algorithm: checked, counted and differentiable.
 
 An *operator* is any callable on row-stacked vectors ``[..., n] -> [..., m]``, or an
-:class:`~laplace_plus.linalg.operators.Operator`. Every algorithm wraps it in a :class:`LinearMap`, runs without building
-an autograd graph, and attaches its own derivative with :func:`attach`. No graph of a product is ever stored: the
-derivative multiplies again.
+:class:`~laplace_plus.linalg.operators.Operator`. Every algorithm wraps it in a :class:`LinearMap`, runs without
+building an autograd graph, and attaches its own derivative with :func:`attach`. No graph of a product is ever stored:
+the derivative multiplies again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from laplace_plus.errors import NonFiniteError, OperatorError
+from laplace_plus.linalg.callables import leaves
 from laplace_plus.linalg.operators import Operator
 
 Matvec = Operator | Callable[[Tensor], Tensor]
@@ -27,9 +29,9 @@ Matvec = Operator | Callable[[Tensor], Tensor]
 class LinearMap:
     """An operator as the algorithms see it.
 
-    Products are computed without an autograd graph. The tensors that the operator depends on are an operator's own
-    :meth:`~laplace_plus.linalg.operators.Operator.tensors`, or ``parameters``, or else the leaves that the autograd graph
-    of the first product leads to.
+    Products are computed without an autograd graph. The tensors that the operator depends on are ``parameters``, or an
+    operator's own :meth:`~laplace_plus.linalg.operators.Operator.tensors`, or else the leaves of the first product's
+    autograd graph.
 
     Args:
         matvec: The operator.
@@ -91,7 +93,7 @@ class LinearMap:
         if self._tensors is None:
             with torch.enable_grad():
                 product = self._product(vectors.detach())
-            self._tensors = _leaves(product)
+            self._tensors = leaves(product)
             return product.detach()
         with torch.no_grad():
             return self._product(vectors.detach())
@@ -100,11 +102,14 @@ class LinearMap:
         """``Aᵀ u`` for row-stacked vectors ``[..., m]``, without an autograd graph."""
         if self.symmetric:
             return self(vectors)
-        if self._rmatvec is None:
-            return self.pullback(vectors.new_zeros(*vectors.shape[:-1], self.n), vectors)[0]
         self.matvecs += vectors.shape[:-1].numel()
-        with torch.no_grad():
-            return self._checked(self._rmatvec, vectors.detach(), self.m, self.n)
+        if self._rmatvec is not None:
+            with torch.no_grad():
+                return self._checked(self._rmatvec, vectors.detach(), self.m, self.n)
+        with torch.enable_grad():
+            leaf = vectors.new_zeros(*vectors.shape[:-1], self.n).requires_grad_()
+            product = self._product(leaf)
+        return _gradients(product, [leaf], vectors)[0]
 
     def pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``Aᵀ u`` and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, from one vector-Jacobian product.
@@ -126,16 +131,10 @@ class LinearMap:
             leaf = vectors.detach().requires_grad_()
             product = self._product(leaf)
         inputs = [*self.tensors] if self.symmetric or self._rmatvec is not None else [leaf, *self.tensors]
-        if not product.requires_grad:
-            raise _not_differentiable()
-        gradients = torch.autograd.grad(
-            product, inputs, cotangents.detach().to(product.dtype), retain_graph=True, allow_unused=True
-        )
         if len(inputs) == len(self.tensors):
-            return self.transposed(cotangents), _filled(gradients, self.tensors)
-        if gradients[0] is None:
-            raise _not_differentiable()
-        return gradients[0].detach(), _filled(gradients[1:], self.tensors)
+            return self.transposed(cotangents), _gradients(product, inputs, cotangents)
+        first, *others = _gradients(product, inputs, cotangents)
+        return first, tuple(others)
 
     def parameter_pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors alone; see :meth:`pullback`."""
@@ -147,10 +146,7 @@ class LinearMap:
         self.matvecs += vectors.shape[:-1].numel()
         with torch.enable_grad():
             product = self._product(vectors.detach())
-        gradients = torch.autograd.grad(
-            product, self.tensors, cotangents.detach().to(product.dtype), retain_graph=True, allow_unused=True
-        )
-        return _filled(gradients, self.tensors)
+        return _gradients(product, self.tensors, cotangents)
 
     def _product(self, vectors: Tensor) -> Tensor:
         return self._checked(self._matvec, vectors, self.n, self.m)
@@ -223,6 +219,8 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        if all(cotangent is None for cotangent in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
         return (None, None, *[None] * ctx.n_outputs, *ctx.pullback(ctx.saved_tensors, cotangents))
 
 
@@ -263,8 +261,9 @@ def _first_tensor(thing: Any, levels: int) -> Any:
             names = inspect.getclosurevars(thing)
         except (TypeError, ValueError):
             return None
-        inner = [*names.nonlocals.values(), *names.globals.values()]
-    elif callable(thing) and hasattr(thing, "__dict__"):
+        defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        inner = [*names.nonlocals.values(), *defaults, *names.globals.values()]
+    elif not isinstance(thing, ModuleType) and hasattr(thing, "__dict__"):
         inner = list(vars(thing).values())
     found = (_first_tensor(x, levels - 1) for x in inner)
     return next((x for x in found if x is not None), None)
@@ -287,24 +286,25 @@ def _requiring_grad(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(unique.values())
 
 
-def _leaves(product: Tensor) -> tuple[Tensor, ...]:
-    """The leaf tensors that an autograd graph leads to, in the order of a depth-first walk."""
-    found: dict[int, Tensor] = {}
-    stack, seen = [product.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
-        stack.extend(following for following, _ in reversed(node.next_functions))
-    return tuple(found.values())
-
-
 def _filled(gradients: Iterable[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(x) if g is None else g.detach() for g, x in zip(gradients, tensors, strict=True))
+
+
+def _gradients(product: Tensor, inputs: Sequence[Tensor], cotangents: Tensor) -> tuple[Tensor, ...]:
+    """A vector-Jacobian product; zeros for tensors that the product does not depend on.
+
+    Raises:
+        OperatorError: The product is cut off from all of them.
+    """
+    if not product.requires_grad:
+        raise _not_differentiable()
+    # The graph may reach back to what the caller made before, and will be walked again.
+    gradients = torch.autograd.grad(
+        product, inputs, cotangents.detach().to(product.dtype), retain_graph=True, allow_unused=True
+    )
+    if all(gradient is None for gradient in gradients):
+        raise _not_differentiable()
+    return _filled(gradients, inputs)
 
 
 def _not_differentiable() -> OperatorError:

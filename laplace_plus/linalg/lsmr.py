@@ -22,7 +22,6 @@ from laplace_plus.linalg.solving import (
     add_scaled,
     as_tensor,
     chosen,
-    combined,
     constant,
     hypot,
     inner,
@@ -261,10 +260,10 @@ def solve_least_squares(
             allowed = math.sqrt(torch.finfo(sides.dtype).eps) * (alpha + norm(image))
             mismatched = state.active & (abs(inner(u, image) - alpha) > allowed)
             state.stop(mismatched)
-        u = combined(image, -alpha, u)
+        scaled(u, -alpha).add_(image)
         beta = norm(u)
         scaled(u, ratio(one, beta))
-        v = combined(adjoint(u), -beta, v)
+        scaled(v, -beta).add_(adjoint(u))
         length = norm(v)
         scaled(v, ratio(one, length))
         alpha = chosen(beta > 0, length, alpha)
@@ -278,9 +277,9 @@ def solve_least_squares(
         zeta, zetabar = cbar * zetabar, -sbar * zetabar
 
         state.count()
-        hbar = combined(h, -ratio(thetabar * rho, rho_before * rhobar_before), hbar)
+        scaled(hbar, -ratio(thetabar * rho, rho_before * rhobar_before)).add_(h)
         add_scaled(x, chosen(state.active, ratio(zeta, rho * rhobar), zero), hbar)
-        h = combined(v, -ratio(theta, rho), h)
+        scaled(h, -ratio(theta, rho)).add_(v)
 
         # ‖r‖ through one more rotation, of the bidiagonal matrix from the other side.
         betaacute, betacheck = chat * betadd, -shat * betadd
@@ -319,7 +318,8 @@ def solve_least_squares(
         state.finish(condition_number * (eps / 2) >= 1, Status.ILL_CONDITIONED)
         if state.over(k):
             break
-        u, v = masked(u, state.active), masked(v, state.active)
+        masked(u, state.active)
+        masked(v, state.active)
     if bool(mismatched.any() if isinstance(mismatched, Tensor) else mismatched):
         raise OperatorError(
             "lsmr needs an operator and its transpose.",

@@ -22,7 +22,6 @@ from laplace_plus.linalg.solving import (
     asymmetric_operator,
     asymmetry,
     chosen,
-    combined,
     constant,
     hypot,
     inner,
@@ -196,7 +195,8 @@ def _iterate(
 
     if guess is not None:
         guess = torch.where((as_tensor(norm(b), b) == 0)[:, None], 0.0, guess)
-    before = r = b.clone() if guess is None else b - product(guess)
+    r = b.clone() if guess is None else b - product(guess)
+    before = torch.zeros_like(r)
     z = r if precondition is None else precondition(r)
     energy = product_of(r, z)
     beta = root(energy)
@@ -230,10 +230,9 @@ def _iterate(
                 asymmetric = working & asymmetry(first, (v, image), sides.dtype)
                 state.stop(asymmetric)
                 first = None
-        if k > 1:
-            image = combined(image, -ratio(beta, beta_before), before)
-        alpha = product_of(v, image)
-        before, r = r, combined(image, -ratio(alpha, beta), r)
+        scaled(before, -ratio(beta, beta_before)).add_(image)
+        alpha = product_of(v, before)
+        before, r = r, add_scaled(before, -ratio(alpha, beta), r)
         z = r if precondition is None else precondition(r)
         energy = product_of(r, z)
         state.finish(not_finite(alpha + energy) | (zero > 0), Status.NOT_FINITE)
@@ -255,7 +254,7 @@ def _iterate(
 
         largest, smallest = larger(largest, gamma), smaller(smallest, gamma)
         state.finish(smallest <= eps * largest, Status.ILL_CONDITIONED)
-        direction = combined(combined(v, -epsilon_before, w_before), -delta, w)
+        direction = add_scaled(scaled(w_before, -epsilon_before).add_(v), -delta, w)
         w_before, w = w, scaled(direction, ratio(one, gamma))
         add_scaled(x, chosen(state.active, phi, zero), w)
         state.count()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.krylov import working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     draw_probes,
@@ -20,10 +21,8 @@ from laplace_plus.linalg.probes import (
     parameter_gradients,
     require_count,
     require_tolerance,
-    working_type,
 )
 from laplace_plus.linalg.traces import symmetric_core
-
 
 Pullback = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
 
@@ -201,5 +200,7 @@ def _factor(probes: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor,
     eigenvalues = eigenvalues.clamp_min(0.1 * shift)
     root = (eigenvectors / eigenvalues.sqrt()).mT.to(sketch.dtype) @ shifted
     _, singular, right = torch.linalg.svd(root, full_matrices=False)
-    inverse = ((eigenvectors / eigenvalues) @ eigenvectors.mT).to(sketch.dtype)
-    return (singular.square() - shift).clamp_min(0), right, inverse @ shifted
+    # Directions that are rounding have no derivative: the rank is taken to stay what it is.
+    inverse = torch.where(eigenvalues > 10 * shift, 1 / eigenvalues, 0.0)
+    coordinates = ((eigenvectors * inverse) @ eigenvectors.mT).to(sketch.dtype) @ shifted
+    return (singular.square() - shift).clamp_min(0), right, coordinates

@@ -113,7 +113,7 @@ def eigsh(
         raise ConfigurationError("There is no such end of a spectrum.", expected=str(get_args(Which)), got=str(which))
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters)
     outer, random, start = _vectors(matvec, n, n, k, v0, generator, dtype, device)
-    level = _tolerance(tolerance, start.dtype)
+    level = _tolerance(tolerance, outer)
     with torch.no_grad():
         found = ThickRestart(
             lambda v: operator(v.to(outer)).to(start.dtype),
@@ -124,13 +124,13 @@ def eigsh(
             subspace=_subspace(k, subspace),
             max_restarts=max_restarts,
             random=random,
+            dtype=outer,
         )
         vectors = found.vectors
         products = operator(vectors.to(outer)).to(start.dtype) if vectors.shape[0] else vectors
         values = (vectors * products).sum(dim=-1)
         residuals = torch.linalg.vector_norm(products - values[:, None] * vectors, dim=-1)
-        # the products of half precision round more coarsely than the recurrence
-        good = residuals <= max(2 * level, _rounding(outer)) * found.norm
+        good = residuals <= 2 * level * found.norm
         values, vectors, residuals = values[good], vectors[good], residuals[good]
     converged = found.complete and bool(good.all())
     matvecs = operator.matvecs
@@ -204,7 +204,7 @@ def svds(
     size = min(m, n)
     outer, random, start = _vectors(matvec, n, size, k, v0, generator, dtype, device)
     inner = start.dtype
-    level, eps = _tolerance(tolerance, inner), torch.finfo(inner).eps
+    level, eps = _tolerance(tolerance, outer), torch.finfo(outer).eps
 
     def multiply(vectors: Tensor) -> Tensor:
         return operator(vectors.to(outer)).to(inner)
@@ -227,6 +227,7 @@ def svds(
             subspace=_subspace(k, subspace),
             max_restarts=max_restarts,
             random=random,
+            dtype=outer,
         )
         if found.vectors.shape[0]:
             image = multiply(found.vectors) if n <= m else transposed(found.vectors)
@@ -239,7 +240,7 @@ def svds(
             )
         else:
             left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]
-        good = residuals <= max(2 * level, _rounding(outer)) * found.norm**0.5
+        good = residuals <= 2 * level * found.norm**0.5
         left, right, values, residuals = left[good], right[good], values[good], residuals[good]
     converged = found.complete and bool(good.all())
     matvecs = operator.matvecs
@@ -291,10 +292,6 @@ def _tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
     eps = torch.finfo(dtype).eps
     # nothing below a few roundings can be met
     return eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    return 4 * torch.finfo(dtype).eps
 
 
 def _subspace(k: int, subspace: int | None) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.krylov import working_type
 from laplace_plus.linalg.linear_maps import LinearMap
 
 Probes = Literal["signs", "sphere", "gaussian"]
@@ -52,11 +53,6 @@ def draw_probes(
     if kind == "sphere":
         vectors *= n**0.5 / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors.to(device=device, dtype=dtype)
-
-
-def working_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which recurrences and decompositions run: float32 for half precision."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def choose(name: str, value: str, options: object) -> None:

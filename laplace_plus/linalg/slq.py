@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.linalg.krylov import require_symmetric
+from laplace_plus.linalg.krylov import require_symmetric, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.matrix_functions import KrylovGradient
 from laplace_plus.linalg.operators import Operator
@@ -28,7 +28,6 @@ from laplace_plus.linalg.probes import (
     require_count,
     require_tolerance,
     standard_error,
-    working_type,
 )
 from laplace_plus.linalg.quadrature import BlockKrylovSpace, KrylovSpace, SpectralFunction, derivative, evaluate
 from laplace_plus.linalg.results import Estimate
@@ -312,6 +311,7 @@ class _Quadrature:
         self.captured = torch.zeros((), dtype=torch.float64, device=device)
         self.samples = torch.empty(0, dtype=torch.float64, device=device)
         self.bias = self.captured
+        self.level: Tensor | None = None
         self.spent, self.depth = 0, 0
         self.tensors: tuple[Tensor, ...] = ()
         self.captured_gradients: tuple[Tensor, ...] = ()
@@ -330,14 +330,23 @@ class _Quadrature:
             return probes
         return _outside(self.vectors, _outside(self.vectors, probes.to(self.wide))).to(self.dtype)
 
-    def projected(self, matvec: Matvec) -> Matvec:
-        """An operator on the complement of what is deflated."""
+    def projected(self, matvec: Matvec, probes: Tensor) -> Matvec:
+        """An operator that is as given on the complement of what is deflated.
+
+        There its eigenvalue is a Rayleigh quotient of a probe: Lanczos' process amplifies what rounding leaves of the
+        deflated vectors, the slower the more its eigenvalue lies within the others, and f is defined there.
+        """
         vectors = self.vectors.to(self.dtype)
         if not len(vectors):
             return matvec
+        if self.level is None:
+            wide = probes[:1].to(self.wide)
+            self.level = ((wide * self.map(probes[:1]).to(self.wide)).sum() / wide.square().sum()).to(self.dtype)
+        level = self.level
 
         def complement(x: Tensor) -> Tensor:
-            return _outside(vectors, matvec(_outside(vectors, x)))
+            inside = (x @ vectors.mT) @ vectors
+            return _outside(vectors, matvec(x - inside)) + level * inside
 
         return complement
 
@@ -360,7 +369,8 @@ class _Quadrature:
         if parameters is None and isinstance(self.matvec, Operator):
             parameters = self.matvec.tensors()
         kind = BlockKrylovSpace if self.block else KrylovSpace
-        space = kind(self.projected(self.matvec), self.draw(count), parameters=parameters)
+        probes = self.draw(count)
+        space = kind(self.projected(self.matvec, probes), probes, parameters=parameters)
         while True:
             space.extend(depth)
             samples = space.quadrature(self.f)
@@ -455,7 +465,8 @@ def _checked_pairs(run: _Quadrature, values: Tensor, vectors: Tensor) -> tuple[T
 
 def _converged_pairs(run: _Quadrature, depth: int) -> tuple[Tensor, Tensor]:
     """The Ritz pairs from one random vector whose residuals are rounding."""
-    space = KrylovSpace(run.projected(run.map), run.draw(1), parameters=())
+    start = run.draw(1)
+    space = KrylovSpace(run.projected(run.map, start), start, parameters=())
     space.extend(depth)
     values, vectors = space.spectrum()
     residual = space.residual_norm()[:, None] * vectors[:, -1].abs()

@@ -222,6 +222,8 @@ def inner(a: Tensor, b: Tensor) -> Scalars:
     """Row-wise inner products."""
     if is_single(a):
         return torch.dot(a[0], b[0]).item()
+    if a.device.type == "cpu" and a.shape[-1] >= 65536 and a.shape[0]:  # a product of that size costs more than a loop
+        return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
     return (a * b).sum(-1)
 
 
@@ -280,13 +282,15 @@ def as_tensor(a: Scalars, rows: Tensor) -> Tensor:
 
 
 def masked(rows: Tensor, active: Scalars) -> Tensor:
-    """Zero instead of the rows that are done, so that nothing of them reaches the operator again.
+    """Zero, in place, instead of the rows that are done, so that nothing of them reaches the operator again.
 
     A single row is done when the loop is.
     """
     if not isinstance(active, Tensor):
-        return rows if active else torch.zeros_like(rows)
-    return rows if rows.shape[0] == 1 else torch.where(active[..., None], rows, 0.0)
+        return rows if active else rows.zero_()
+    if rows.shape[0] == 1 or (rows.device.type == "cpu" and bool(active.all())):
+        return rows
+    return rows.masked_fill_(~active[..., None], 0.0)
 
 
 def scaled(rows: Tensor, scale: Scalars) -> Tensor:
@@ -299,13 +303,6 @@ def add_scaled(target: Tensor, scale: Scalars, rows: Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return target.addcmul_(scale[..., None], rows)
     return target.add_(rows, alpha=scale)
-
-
-def combined(base: Tensor, scale: Scalars, rows: Tensor) -> Tensor:
-    """``base + scale · rows``, row by row, or stacks of rows."""
-    if isinstance(scale, Tensor):
-        return torch.addcmul(base, scale[..., None], rows)
-    return torch.add(base, rows, alpha=scale)
 
 
 def asymmetry(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Scalars:

@@ -147,6 +147,8 @@ class OuterStack(Stack):
         expand_right: See above.
         expand_left: See above.
         compute_dtype: The type in which sums are taken, at least float32.
+        add_right_products: Adds ``Σ_s a aᵀ`` of some of the raw right side to the lower triangles of ``[G, i, i]``,
+            where there is a quicker way than to expand it first.
     """
 
     raw_right: Tensor
@@ -154,6 +156,7 @@ class OuterStack(Stack):
     expand_right: Callable[[Tensor], Tensor] = _same
     expand_left: Callable[[Tensor], Tensor] = _same
     compute_dtype: torch.dtype | None = None
+    add_right_products: Callable[[Tensor, Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         self.n_directions, self.n_examples = self.raw_left.shape[:2]
@@ -163,6 +166,7 @@ class OuterStack(Stack):
             left, right = self.sides(slice(0, 1))
         self.n_positions = right.shape[1]
         # The groups may share one right side, which then has G = 1 and is broadcast.
+        self.right_shape = (right.shape[2], right.shape[3])
         self.shape = (left.shape[3], left.shape[4], right.shape[3])
 
     @property
@@ -193,9 +197,7 @@ class OuterStack(Stack):
 
     @override
     def select(self, directions: Tensor) -> OuterStack:
-        return OuterStack(
-            self.raw_right, self.raw_left[directions], self.expand_right, self.expand_left, self.compute_dtype
-        )
+        return replace(self, raw_left=self.raw_left[directions])
 
     @override
     def in_dtype(self, dtype: torch.dtype) -> OuterStack:

@@ -32,6 +32,7 @@ class ThickRestart:
         subspace: Number of vectors to store at a time.
         max_restarts: Cap on all restarts together.
         random: Draws a vector ``[n]``.
+        dtype: Type in which the products are computed.
 
     Attributes:
         values: ``[j]`` eigenvalues found, the most wanted first; float64 on the CPU.
@@ -51,9 +52,11 @@ class ThickRestart:
         subspace: int,
         max_restarts: int,
         random: Callable[[], Tensor],
+        dtype: torch.dtype,
     ):
         self._product, self._which, self._limit, self._random = product, which, limit, random
         self._subspace, self._restarts = subspace, max_restarts
+        self._asymmetry = torch.finfo(dtype).eps ** 0.5
         self.values, self.vectors = torch.zeros(0, dtype=torch.float64), start.new_zeros(0, start.shape[0])
         self.norm = 0.0
         self.complete = self._search(start, k, None)
@@ -111,7 +114,7 @@ class ThickRestart:
                     beta, coupling = 0.0, torch.zeros_like(coupling)
                     if j + 1 < free:
                         vector = self._unit(self._random(), basis[: known + j + 1])
-            self._require_symmetric(float(asymmetry), eps)
+            self._require_symmetric(float(asymmetry))
             values, rotation = torch.linalg.eigh(projected.double().cpu())
             order = self._key(values).argsort(descending=True, stable=True)
             values, rotation = values[order], rotation[:, order]
@@ -151,11 +154,11 @@ class ThickRestart:
                 got="a product that is not finite",
             )
 
-    def _require_symmetric(self, asymmetry: float, eps: float) -> None:
-        if asymmetry > eps**0.5 * self.norm:
+    def _require_symmetric(self, asymmetry: float) -> None:
+        if asymmetry > self._asymmetry * self.norm:
             raise OperatorError(
                 "The operator is not symmetric.",
-                expected=f"uᵀAv = vᵀAu to a relative {eps**0.5:.0e}",
+                expected=f"uᵀAv = vᵀAu to a relative {self._asymmetry:.0e}",
                 got=f"a relative difference of {asymmetry / self.norm:.1e} on its Krylov space",
                 fix="Symmetrise it, or use svds.",
             )

@@ -43,7 +43,9 @@ def three_term(
     for k in range(depth):
         basis[:, k] = vector
         product = products(vector)
-        largest = torch.maximum(largest, torch.linalg.vector_norm(product, dim=-1))
+        length = torch.linalg.vector_norm(product, dim=-1)
+        largest = torch.maximum(largest, length)
+        small = torch.maximum(limit * largest, breakdown_limit(None, start.dtype) * length)
         rest = product if k == 0 else product - off_diagonal[:, k - 1, None] * basis[:, k - 1]
         # the second pass against the last two vectors costs little and keeps them orthogonal to rounding
         rest, first = orthogonalize(basis[:, k : k + 1], rest, passes=1)
@@ -51,7 +53,7 @@ def three_term(
         diagonal[:, k] = first[:, 0] + second[:, -1]
         size = torch.linalg.vector_norm(rest, dim=-1)
         if estimates is not None:
-            lost = estimates.advance(k, diagonal, off_diagonal, size, largest, going & (size > limit * largest))
+            lost = estimates.advance(k, diagonal, off_diagonal, size, largest, going & (size > small))
             if again or lost:
                 rest, _ = orthogonalize(basis[:, : k + 1], rest)
                 size = torch.linalg.vector_norm(rest, dim=-1)
@@ -59,7 +61,7 @@ def three_term(
                 again, count = lost and not again, count + 1
         residual = torch.where(going[:, None], rest, residual)
         rank += going
-        going = going & ~(size <= limit * largest)
+        going = going & ~(size <= small)
         off_diagonal[:, k] = torch.where(going, size, 0.0)
         if k + 1 < depth:
             vector = torch.where(going[:, None], rest / size[:, None], 0.0)

@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.krylov import working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     Probes,
@@ -34,7 +35,6 @@ from laplace_plus.linalg.probes import (
     require_count,
     require_tolerance,
     standard_error,
-    working_type,
 )
 from laplace_plus.linalg.results import Estimate
 

@@ -262,23 +262,24 @@ def test_lanczos_adjoint_on_the_hilbert_matrix():
 
 
 def test_the_three_term_adjoint_is_lost_where_the_default_is_not():
-    """Float32, eigenvalues of multiplicity one far above a cluster at one: orthogonality is lost after a few steps."""
+    """Float32, ten eigenvalues far above the others: the bare recurrence loses orthogonality after a few steps."""
     basis = torch.linalg.qr(randn(120, 120))[0]
-    spectrum = torch.cat([torch.linspace(10, 1000, 30, dtype=float64), torch.linspace(1, 1.5, 90, dtype=float64)])
+    spectrum = torch.cat([torch.linspace(10, 100, 10, dtype=float64), torch.linspace(1, 2, 110, dtype=float64)])
     v = randn(120, seed=1)
 
     def gradient(dtype: torch.dtype, **options: str) -> Tensor:
         s = spectrum.to(dtype, copy=True).requires_grad_()
         q = basis.to(dtype)
-        found = lanczos(lambda x: ((x @ q) * s) @ q.T, v.to(dtype), 60, **options)
-        # all of Q matters
+        found = lanczos(lambda x: ((x @ q) * s) @ q.T, v.to(dtype), 40, **options)
         value = (found.vectors[-1] ** 2 * torch.linspace(0, 1, 120).to(dtype)).sum()
         return torch.autograd.grad(value, s)[0].double()
 
     exact = gradient(float64)
-    assert relative(gradient(torch.float32), exact) <= 0.15
-    bare = gradient(torch.float32, reorthogonalize="none", adjoint="three_term")
-    assert not relative(bare, exact) <= 10  # NaN or far away
+    assert relative(gradient(torch.float32), exact) <= 0.02
+    assert relative(gradient(torch.float32, reorthogonalize="selective"), exact) <= 0.02
+    assert not torch.isfinite(gradient(torch.float32, adjoint="three_term")).all()
+    # the derivative of what the bare recurrence computes, which is something else
+    assert relative(gradient(torch.float32, reorthogonalize="none", adjoint="three_term"), exact) >= 0.5
 
 
 def test_no_graph_of_a_product_is_stored():
@@ -334,7 +335,7 @@ def test_derivatives_once_a_block_has_shrunk():
 def test_half_precision_vectors_are_differentiated_in_float32():
     s = symmetric(randn(12, 12)).to(torch.bfloat16).requires_grad_()
     v = randn(12, seed=1).to(torch.bfloat16).requires_grad_()
-    found = lanczos(lambda x: x @ s.T, v, 4, check_symmetry=False)
+    found = lanczos(lambda x: x @ s.T, v, 4)
     assert found.vectors.dtype == torch.float32
     found.diagonal.sum().backward()
     assert v.grad.dtype == s.grad.dtype == torch.bfloat16

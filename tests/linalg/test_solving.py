@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.linalg import cg as cg_module
-from laplace_plus.linalg import lsmr as lsmr_module
-from laplace_plus.linalg import minres as minres_module
 from laplace_plus.linalg import solving
 from laplace_plus.linalg.cg import cg
 from laplace_plus.linalg.lsmr import lsmr
 from laplace_plus.linalg.minres import minres
 from laplace_plus.linalg.results import Solution, Status
+
+# The functions hide the modules of the same names.
+MODULES = [import_module(f"laplace_plus.linalg.{name}") for name in ("cg", "lsmr", "minres")]
 
 N = 21
 
@@ -38,8 +39,8 @@ METHODS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Solution]] = {
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (solving, cg_module, lsmr_module, minres_module):
-        monkeypatch.setattr(f"{module.__name__}.is_single", lambda rows: False)
+    for module in (solving, *MODULES):
+        monkeypatch.setattr(module, "is_single", lambda rows: False)
 
     def over(state: solving.Progress, iteration: int) -> bool:
         return iteration % 8 == 0 and not bool(state.active.any())
@@ -85,3 +86,28 @@ def test_no_square_under_or_overflows(name: str, size: float, shape: tuple[int, 
     usual, scaled = METHODS[name](lambda v: v @ A, b), METHODS[name](lambda v: v @ A, size * b)
     assert scaled.status is usual.status and torch.equal(scaled.iterations, usual.iterations)
     assert torch.equal(scaled.value / size, usual.value) and torch.equal(scaled.residual / size, usual.residual)
+
+
+@pytest.mark.parametrize("shape", [(N,), (2, N)])
+def test_an_operator_may_give_back_what_it_got(shape: tuple[int, ...]) -> None:
+    b = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for method in METHODS.values():
+        solution = method(lambda v: v, b)
+        assert solution.converged
+        value = solution.value.reshape(shape)
+        if method is METHODS["minres with shifts"]:
+            value = 1.5 * value
+        if method is METHODS["damped lsmr"]:
+            value = value * 1.09 - 0.09
+        torch.testing.assert_close(value, b, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(N,), (2, N)])
+@pytest.mark.parametrize("shifts", [None, [0.0, 2.0]])
+def test_absolute_tolerances_of_minres(shape: tuple[int, ...], shifts: list[float] | None) -> None:
+    b = 100 * torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moved = None if shifts is None else torch.tensor(shifts, dtype=torch.float64)
+    loose = minres(lambda v: v @ matrix(), b, rtol=0.0, atol=1.0, shifts=moved)
+    tight = minres(lambda v: v @ matrix(), b, rtol=0.0, atol=1e-6, shifts=moved)
+    assert loose.converged and tight.converged and (loose.iterations < tight.iterations).all()
+    assert 1e-3 < loose.residual.max() <= 1 and tight.residual.max() <= 1e-6

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from laplace_plus.kernels.selection import interpreting
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 triton: Any = None
 tl: Any = None
@@ -22,6 +27,19 @@ except ImportError:  # kernels are then never launched; see selection.triton_ker
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """``triton.jit``, or the function itself where there is no triton."""
     return function if triton is None else triton.jit(function, **options)
+
+
+def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Launch on the device of the first tensor: Triton launches on the current one, whatever the tensors are on."""
+
+    @wraps(launcher)
+    def call(tensor: Tensor, *args: P.args, **options: P.kwargs) -> R:
+        if not tensor.is_cuda:
+            return launcher(tensor, *args, **options)
+        with torch.cuda.device(tensor.device):
+            return launcher(tensor, *args, **options)
+
+    return call
 
 
 def multiprocessors(device: torch.device) -> int:

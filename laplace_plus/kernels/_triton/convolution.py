@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, needs_upcast, power_of_two, tl
+from laplace_plus.kernels._triton.compat import jit, needs_upcast, on_its_device, power_of_two, tl
 from laplace_plus.kernels._triton.symmetric_update import Tiling, add_up, splits_of, store_tile, tile_of
 
 
@@ -135,6 +135,7 @@ def tilings(dtype: torch.dtype, size: int) -> list[Tiling]:
     return found if dtype == torch.float32 else [*found, Tiling(128, 64, 8, 3)]
 
 
+@on_its_device
 def update(
     total: Tensor,
     image: Tensor,

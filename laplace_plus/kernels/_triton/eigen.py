@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, power_of_two, tl
+from laplace_plus.kernels._triton.compat import jit, on_its_device, power_of_two, tl
 
 LARGEST = 32
 _MOST_SWEEPS = 16
@@ -65,6 +65,7 @@ def jacobi(matrices, values, vectors, n, tolerance, SIZE: tl.constexpr, MOST_SWE
     tl.store(vectors + program * n * n + column * n + row, basis, mask=inside)
 
 
+@on_its_device
 def eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending eigenvalues ``[B, n]`` and eigenvectors, as columns, ``[B, n, n]``, of the lower triangles.
 

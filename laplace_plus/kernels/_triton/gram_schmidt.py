@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, multiprocessors, power_of_two, tl
+from laplace_plus.kernels._triton.compat import jit, multiprocessors, on_its_device, power_of_two, tl
 
 FUSED_UP_TO = 128
 """Rows of the basis whose block of columns fits in the registers."""
@@ -213,6 +213,7 @@ def combine_and_dots(basis: Tensor, vector: Tensor, coefficients: Tensor) -> tup
     return output, partials.sum(1)
 
 
+@on_its_device
 def orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Classical Gram–Schmidt twice, of ``[m, n]`` against the rows of ``[m, k, n]``.
 
@@ -233,6 +234,7 @@ def orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None) -> tuple[T
     return combine(basis, vector, second), first + second
 
 
+@on_its_device
 def three_term_update(
     vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor, alpha: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, multiprocessors, needs_upcast, power_of_two, tl
+from laplace_plus.kernels._triton.compat import jit, multiprocessors, needs_upcast, on_its_device, power_of_two, tl
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,7 @@ def add_up(total: Tensor, workspace: Tensor, alpha: float, tiles: int, size: int
     )  # fmt: skip
 
 
+@on_its_device
 def update(
     total: Tensor,
     rows: Tensor,

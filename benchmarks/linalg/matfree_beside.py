@@ -1,0 +1,152 @@
+"""Decompositions with their adjoints, and log-determinants, beside matfree on JAX.
+
+matfree runs in a process of its own by ``--matfree-python``, for which only matfree, JAX and NumPy need to be installed;
+it is given the same numbers and one core. Its functions are compiled before they are timed; "compile seconds" is what
+the first call took. All in float32 with full re-orthogonalisation.
+
+* "lanczos": K = 40 steps with a diagonal matrix plus one of rank 4, n = 100 000; and the gradient of
+  ``⟨W, Q⟩ + ⟨M, T⟩`` in the operator's entries and the start vector.
+* "arnoldi": the same without symmetry.
+* "logdet": value and gradient of a stochastic log-determinant with 4 probes and K = 20 for a squared-exponential kernel
+  on 1500 points, in lengthscales, scale and noise. matfree differentiates its adjoint, as ``gradient="adjoint"`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import Call, Row, report, timings
+from torch import Tensor
+
+from laplace_plus.linalg.arnoldi import arnoldi
+from laplace_plus.linalg.lanczos import lanczos
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.slq import slq_logdet
+
+Arrays = dict[str, np.ndarray]
+
+
+def numbers(n: int, depth: int, points: int) -> Arrays:
+    """What both are given."""
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((4, n)) / n**0.5
+    given = {
+        "diagonal": np.logspace(-2, 0, n),
+        "left": rows * np.logspace(1, 2.5, 4)[:, None],
+        "right": rows,
+        "start": random.standard_normal(n),
+        "basis_weights": random.standard_normal((depth, n)) / n**0.5,
+        "matrix_weights": random.standard_normal((depth, depth)),
+        "points": random.standard_normal((points, 8)),
+        "lengthscales": np.linspace(1.5, 3.0, 8),
+        "probes": draw_probes("signs", 4, points, generator=torch.Generator().manual_seed(1)).numpy(),
+    }
+    return {name: x.astype(np.float32) for name, x in given.items()}
+
+
+def ours(given: Arrays) -> dict[str, Call]:
+    """The calls of this package; each gives a value, and gradients where it is differentiated."""
+    x = {name: torch.from_numpy(array) for name, array in given.items()}
+    depth = len(x["basis_weights"])
+    differentiated = [x[name].requires_grad_() for name in ("diagonal", "left", "start")]
+    kernel = [x["lengthscales"], torch.tensor(1.0), torch.tensor(0.1)]
+    for tensor in kernel:
+        tensor.requires_grad_()
+
+    def symmetric(v: Tensor) -> Tensor:
+        return x["diagonal"] * v + 0.5 * ((v @ x["right"].T) @ x["left"] + (v @ x["left"].T) @ x["right"])
+
+    def general(v: Tensor) -> Tensor:
+        return x["diagonal"] * v + (v @ x["right"].T) @ x["left"]
+
+    def kernel_product(v: Tensor) -> Tensor:
+        points = x["points"] / kernel[0]
+        squares = points.square().sum(1)
+        distances = squares[:, None] + squares - 2 * points @ points.T
+        return kernel[1] * (v @ torch.exp(-0.5 * distances)) + kernel[2] * v
+
+    def decompose(name: str) -> tuple[Tensor, Tensor]:
+        if name == "lanczos":
+            found = lanczos(symmetric, x["start"], depth)
+            return found.vectors, found.tridiagonal()
+        general_found = arnoldi(general, x["start"], depth)
+        return general_found.vectors, general_found.hessenberg
+
+    def forward(name: str) -> Tensor:
+        with torch.no_grad():
+            return decompose(name)[1].diagonal().sum()
+
+    def gradient(name: str) -> tuple[Tensor, ...]:
+        vectors, matrix = decompose(name)
+        value = (vectors * x["basis_weights"]).sum() + (matrix * x["matrix_weights"]).sum()
+        return value.detach(), *torch.autograd.grad(value, differentiated)
+
+    def logdet(gradient: Any) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(1)
+        value = slq_logdet(
+            kernel_product, len(x["points"]), probes=4, depth=20, gradient=gradient, generator=generator
+        ).value
+        return value.detach(), *torch.autograd.grad(value, kernel)
+
+    calls: dict[str, Call] = {}
+    for name in ("lanczos", "arnoldi"):
+        calls[name] = lambda name=name: forward(name)
+        calls[f"{name}, with gradient"] = lambda name=name: gradient(name)
+    calls["logdet, with gradient"] = lambda: logdet("adjoint")
+    calls["logdet, with gradient (krylov)"] = lambda: logdet("krylov")
+    return calls
+
+
+def flat(result: Any) -> np.ndarray:
+    """All numbers of a result, in float64."""
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
+
+
+def run(quick: bool, matfree_python: Path | None, **_: Any) -> list[Row]:
+    """All rows, or one that says why there are none."""
+    if matfree_python is None:
+        return [report({"case": "matfree", "left_out": "no --matfree-python was given"})]
+    n, depth, points, rounds = (2000, 10, 200, 1) if quick else (100_000, 40, 1500, 7)
+    given = numbers(n, depth, points)
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(Path(folder) / "given.npz", **given)
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+        script = Path(__file__).with_name("matfree_process.py")
+        command = [str(matfree_python), "-W", "ignore", str(script), folder, str(rounds)]
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})  # inherited: JAX makes one thread for each core
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        os.sched_setaffinity(0, cores)
+        if done.returncode:
+            return [report({"case": "matfree", "left_out": done.stderr.strip()[-500:] or f"status {done.returncode}"})]
+        theirs = json.loads(done.stdout.strip().splitlines()[-1])
+        with np.load(Path(folder) / "results.npz") as results:
+            values = {name: results[name] for name in results.files}
+    calls = ours(given)
+    rows = []
+    for name, timing in timings(calls, rounds).items():
+        peer = name.removesuffix(" (krylov)")
+        shape: Row = {"n": points, "depth": 20} if "logdet" in name else {"n": n, "depth": depth}
+        row: Row = {"case": "matfree", "task": name, **shape, "library": "laplace_plus", **timing.row()}
+        row["x_faster"] = theirs["tasks"][peer]["cpu_seconds"] / row["cpu_seconds"]
+        mine, other = flat(calls[name]()), values[peer]
+        row["distance"] = float(np.linalg.norm(mine - other) / np.linalg.norm(other))
+        rows.append(report(row))
+        if peer == name:
+            named = f"matfree {theirs['matfree']}, jax {theirs['jax']}"
+            rows.append(report({"case": "matfree", "task": name, **shape, "library": named, **theirs["tasks"][name]}))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit("Run run.py --cases matfree --matfree-python PYTHON instead.")

@@ -1,0 +1,59 @@
+"""Operations that torch cannot differentiate twice, or in forward mode, replaced by the same ones written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def differentiable_kernels(model: nn.Module) -> Iterator[None]:
+    """Kernels that can be differentiated twice: neither fused attention nor cuDNN's recurrent layers."""
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), cudnn, _WrittenOut():
+        yield
+
+
+class _WrittenOut(TorchFunctionMode):
+    """Replaces operations whose second derivatives torch lacks or has wrong by the same functions written out.
+
+    ``torch._weight_norm`` has a wrong one on the CPU, and the hard sigmoid and swish have none.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            return replacement(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    # As for torch, -1 stands for one norm over everything, and not for the last axis.
+    axes = None if dim == -1 else [axis for axis in range(v.ndim) if axis != dim]
+    return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=dim != -1))
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    before = input.clone() if inplace else input
+    result = (before / 6 + 0.5).clamp(0.0, 1.0)
+    return input.copy_(result) if inplace else result
+
+
+def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    before = input.clone() if inplace else input
+    result = before * _hardsigmoid(before)
+    return input.copy_(result) if inplace else result
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
+    torch._weight_norm: _weight_norm,
+    torch.nn.functional.hardsigmoid: _hardsigmoid,
+    torch.nn.functional.hardswish: _hardswish,
+}

@@ -1,0 +1,418 @@
+"""Products over a data loader: passes, splits, refusals, and the ways in which networks are differentiated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from operator_problems import (
+    Data,
+    N,
+    assert_symmetric,
+    close,
+    dense_ggn,
+    double_precision,
+    network,
+    normal,
+    operators,
+    problem,
+    split,
+    whole,
+)
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_plus as lp
+from laplace_plus.curvature.operators import (
+    FisherOperator,
+    GGNOperator,
+    HessianOperator,
+    JacobianOperator,
+)
+from laplace_plus.errors import (
+    ConfigurationError,
+    DataError,
+    EmptyDataError,
+    LabelError,
+    ModelChangedError,
+    NonFiniteError,
+    OperatorError,
+    UnsupportedError,
+)
+from laplace_plus.linalg.linear_maps import LinearMap
+from laplace_plus.linalg.structured import Identity
+from laplace_plus.network import Network
+from laplace_plus.testing import assert_untouched, snapshot
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    with double_precision():
+        yield
+
+
+def student(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Concave only near the data, which the data here are far from."""
+    return -2.5 * torch.log1p((outputs - labels).square() / 4).sum(-1)
+
+
+def test_any_split_any_chunk_and_any_stack():
+    model, data = problem(lp.Categorical(), 3)
+    x, y = whole(data)
+    vectors = {n: normal(5, n, seed=6) for n in (31, 36)}
+    reference = [operator(vectors[operator.shape[1]]) for operator in operators(model, data)]
+    for sizes in ((N,), (1,) * N, (2, 9, 1)):
+        for chunk in (1, 2, 16):
+            for operator, wanted in zip(
+                operators(model, split(x, y, *sizes), chunk_size=chunk), reference, strict=True
+            ):
+                v = vectors[operator.shape[1]]
+                close(operator(v), wanted, 1e-12)
+    for operator, wanted in zip(operators(model, data), reference, strict=True):
+        v = vectors[operator.shape[1]]
+        assert torch.equal(operator(v), wanted), "products must be the same every time"
+        close(operator(v[2]), wanted[2], 1e-12)
+        close(operator(v.view(5, 1, -1)), wanted.view(5, 1, -1), 1e-12)
+        assert operator(v[:0]).shape == (0, operator.shape[0])
+
+
+def test_seeds():
+    model, data = problem(lp.Categorical(), 3)
+    state = torch.get_rng_state()
+    one, same, other = (FisherOperator(model, "classification", data, seed=seed).dense() for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Counted:
+    """A loader that counts how often it is started, and can do something then."""
+
+    def __init__(self, data: Data, on_start: Callable[[int], None] = lambda _: None):
+        self.data, self.passes, self.on_start = data, 0, on_start
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        self.on_start(self.passes)
+        return iter(self.data)
+
+
+def test_a_stack_takes_one_pass():
+    model, data = problem(lp.Categorical(), 3)
+    loader = Counted(data)
+    operator = GGNOperator(model, "classification", loader, chunk_size=2)
+    assert loader.passes == 1 and operator.matvecs == 0
+    operator(normal(7, 31))
+    assert loader.passes == 2 and operator.matvecs == 7
+    jacobian = JacobianOperator(model, data)
+    jacobian.T(jacobian(normal(4, 31)))
+    assert jacobian.matvecs == 8
+
+
+def test_the_order_may_change_where_it_does_not_matter():
+    model, data = problem(lp.Categorical(), 3)
+    x, y = whole(data)
+    shuffled = DataLoader(TensorDataset(x, y), 5, shuffle=True, generator=torch.Generator().manual_seed(0))
+    v = normal(2, 31)
+    close(GGNOperator(model, "classification", shuffled)(v), GGNOperator(model, "classification", data)(v), 1e-12)
+    for operator in (
+        JacobianOperator(model, shuffled),
+        FisherOperator(model, "classification", shuffled),
+        GGNOperator(model, "classification", shuffled).root(),
+    ):
+        with pytest.raises(DataError, match="another order"):
+            operator(v)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop(),
+        lambda data: data.append(data[0]),
+        lambda data: data[1][0].add_(0.01),
+        lambda data: data[1][1].copy_((data[1][1] + 1) % 3),
+        lambda data: data.clear(),
+    ],
+)
+def test_other_data_are_refused(change):
+    model, data = problem(lp.Categorical(), 3)
+    made = operators(model, data)
+    before = snapshot(model)
+    change(data)
+    for operator in made:
+        with pytest.raises(DataError):
+            operator(normal(2, operator.shape[1]))
+    assert_untouched(model, before)
+
+
+def test_another_network_is_refused():
+    model, data = problem(lp.Categorical(), 3)
+    model = nn.Sequential(model, nn.BatchNorm1d(3).double())
+    posterior = lp.Diagonal(model, "classification").fit(data)
+    for change in (lambda: model[0][0].weight.data.add_(0.1), lambda: model[1].running_mean.add_(0.1)):
+        operator = GGNOperator(posterior.network, "classification", data)
+        operator(normal(operator.shape[0]))
+        change()
+        with pytest.raises(ModelChangedError, match="changed"):
+            operator(normal(operator.shape[0]))
+        GGNOperator(posterior.network, "classification", data)
+        with pytest.raises(ModelChangedError):  # must still be noticed by whoever shares the network
+            posterior.predictive(data[0][0])
+
+
+@pytest.mark.parametrize("make", [JacobianOperator, lambda *a, **k: GGNOperator(a[0], "classification", *a[1:], **k)])
+def test_bad_data(make):
+    model, data = problem(lp.Categorical(), 3)
+    before = snapshot(model)
+    for once in (iter(data), (batch for batch in data), itertools.cycle(data)):
+        with pytest.raises(DataError, match="only once"):
+            make(model, once)
+    with pytest.raises(EmptyDataError):
+        make(model, [])
+    with pytest.raises(DataError):
+        make(model, data[0])
+    spoilt = [data[0], (data[1][0].clone(), data[1][1])]
+    spoilt[1][0][2, 1] = torch.nan
+    with pytest.raises(NonFiniteError, match="batch 1.*inputs.*1 of 12"):
+        make(model, spoilt)
+    for chunk in (0, True, 2.0):
+        with pytest.raises(ConfigurationError, match="chunk"):
+            make(model, data, chunk_size=chunk)
+    assert_untouched(model, before)
+    with torch.no_grad():
+        model[2].bias[1] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"2\.bias"):
+        make(model, data)
+
+
+def test_outputs_that_overflow_are_named():
+    model, data = problem(lp.Categorical(), 3)
+    with torch.no_grad():
+        model[2].weight.fill_(1e308)
+        model[0].bias.fill_(50.0)
+    with pytest.raises(NonFiniteError, match="batch 0.*outputs"):
+        GGNOperator(model, "classification", data)
+
+
+def test_bad_labels_and_options():
+    model, data = problem(lp.Categorical(), 3)
+    with pytest.raises(LabelError):
+        GGNOperator(model, "classification", [*data, (data[0][0], data[0][1] + 3)])
+    with pytest.raises(ConfigurationError, match="Fisher"):
+        FisherOperator(model, "classification", data, kind="exact")  # type: ignore[arg-type]
+    for options in ({"n_samples": 0}, {"seed": -1}, {"seed": 0.5}):
+        with pytest.raises(ConfigurationError, match="integer"):
+            FisherOperator(model, "classification", data, **options)
+    student_data = split(normal(N, 3), 50 + normal(N, 3), 5, 7)
+    with pytest.raises(UnsupportedError, match="not concave"):
+        GGNOperator(model, student, student_data).dense()
+    assert HessianOperator(model, student, student_data).dense().shape == (31, 31)
+    operator = GGNOperator(model, "classification", data)
+    for vectors in (normal(30), normal(31).float()):
+        with pytest.raises(OperatorError):
+            operator(vectors)
+
+
+def test_untouched_when_a_pass_fails_half_way():
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 3)).double().train()
+    )
+    data = problem(lp.Categorical(), 3)[1]
+
+    class Fails:
+        failing = False
+
+        def __iter__(self) -> Iterator[Any]:
+            yield data[0]
+            if self.failing:
+                raise OSError("disk")
+            yield from data[1:]
+
+    loader = Fails()
+    before, modes = snapshot(model), (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    made = operators(model, loader)
+    reference = [operator(normal(3, operator.shape[1])) for operator in made]
+    assert_untouched(model, before)
+    loader.failing = True
+    for operator in made:
+        with pytest.raises(OSError, match="disk"):
+            operator(normal(3, operator.shape[1]))
+        assert_untouched(model, before)
+        assert modes == (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    loader.failing = False
+    for operator, wanted in zip(made, reference, strict=True):
+        assert torch.equal(operator(normal(3, operator.shape[1])), wanted)
+
+
+def test_progress(capsys):
+    model, data = problem(lp.Categorical(), 3)
+    operator = GGNOperator(model, "classification", data, progress=True)
+    operator(normal(31))
+    assert capsys.readouterr().err.count("GGNOperator: 100%") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types(dtype):
+    model, data = problem(lp.Categorical(), 3)
+    wanted = dense_ggn(model, lp.Categorical(), data)
+    half = network(3).to(dtype)
+    operator = GGNOperator(half, "classification", [(x.to(dtype), y) for x, y in data])
+    assert operator.dtype is torch.float32
+    v = normal(2, 31).float()
+    close(operator(v).double(), v.double() @ wanted, 1e-5 if dtype is torch.float32 else 0.05)
+    view = operator.to_scipy()
+    assert view.dtype == np.float32 and (view @ np.ones(31, np.float32)).dtype == np.float32
+
+
+def test_contexts_of_the_caller():
+    model, data = problem(lp.Categorical(), 3)
+    v = normal(2, 31)
+    wanted = v @ dense_ggn(model, lp.Categorical(), data)
+    with torch.inference_mode():
+        close(GGNOperator(model, "classification", [(x.clone(), y.clone()) for x, y in data])(v.clone()), wanted)
+    with torch.no_grad():
+        close(GGNOperator(model, "classification", data)(v), wanted)
+
+
+# -- as an operator among others ---------------------------------------------------------------------------------------
+
+
+def test_differentiable_in_the_vectors_and_part_of_the_algebra():
+    model, data = problem(lp.Categorical(), 3)
+    for operator in operators(model, data):
+        v = normal(2, operator.shape[1]).requires_grad_()
+        assert gradcheck(operator, (v,), fast_mode=True)
+        linear = LinearMap(operator, operator.shape[1], m=operator.shape[0], symmetric=operator.symmetric)
+        u = normal(2, operator.shape[0], seed=2)
+        close(linear.pullback(v, u)[0], operator.T(u))
+        assert linear.tensors == ()
+    scale = torch.tensor(0.3, requires_grad=True)
+    precision = operators(model, data)[0] / 2 + scale * Identity(31)
+    assert precision.symmetric
+    close(precision.dense().detach(), dense_ggn(model, lp.Categorical(), data) / 2 + 0.3 * torch.eye(31))
+    (gradient,) = torch.autograd.grad(precision.dense().trace(), scale)
+    assert float(gradient) == pytest.approx(31)
+    assert "31 × 31" in repr(precision) and "12 data" in repr(precision)
+
+
+# -- ways of differentiating -------------------------------------------------------------------------------------------
+
+
+class Once(torch.autograd.Function):
+    """A sine that can be differentiated once, and only backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Wrong(torch.autograd.Function):
+    """A sine whose forward derivative and batching rule are wrong."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * ctx.saved_tensors[0].sin()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, ...], x: Tensor) -> tuple[Tensor, int]:
+        return 2 * x.sin(), in_dims[0]
+
+
+class Sine(nn.Module):
+    def __init__(self, function: Any):
+        super().__init__()
+        self.inner, self.outer, self.function = nn.Linear(3, 4), nn.Linear(4, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.function(self.inner(x)))
+
+
+@pytest.mark.parametrize("function", [Once, Wrong])
+def test_derivatives_that_are_missing_or_wrong(function):
+    data = problem(lp.Categorical(), 3)[1]
+    torch.manual_seed(0)
+    model, plain = Sine(function.apply), Sine(torch.sin)
+    plain.load_state_dict(model.state_dict())
+    for operator, reference in zip(operators(plain, data), operators(model, data), strict=True):
+        v = normal(3, operator.shape[1])
+        if function is Once and isinstance(operator, HessianOperator):
+            with pytest.raises(UnsupportedError, match="twice"):
+                reference(v)
+            continue
+        close(reference(v), operator(v))
+        close(reference(v[0]), operator(v[0]))
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm_of_torch_has_a_wrong_second_derivative(dim):
+    torch.manual_seed(0)
+    inner = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=dim)
+    model = nn.Sequential(inner, nn.Tanh(), nn.Linear(4, 3))
+    x, y = whole(problem(lp.Categorical(), 3)[1])
+    net = Network(model, "all", lp.Categorical().arrange)
+    operator = HessianOperator(net, "classification", [(x, y)])
+    point = net.vector()
+
+    def gradient(vector: Tensor) -> Tensor:
+        leaf = vector.detach().requires_grad_()
+        loss = nn.functional.cross_entropy(net(x, net.substitute(leaf)), y, reduction="sum")
+        return torch.autograd.grad(loss, leaf)[0]
+
+    step = 1e-5 * torch.eye(len(point))
+    wanted = torch.stack([(gradient(point + e) - gradient(point - e)) / 2e-5 for e in step])
+    close(operator.dense(), wanted, 1e-8)
+
+
+def test_hard_activations_in_place_and_not():
+    x, y = whole(problem(lp.Categorical(), 3)[1])
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 5), nn.Hardswish(inplace), nn.Linear(5, 5), nn.Hardsigmoid(inplace), nn.Linear(5, 3)]
+        model = nn.Sequential(*layers)
+        jacobian = JacobianOperator(model, [(x, y)]).dense()
+        rows = [torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in model(x).flatten()]
+        close(jacobian, torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]), 1e-7)
+        hessian_operator = HessianOperator(model, "classification", [(x, y)])
+        assert_symmetric(hessian_operator, normal(hessian_operator.shape[0]), normal(hessian_operator.shape[0], seed=1))
+
+
+def test_a_wrong_second_derivative_is_refused():
+    class Crooked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.flip(-1) * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            x = ctx.saved_tensors[0]
+            return g.flip(-1) * x.flip(-1).detach() + g * x.flip(-1) * (1 + x.detach()) / (1 + x.detach())
+
+    torch.manual_seed(0)
+    operator = HessianOperator(Sine(Crooked.apply), "classification", problem(lp.Categorical(), 3)[1])
+    with pytest.raises(UnsupportedError, match="not symmetric"):
+        operator(normal(31))

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels import averaged_patches, convolution_factor
+from laplace_plus.kernels.lags import Axis, lags_of
+
+SETTINGS = list(
+    product(
+        [(7, 7), (3, 8)],
+        [(3, 3), (1, 1), (2, 4)],
+        [1, (2, 1), 3],
+        [0, 1, ((0, 2), (1, 0)), ((3, 3), (4, 2))],
+        [1, (2, 1)],
+        [1, 2],
+    )
+)
+
+
+def patches(images: Tensor, kernel: tuple, stride: object, padding: object, dilation: object, groups: int) -> Tensor:
+    """``[N, G, C/G·k, S]``."""
+    pairs = [(padding, padding)] * 2 if isinstance(padding, int) else padding
+    images = F.pad(images, (*pairs[1], *pairs[0]))
+    return F.unfold(images, kernel, dilation=dilation, stride=stride).unflatten(1, (groups, -1))
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("method", ["lags", "patches", None])
+def test_equals_unfolded_patches(method: str | None) -> None:
+    checked = 0
+    for (height, width), kernel, stride, padding, dilation, groups in SETTINGS:
+        x = images(2, 4, height, width)
+        try:
+            unfolded = patches(x, kernel, stride, padding, dilation, groups)
+        except RuntimeError:  # no output position
+            with pytest.raises(ConfigurationError):
+                convolution_factor(x, kernel, stride=stride, padding=padding, dilation=dilation)
+            continue
+        for bias in (False, True):
+            rows = torch.cat([unfolded, torch.ones_like(unfolded[:, :, :1])], 2) if bias else unfolded
+            options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
+            exact = torch.einsum("ngis,ngjs->gij", rows, rows)
+            actual = convolution_factor(x, kernel, method=method, **options)
+            assert (actual - exact).abs().max() <= 1e-10
+            assert torch.equal(actual, actual.mT)
+            average = averaged_patches(x, kernel, **options)
+            assert (average - rows.mean(3).transpose(0, 1)).abs().max() <= 1e-13
+            checked += 1
+    assert checked > 200
+
+
+@pytest.mark.parametrize("method", ["lags", "patches"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-6), (torch.float16, 2e-6)])
+def test_sums_are_of_float32_at_least(method: str, dtype: torch.dtype, tolerance: float) -> None:
+    x = images(3, 16, 17, 16, dtype=dtype)
+    exact = convolution_factor(x.double(), 3, padding=1, bias=True, method="patches")
+    actual = convolution_factor(x, 3, padding=1, bias=True, method=method)
+    assert actual.dtype == torch.float32
+    assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("method", ["lags", "patches", None])
+def test_batches_add_up(method: str | None) -> None:
+    x = images(6, 16, 18, 18)
+    whole = convolution_factor(x, 3, padding=1, bias=True, alpha=0.25, method=method)
+    total = torch.zeros_like(whole)
+    for part in x.split([1, 0, 5]):
+        returned = convolution_factor(part, 3, padding=1, bias=True, alpha=0.25, method=method, total=total)
+        assert returned is total
+    torch.testing.assert_close(total.tril(), whole.tril(), rtol=1e-12, atol=1e-10)
+
+
+def test_one_and_three_axes_of_space() -> None:
+    line = images(3, 4, 11)
+    exact = convolution_factor(line.unsqueeze(2), (1, 3), stride=(1, 2), padding=(0, 1), groups=2)
+    for method in ("lags", "patches"):
+        actual = convolution_factor(line, 3, stride=2, padding=1, groups=2, method=method)
+        torch.testing.assert_close(actual, exact)
+    rows = averaged_patches(line, 3, stride=2, padding=1, groups=2)
+    torch.testing.assert_close(
+        rows, averaged_patches(line.unsqueeze(2), (1, 3), stride=(1, 2), padding=(0, 1), groups=2)
+    )
+
+    volume = images(2, 2, 5, 4, 6)
+    weight = images(3, 2, 2, 3, 2)
+    factor = convolution_factor(volume, (2, 3, 2), stride=(1, 1, 2), padding=(1, 1, 0))[0]
+    output = F.conv3d(volume, weight, stride=(1, 1, 2), padding=(1, 1, 0))
+    # w A wᵀ is the sum of squares of the outputs
+    squares = torch.einsum("noabc,npabc->op", output, output)
+    torch.testing.assert_close(weight.flatten(1) @ factor @ weight.flatten(1).T, squares)
+    mean = averaged_patches(volume, (2, 3, 2), stride=(1, 1, 2), padding=(1, 1, 0))[0]
+    torch.testing.assert_close(mean @ weight.flatten(1).T, output.flatten(2).mean(2))
+
+
+def test_number_of_lags() -> None:
+    """13 products for a 3 × 3 kernel, instead of 45 blocks; 85 instead of 1225 for 7 × 7; 34 with stride 2."""
+
+    def count(kernel: int, stride: int) -> int:
+        axis = Axis(30, kernel, stride, 1, (1, 1))
+        return len(lags_of(axis, axis))
+
+    assert [count(1, 1), count(3, 1), count(7, 1), count(3, 2)] == [1, 13, 85, 34]
+
+
+def test_no_patches_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lags never unfold; large images of 64 channels take them."""
+    monkeypatch.setattr(F, "unfold", lambda *_args, **_options: pytest.fail("unfolded"))
+    convolution_factor(images(2, 32, 20, 20, dtype=torch.float32), 3, padding=1)
+
+
+def test_nan_stays_visible() -> None:
+    x = images(2, 16, 16, 16)
+    x[1, 3, 8, 8] = float("nan")
+    for method in ("lags", "patches"):
+        factor = convolution_factor(x, 3, padding=1, method=method)
+        assert torch.isnan(factor[0, 27:36]).all()
+
+
+def test_empty_batch() -> None:
+    assert not convolution_factor(torch.empty(0, 2, 5, 5), 3, bias=True).any()
+    assert averaged_patches(torch.empty(0, 2, 5, 5), 3, bias=True).shape == (1, 0, 19)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "options"),
+    [
+        ((2, 3), 3, {}),
+        ((2, 3, 5, 5), 7, {}),
+        ((2, 3, 5, 5), (3, 3, 3), {}),
+        ((2, 3, 5, 5), 0, {}),
+        ((2, 3, 5, 5), 3, {"stride": 0}),
+        ((2, 3, 5, 5), 3, {"padding": -1}),
+        ((2, 3, 5, 5), 3, {"groups": 2}),
+        ((2, 3, 5, 5), 3, {"method": "fft"}),
+        ((2, 3, 5, 5, 5), 3, {"method": "lags"}),
+        ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 5, 5)}),
+        ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 27, 27, dtype=torch.float16)}),
+        ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 27, 27, device="meta")}),
+    ],
+)
+def test_what_does_not_fit_is_refused(shape: tuple, kernel: object, options: dict) -> None:
+    with pytest.raises(ConfigurationError):
+        convolution_factor(torch.zeros(shape), kernel, **options)
+
+
+def test_integers_are_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        convolution_factor(torch.zeros(1, 1, 3, 3, dtype=torch.int32), 3)

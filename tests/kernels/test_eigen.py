@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels import eigen_many, symmetric_eigen
+
+
+def symmetric(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    root = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return (root @ root.mT).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (2, 3, 33, 33), (0, 4, 4), (3, 0, 0)])
+def test_decomposition(shape: tuple, dtype: torch.dtype, tolerance: float) -> None:
+    matrix = symmetric(*shape, dtype=dtype)
+    for computed in (torch.float64, dtype):
+        values, vectors = symmetric_eigen(matrix, dtype=computed)
+        assert values.shape == shape[:-1]
+        assert vectors.shape == shape
+        assert values.dtype == vectors.dtype == dtype
+        if matrix.numel():
+            scale = float(matrix.abs().amax()) * shape[-1]
+            assert (vectors * values.unsqueeze(-2) @ vectors.mT - matrix).abs().max() <= tolerance * scale
+            assert (values.diff(dim=-1) >= 0).all()
+
+
+def test_only_the_lower_triangle_is_read() -> None:
+    matrix = symmetric(4, 4)
+    above = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    values, _ = symmetric_eigen(matrix.masked_fill(above, float("nan")))
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(matrix))
+
+
+def test_what_is_not_finite_spoils_only_itself() -> None:
+    matrix = symmetric(3, 4, 4)
+    matrix[1, 2, 0] = float("inf")
+    values, vectors = symmetric_eigen(matrix)
+    assert torch.isnan(values[1]).all()
+    assert torch.isnan(vectors[1]).all()
+    torch.testing.assert_close(values[::2], torch.linalg.eigvalsh(matrix[::2]))
+
+
+def test_many_sizes_at_once() -> None:
+    shapes = [(4, 4), (2, 7, 7), (4, 4), (300, 300), (1, 1), (3, 4, 4), (7, 7)]
+    matrices = [symmetric(*shape) for shape in shapes] + [symmetric(4, 4, dtype=torch.float32)]
+    found = eigen_many(matrices)
+    for matrix, (values, vectors) in zip(matrices, found, strict=True):
+        assert values.dtype == matrix.dtype
+        assert values.shape == matrix.shape[:-1]
+        scale = float(matrix.abs().max()) * matrix.shape[-1]
+        error = (vectors * values.unsqueeze(-2) @ vectors.mT - matrix).abs().max()
+        assert error <= (1e-13 if matrix.dtype == torch.float64 else 1e-6) * scale
+    assert eigen_many([]) == []
+
+
+@pytest.mark.parametrize(
+    ("matrix", "options"),
+    [
+        (torch.zeros(3), {}),
+        (torch.zeros(3, 4), {}),
+        (torch.zeros(3, 3, dtype=torch.int64), {}),
+        (torch.zeros(3, 3), {"dtype": torch.float16}),
+    ],
+)
+def test_what_does_not_fit_is_refused(matrix: torch.Tensor, options: dict) -> None:
+    with pytest.raises(ConfigurationError):
+        symmetric_eigen(matrix, **options)
+    with pytest.raises(ConfigurationError):
+        eigen_many([matrix], **options)

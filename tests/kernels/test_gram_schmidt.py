@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels import orthogonalize, three_term_update
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(("probes", "rows", "n"), [(1, 1, 1), (2, 7, 33), (3, 40, 700)])
+def test_projection(probes: int, rows: int, n: int, dtype: torch.dtype, tolerance: float) -> None:
+    basis = torch.linalg.qr(random(probes, n, rows))[0].mT.to(dtype).contiguous()
+    vector = random(probes, n, dtype=dtype)
+    before = vector.clone()
+    for k in {1, (rows + 1) // 2, rows}:
+        rest, coefficients = orthogonalize(basis, vector, k)
+        used = basis[:, :k].double()
+        exact = vector.double() - (vector.double().unsqueeze(1) @ used.mT @ used).squeeze(1)
+        scale = vector.norm()
+        assert coefficients.shape == (probes, k)
+        assert (rest - exact).abs().max() <= tolerance * scale
+        assert (used @ rest.double().unsqueeze(-1)).abs().max() <= tolerance * scale
+        assert (coefficients.unsqueeze(1) @ used.to(dtype)).squeeze(1).add(rest).sub(vector).norm() <= tolerance * scale
+        masked, padded = orthogonalize(basis, vector, torch.tensor(k))
+        assert (masked - rest).abs().max() <= tolerance * scale
+        assert not padded[:, k:].any()
+        one, its = orthogonalize(basis[0], vector[0], k)
+        assert (one - rest[0]).abs().max() <= tolerance * scale
+        assert its.shape == (k,)
+    assert torch.equal(vector, before)
+
+
+def test_twice_is_enough() -> None:
+    """A vector that nearly lies in the span: one pass would leave 1e-16 / 1e-10 = 1e-6 of it."""
+    basis = torch.linalg.qr(random(200, 20))[0].T.contiguous()
+    vector = random(20) @ basis + 1e-10 * random(200)
+    rest, _ = orthogonalize(basis, vector)
+    assert (basis @ (rest / rest.norm())).abs().max() < 1e-14
+
+
+def test_lanczos_recurrence_of_a_matrix() -> None:
+    """The three-term recurrence reproduces the matrix's tridiagonal form, for two probes at once."""
+    n, depth = 30, 6
+    root = random(n, n)
+    matrix = root @ root.T / n
+    start = torch.nn.functional.normalize(random(2, n), dim=1)
+    current, previous, beta = start, None, None
+    vectors, diagonal, off_diagonal = [], [], []
+    for _ in range(depth):
+        vectors.append(current)
+        rest, alpha, norm = three_term_update(current @ matrix, current, previous, beta)
+        diagonal.append(alpha)
+        off_diagonal.append(norm)
+        current, previous, beta = rest / norm[:, None], current, norm
+    basis = torch.stack(vectors, 1)  # [2, depth, n]
+    expected = basis @ matrix @ basis.mT
+    off = torch.stack(off_diagonal[:-1], 1)
+    tridiagonal = torch.diag_embed(torch.stack(diagonal, 1)) + off.diag_embed(1) + off.diag_embed(-1)
+    torch.testing.assert_close(tridiagonal, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_known_coefficient_is_used() -> None:
+    vector, current, previous = random(3, 11)
+    rest, alpha, norm = three_term_update(vector, current, previous, torch.tensor(0.5).double(), alpha=vector[0])
+    torch.testing.assert_close(rest, vector - vector[0] * current - 0.5 * previous)
+    assert alpha == vector[0]
+    torch.testing.assert_close(norm, rest.norm())
+
+
+def test_nothing_to_subtract() -> None:
+    vector = random(5)
+    rest, coefficients = orthogonalize(torch.empty(0, 5, dtype=torch.float64), vector)
+    assert torch.equal(rest, vector)
+    assert coefficients.shape == (0,)
+    assert orthogonalize(random(3, 5), vector, 0)[0].equal(vector)
+
+
+def test_nan_stays_visible() -> None:
+    vector = random(4)
+    vector[1] = float("nan")
+    basis = torch.eye(4, dtype=torch.float64)[2:]
+    assert torch.isnan(orthogonalize(basis, vector)[0]).any()
+    assert torch.isnan(three_term_update(vector, basis[0], None, None)[2])
+
+
+@pytest.mark.parametrize(
+    ("basis", "vector", "k"),
+    [
+        (torch.zeros(3, 4), torch.zeros(5), None),
+        (torch.zeros(2, 3, 4), torch.zeros(4), None),
+        (torch.zeros(2, 3, 4), torch.zeros(3, 4), None),
+        (torch.zeros(3, 4), torch.zeros(4), 4),
+        (torch.zeros(3, 4), torch.zeros(4), -1),
+        (torch.zeros(3, 4), torch.zeros(4, dtype=torch.float64), None),
+        (torch.zeros(3, 4).half(), torch.zeros(4).half(), None),
+    ],
+)
+def test_what_does_not_fit_is_refused(basis: torch.Tensor, vector: torch.Tensor, k: int | None) -> None:
+    with pytest.raises(ConfigurationError):
+        orthogonalize(basis, vector, k)
+
+
+def test_terms_that_do_not_fit_are_refused() -> None:
+    vector = torch.zeros(2, 4)
+    for current, previous, beta in (
+        (torch.zeros(4), None, None),
+        (vector, vector, None),
+        (vector, None, torch.zeros(2)),
+        (vector, vector, torch.zeros(3)),
+        (vector.double(), None, None),
+    ):
+        with pytest.raises(ConfigurationError):
+            three_term_update(vector, current, previous, beta)

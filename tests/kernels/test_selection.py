@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels import selection
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_choices", {})
+    monkeypatch.delenv("LAPLACE_PLUS_KERNELS", raising=False)
+
+
+def test_modes_nest_and_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert selection.mode() == "auto"
+    monkeypatch.setenv("LAPLACE_PLUS_KERNELS", "reference")
+    assert selection.mode() == "reference"
+    with selection.use("triton"):
+        with selection.use("auto"):
+            assert selection.mode() == "auto"
+        assert selection.mode() == "triton"
+    assert selection.mode() == "reference"
+    monkeypatch.setenv("LAPLACE_PLUS_KERNELS", "fast")
+    with pytest.raises(ConfigurationError, match="LAPLACE_PLUS_KERNELS"):
+        selection.mode()
+    with pytest.raises(ConfigurationError), selection.use("fast"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"torch": 1.0, "triton a": 0.5, "triton b": 0.4}, "triton b"),
+        ({"torch": 1.0, "triton a": 1.1}, "torch"),
+        ({"torch": 1.0, "triton a": 0.99}, "torch"),  # within the noise
+        ({"torch": 1.0, "triton a": float("inf")}, "torch"),
+    ],
+)
+def test_the_fastest_is_chosen_and_never_one_slower_than_torch(
+    seconds: dict[str, float], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+    monkeypatch.setattr(selection, "_time", lambda name, _call: (timed.append(name), seconds[name])[1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: torch.no_grad())
+    candidates = {name: lambda: None for name in seconds}
+    device = torch.device("cuda")
+    for _ in range(2):  # measured once
+        assert selection.choose(("op", 1), device, 1e12, candidates) == chosen
+    assert timed == list(seconds)
+    assert selection.choices()["op", 1].seconds == seconds
+    assert selection.choose(("op", 2), device, 1e3, candidates) == "torch"  # too small to measure
+    assert selection.choose(("op", 3), torch.device("cpu"), 1e12, candidates) == "torch"
+    with selection.use("reference"):
+        assert selection.choose(("op", 4), device, 1e12, candidates) == "torch"
+    with selection.use("triton"):
+        assert selection.choose(("op", 5), device, 1e12, candidates) == "triton a"
+        assert selection.choose(("op", 6), device, 1e12, {"torch": print, "loop": print}) == "torch"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert selection.choose(("op", 7), device, 1e12, candidates) == "torch"
+    assert len(timed) == len(seconds)
+    selection.forget()
+    assert not selection.choices()
+
+
+def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def fails() -> None:
+        raise RuntimeError("out of registers")
+
+    with pytest.warns(RuntimeWarning, match="out of registers"):
+        assert selection._time("triton", fails) == float("inf")
+    with pytest.raises(RuntimeError):
+        selection._time("torch", fails)
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError
+
+    assert selection._time("torch", too_large) == float("inf")
+
+
+def test_no_triton_without_its_device() -> None:
+    for choice in ("auto", "reference", "triton"):
+        with selection.use(choice):
+            assert selection.triton_kernels("eigen", torch.device("cpu")) is None
+
+
+def test_triton_is_not_imported_with_the_package() -> None:
+    code = "import sys, laplace_plus.kernels; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kernels_run_where_there_is_no_triton() -> None:
+    """The modules can be imported without it, and the reference does the work."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from laplace_plus import kernels
+import laplace_plus.kernels._triton.symmetric_update
+with kernels.use("triton"):
+    total = kernels.symmetric_update(torch.zeros(2, 2), torch.eye(2))
+assert total.equal(torch.eye(2))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,219 @@
+"""Checks of the Triton kernels: collected by a pytest of its own, started by ``test_triton.py``.
+
+The interpreter must be chosen before triton is imported for the first time, hence the separate process. Without
+``TRITON_INTERPRET``, the same checks run on the CUDA device.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace_plus import kernels
+from laplace_plus.kernels import gram_schmidt, selection
+from laplace_plus.kernels._triton import convolution as triton_convolution
+from laplace_plus.kernels._triton import eigen as triton_eigen
+from laplace_plus.kernels._triton import gram_schmidt as triton_gram_schmidt
+from laplace_plus.kernels._triton import symmetric_update as triton_update
+from laplace_plus.kernels._triton.symmetric_update import Tiling
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+EXACT = "ieee" if INTERPRETED else "tf32x3"
+SMALL = [Tiling(32, 64, 4, 2), Tiling(16, 64, 1, 1, transposed=True)]
+
+
+def close(actual: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
+    exact = exact.to(torch.float64)
+    assert torch.isfinite(actual).all()
+    assert (actual.to(torch.float64) - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tiling"),
+    [(torch.float32, SMALL[0]), (torch.float32, SMALL[1]), (torch.bfloat16, SMALL[0]), (torch.float16, SMALL[0])],
+    ids=["float32", "transposed", "bfloat16", "float16"],
+)
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 70])
+def test_update_symmetric(width: int, dtype: torch.dtype, tiling: Tiling) -> None:
+    for n_rows in (1, 300):
+        rows = random(1, n_rows, 1, width, dtype=dtype)
+        total = torch.zeros(1, width, width, device=DEVICE)
+        exact = rows.double()[:, :, 0].mT @ rows.double()[:, :, 0]
+        for times in (1, 2):  # accumulating twice gives twice as much
+            triton_update.update(total, rows, alpha=0.5, bias=False, positions="each", precision=EXACT, tiling=tiling)
+            close(total.tril(), 0.5 * times * exact.tril())
+        assert not total.triu(tiling.side * (-(-width // tiling.side))).any()  # no tile above the diagonal is touched
+
+
+@pytest.mark.parametrize("positions", ["each", "mean", "sum"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_update_positions(positions: str, bias: bool, strided: bool) -> None:
+    rows = random(2, 21, 33, 3).transpose(2, 3) if strided else random(2, 21, 3, 33)
+    flat = rows.double()
+    flat = flat.flatten(1, 2) if positions == "each" else getattr(flat, positions)(2)
+    if bias:
+        flat = torch.cat([flat, torch.ones_like(flat[..., :1])], -1)
+    for tiling in SMALL:
+        total = torch.zeros(2, 33 + bias, 33 + bias, device=DEVICE)
+        triton_update.update(total, rows, alpha=2.0, bias=bias, positions=positions, precision=EXACT, tiling=tiling)
+        close(total.tril(), 2.0 * (flat.mT @ flat).tril())
+
+
+def test_update_without_rows() -> None:
+    total = torch.ones(1, 33, 33, device=DEVICE)
+    triton_update.update(
+        total, random(1, 0, 1, 33), alpha=1.0, bias=False, positions="each", precision=EXACT, tiling=SMALL[0]
+    )
+    assert (total == 1).all()
+
+
+def test_update_nan() -> None:
+    rows = random(1, 300, 1, 40)
+    rows[0, 17, 0, 3] = float("nan")
+    total = torch.zeros(1, 40, 40, device=DEVICE)
+    triton_update.update(total, rows, alpha=1.0, bias=False, positions="each", precision="tf32", tiling=SMALL[0])
+    spoilt = torch.isnan(total[0]).tril()
+    assert spoilt[3, :4].all()
+    assert spoilt[3:, 3].all()
+    assert spoilt.sum() == 40
+
+
+def test_every_tile_is_met_once() -> None:
+    """Columns of ones: each entry of the triangle is counted once, however the rows are split."""
+    for n_rows in (1, 1000):
+        total = torch.zeros(3, 70, 70, device=DEVICE)
+        rows = torch.ones(3, n_rows, 1, 70, device=DEVICE)
+        triton_update.update(total, rows, alpha=1.0, bias=False, positions="each", precision="ieee", tiling=SMALL[0])
+        assert torch.equal(total.tril(), torch.full_like(total, n_rows).tril())
+
+
+def test_symmetric_update_dispatches_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    update = triton_update.update
+    monkeypatch.setattr(triton_update, "update", lambda *a, **k: (calls.append(k["tiling"]), update(*a, **k))[1])
+    for width, bias in ((20, True), (70, True), (70, False)):  # fused and separate bias
+        rows = random(30, 4, width)
+        exact = rows.double().mean(1)
+        if bias:
+            exact = torch.cat([exact, torch.ones_like(exact[:, :1])], -1)
+        total = torch.zeros(width + bias, width + bias, device=DEVICE)
+        with kernels.use("triton"):
+            kernels.symmetric_update(total, rows, bias=bias, positions="mean", precision="float32")
+        close(kernels.symmetrize_(total), exact.T @ exact)
+    assert len(calls) == 3
+    with kernels.use("reference"):
+        kernels.symmetric_update(torch.zeros(70, 70, device=DEVICE), random(30, 70))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("probes", "rows", "n"), [(1, 1, 1), (3, 3, 70), (2, 5, 3000), (1, 40, 500), (1, 130, 300)])
+def test_gram_schmidt(probes: int, rows: int, n: int, dtype: torch.dtype) -> None:
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
+    basis = torch.linalg.qr(random(probes, n, rows, dtype=torch.float64))[0].mT.to(dtype).contiguous()
+    vector = random(probes, n, dtype=dtype)
+    for mask in (None, (torch.arange(rows, device=DEVICE) < 2).to(dtype)):
+        exact = gram_schmidt._reference_orthogonalize(
+            basis.double(), vector.double(), None if mask is None else mask.double()
+        )
+        actual = triton_gram_schmidt.orthogonalize(basis, vector, mask)
+        scale = vector.abs().max()
+        for one, other in zip(actual, exact, strict=True):
+            assert (one - other).abs().max() <= tolerance * scale
+    with kernels.use("triton"):
+        part = kernels.orthogonalize(basis, vector, (rows + 1) // 2)[0]
+    assert (basis[:, : (rows + 1) // 2] @ part[..., None]).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_three_term_update(dtype: torch.dtype) -> None:
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
+    for probes, n in ((1, 1), (3, 70), (2, 9000)):
+        vector, current, previous = random(3, probes, n, dtype=dtype)
+        current = current / current.norm(dim=1, keepdim=True)
+        beta = random(probes, dtype=dtype)
+        for alpha in (None, beta + 1):
+            actual = triton_gram_schmidt.three_term_update(vector, current, previous, beta, alpha)
+            doubles = [x if x is None else x.double() for x in (vector, current, previous, beta, alpha)]
+            exact = gram_schmidt._reference_three_term_update(*doubles)
+            for one, other in zip(actual, exact, strict=True):
+                assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [((3, 3), torch.float32), ((2, 3), torch.bfloat16), ((1, 1), torch.float32)], ids=str
+)
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution(
+    kernel: tuple[int, int], stride: tuple[int, int], groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_convolution, "tilings", lambda *_: [Tiling(16, 32, 4, 2)])
+    images = random(2, 4, 6, 9, dtype=dtype)
+    for padding, dilation, bias in (((0, 0), 1, False), ((1, 1), (2, 1), True), (((0, 2), (1, 0)), 1, True)):
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
+        exact = kernels.convolution_factor(images.double(), kernel, method="patches", **options)
+        with kernels.use("triton"):
+            actual = kernels.convolution_factor(images, kernel, precision="float32", **options)
+        close(actual, exact)
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [(1, torch.float32), (2, torch.float32), (9, torch.float32), (9, torch.float64), (31, torch.float64)],
+)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy, in the interpreter: a rotation by no angle
+def test_jacobi(n: int, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-14
+    matrices = random(4, n, n, dtype=dtype)  # full, diagonal, of rank one, zero
+    matrices = matrices @ matrices.mT
+    matrices[1] = torch.diag(torch.arange(n, 0, -1).to(dtype))
+    matrices[2] = 1.0
+    matrices[3] = 0.0
+    values, vectors = triton_eigen.eigen(matrices)
+    scale = matrices.abs().sum(-1).amax(-1).clamp(min=1)
+    exact = torch.linalg.eigvalsh(matrices.double())
+    assert ((values - exact).abs().amax(-1) <= tolerance * scale).all()
+    assert (vectors.mT @ vectors - torch.eye(n, device=DEVICE)).abs().max() <= tolerance
+    residual = matrices @ vectors - vectors * values.unsqueeze(-2)
+    assert (residual.abs().amax((-2, -1)) <= tolerance * scale).all()
+    with kernels.use("triton"):
+        assert torch.allclose(kernels.symmetric_eigen(matrices)[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_choice_is_measured_and_kept() -> None:
+    selection.forget()
+    rows, total = random(4096, 1024), torch.zeros(1024, 1024, device=DEVICE)
+    kernels.symmetric_update(total, rows)
+    (choice,) = kernels.choices().values()
+    assert choice.seconds[choice.chosen] <= choice.seconds["torch"]
+    kernels.symmetric_update(total, rows)
+    assert len(kernels.choices()) == 1
+    close(kernels.symmetrize_(total), 2 * rows.double().T @ rows.double(), 1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_lanczos_in_a_graph() -> None:
+    basis = torch.linalg.qr(random(5000, 8))[0].T.contiguous()
+    vector = random(5000)
+    for choice in ("reference", "triton"):
+        with kernels.use(choice):
+            expected = kernels.orthogonalize(basis, vector)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                captured = kernels.orthogonalize(basis, vector)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.allclose(captured[0], expected[0], atol=1e-5)

@@ -1,0 +1,121 @@
+"""Compiles every Triton kernel for devices that need not be there; started by ``test_triton.py``.
+
+The launchers run with their kernels replaced by recorders; each recorded launch is then compiled ahead of time, with
+the types, constants and divisibilities that Triton would see on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from laplace_plus.kernels._triton import convolution, eigen, gram_schmidt, symmetric_update
+
+TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+class Recorder:
+    """In place of a kernel: compiles instead of launching."""
+
+    def __init__(self, kernel: Any, capability: int):
+        self.kernel, self.capability, self.binaries = kernel, capability, []
+
+    def __getitem__(self, grid: Any) -> Recorder:
+        assert all(0 < extent < 2**16 for extent in grid[1:])
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        parameters = self.kernel.params
+        given = dict(zip([p.name for p in parameters], args, strict=False)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(parameters):
+            value = given[parameter.name]
+            specialised = type(value) is int and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or specialised:
+                signature[parameter.name] = "constexpr"
+                constants[parameter.name] = value
+            elif isinstance(value, Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+                attributes[(place,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+                if value % 16 == 0 and not parameter.do_not_specialize:
+                    attributes[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
+        binary = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        assert binary.metadata.shared <= (227 if self.capability == 90 else 163) * 1024
+        self.binaries.append(binary)
+
+
+@pytest.fixture(params=[80, 90], ids=["A100", "H100"])
+def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def replace(module: Any, *names: str) -> list[Recorder]:
+        found = [Recorder(getattr(module, name), request.param) for name in names]
+        for name, recorder in zip(names, found, strict=True):
+            monkeypatch.setattr(module, name, recorder)
+        return found
+
+    return replace
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [20, 64, 256])
+def test_symmetric_update(record: Any, dtype: torch.dtype, size: int) -> None:
+    recorders = record(symmetric_update, "symmetric_product", "add_partial")
+    for tiling in symmetric_update.tilings(dtype, size):
+        for rows, positions, bias in (
+            (torch.empty(1, 512 * tiling.step, 1, size, dtype=dtype), "each", False),
+            (torch.empty(2, 3, 5, size - 1, dtype=dtype), "mean", True),
+        ):
+            total = torch.empty(rows.shape[0], size, size)
+            symmetric_update.update(
+                total, rows, alpha=1.0, bias=bias, positions=positions, precision="tf32", tiling=tiling
+            )
+    assert all(recorder.binaries for recorder in recorders)
+    if dtype == torch.float32:
+        symmetric_update.update(
+            torch.empty(1, size, size), torch.empty(1, 64, 3, size), alpha=1.0, bias=False, positions="each",
+            precision="tf32x3", tiling=symmetric_update.tilings(dtype, size)[-1],
+        )  # fmt: skip
+
+
+def test_gram_schmidt(record: Any) -> None:
+    recorders = record(gram_schmidt, "inner_products", "subtract_and_multiply", "subtract", "three_terms")
+    for dtype in (torch.float32, torch.float64):
+        for probes, rows in ((1, 1), (2, 50), (1, 200)):
+            basis, vector = torch.empty(probes, rows, 10000, dtype=dtype), torch.empty(probes, 10000, dtype=dtype)
+            gram_schmidt.orthogonalize(basis, vector, None)
+            gram_schmidt.three_term_update(vector, vector, vector, vector[:, 0].clone(), None)
+    assert all(recorder.binaries for recorder in recorders)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_convolution(record: Any, dtype: torch.dtype) -> None:
+    (recorder,) = record(convolution, "patch_product")
+    record(symmetric_update, "add_partial")
+    for channels, bias in ((4, True), (64, False)):
+        size = channels * 9 + bias
+        for tiling in convolution.tilings(dtype, size):
+            convolution.update(
+                torch.empty(1, size, size), torch.empty(2, channels, 28, 28, dtype=dtype), kernel=(3, 3), stride=(1, 1),
+                dilation=(1, 1), padding=(1, 1), output=(28, 28), bias=bias, alpha=1.0, precision="tf32", tiling=tiling,
+            )  # fmt: skip
+    assert recorder.binaries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_eigen(record: Any, dtype: torch.dtype) -> None:
+    (recorder,) = record(eigen, "jacobi")
+    for n in (2, 9, 32):
+        eigen.eigen(torch.zeros(3, n, n, dtype=dtype))
+    assert len(recorder.binaries) == 3

@@ -1,0 +1,349 @@
+"""Stochastic Lanczos quadrature: exactness, accuracy, no bias, gradients, deflation, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.slq import slq_logdet, slq_trace
+
+DTYPE = torch.float64
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
+
+
+def rotated(spectrum, seed=0):
+    """A symmetric matrix with this spectrum, and its eigenvectors as columns."""
+    vectors = torch.linalg.qr(normal(len(spectrum), len(spectrum), seed=seed))[0]
+    matrix = (vectors * spectrum) @ vectors.mT
+    return (matrix + matrix.mT) / 2, vectors
+
+
+def relative(x, y):
+    return float((x - y).norm() / y.norm())
+
+
+class TestLogDeterminants:
+    @pytest.mark.parametrize("n", [1, 2, 9, 300])
+    def test_exact_when_the_budget_covers_the_dimension(self, n):
+        spectrum = torch.logspace(-3, 0, n, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        leaf = matrix.clone().requires_grad_()
+        result = slq_logdet(lambda v: v @ leaf, n)
+        assert float(result.value.detach()) == pytest.approx(float(spectrum.log().sum()), rel=1e-9)
+        assert result.sem == 0 and result.converged and result.matvecs == n
+        (gradient,) = torch.autograd.grad(result.value, leaf)
+        assert relative(gradient, torch.linalg.inv(matrix)) < 1e-9
+
+    def test_a_determinant_below_one_has_a_negative_logarithm(self):
+        spectrum = torch.linspace(0.1, 0.5, 500, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        exact = float(spectrum.log().sum())
+        result = slq_logdet(lambda v: v @ matrix, 500, generator=seeded())
+        assert exact < -500
+        assert float(result.value) == pytest.approx(exact, rel=0.02)
+        assert abs(float(result.value) - exact) < 5 * float(result.sem)
+
+    def test_accuracy_on_a_condition_number_of_a_thousand(self):
+        n = 1000
+        spectrum = torch.logspace(-3, 0, n, dtype=DTYPE)
+        exact = float(spectrum.log().sum())
+        for seed in range(5):  # signs have no variance on a diagonal matrix, the normal distribution has
+            options = {"distribution": "gaussian", "probes": 30, "depth": 30, "generator": seeded(seed)}
+            result = slq_logdet(lambda v: v * spectrum, n, **options)
+            assert float(result.value) == pytest.approx(exact, rel=0.06)
+            assert result.converged
+        matrix, _ = rotated(spectrum)
+        result = slq_logdet(lambda v: v @ matrix, n, probes=30, depth=30, generator=seeded())
+        assert float(result.value) == pytest.approx(exact, rel=0.03)
+        assert (result.probes, result.depth, result.matvecs) == (30, 30, 900)
+
+    @pytest.mark.parametrize("block", [False, True])
+    def test_unbiased_with_an_honest_standard_error(self, block):
+        n = 60
+        spectrum = torch.linspace(0.3, 4, n, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        results = [
+            slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, block=block, generator=seeded(s))
+            for s in range(150)
+        ]
+        values = torch.stack([x.value for x in results])
+        spread = values.std()
+        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 150**0.5
+        sem = torch.stack([x.sem for x in results]).square().mean().sqrt()
+        assert 0.8 < sem / spread < 1.25
+
+    @pytest.mark.parametrize("block", [False, True])
+    @pytest.mark.parametrize("depth", [1, 2, 6])
+    @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
+    def test_the_gradient_times_the_operator_is_the_dimension(self, gradient, depth, block):
+        n = 50
+        matrix, _ = rotated(torch.logspace(-2, 2, n, dtype=DTYPE))
+        leaf = matrix.clone().requires_grad_()
+        options = {"probes": 3, "depth": depth, "generator": seeded(), "gradient": gradient, "block": block}
+        result = slq_logdet(lambda v: v @ leaf, n, **options)
+        (found,) = torch.autograd.grad(result.value, leaf)
+        limit = 1e-12 if gradient == "krylov" else 1e-9
+        assert float((found * matrix).sum()) == pytest.approx(n, rel=limit)
+
+    @pytest.mark.parametrize("options", [{}, {"block": True}, {"shift": 0.4}, {"deflate": True}, {"batch": 1}])
+    def test_the_adjoint_is_the_gradient_of_the_computed_value(self, options):
+        n = 14
+        root = normal(n, n, seed=2) / n**0.5
+        options = dict(options)
+        shift = options.pop("shift", 0.0)
+        projected = options.pop("deflate", False)
+
+        def operator(root):
+            # With U fixed on which the operator does not depend, the eigenpairs stay what they are.
+            u = torch.eye(n, dtype=DTYPE)[:2]
+
+            def apply(v):
+                inner = v - (v @ u.mT) @ u if projected else v
+                product = (inner @ root) @ root.mT + 0.2 * inner
+                return product - (product @ u.mT) @ u + 3 * (v @ u.mT) @ u if projected else product
+
+            return apply
+
+        if projected:
+            options["deflation"] = torch.full((2,), 3.0, dtype=DTYPE), torch.eye(n, dtype=DTYPE)[:2]
+
+        def value(root, shift):
+            return slq_logdet(
+                operator(root),
+                n,
+                probes=2,
+                depth=5,
+                gradient="adjoint",
+                generator=seeded(),
+                shift=shift,
+                parameters=[root],
+                dtype=DTYPE,
+                **options,
+            ).value
+
+        inputs = (root.requires_grad_(), torch.tensor(shift, dtype=DTYPE, requires_grad=shift > 0))
+        assert gradcheck(value, inputs, atol=1e-6, fast_mode=True)
+
+    @pytest.mark.parametrize("block", [False, True])
+    @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
+    def test_the_gradients_are_unbiased(self, gradient, block):
+        n = 16
+        matrix, _ = rotated(torch.linspace(0.5, 2, n, dtype=DTYPE))
+        leaf = matrix.clone().requires_grad_()
+        exact = torch.linalg.inv(matrix.detach())
+        found = []
+        for seed in range(100):
+            options = {"probes": 2, "depth": 7, "generator": seeded(seed), "gradient": gradient, "block": block}
+            (new,) = torch.autograd.grad(slq_logdet(lambda v: v @ leaf, n, **options).value, leaf)
+            found.append((new + new.mT) / 2)
+        samples = torch.stack(found)
+        errors = (samples.mean(0) - exact).abs() / (samples.std(0) / 100**0.5 + 1e-4)
+        assert float(errors.max()) < 5
+
+    def test_in_single_precision_on_an_operator_of_low_rank_plus_identity(self):
+        n, rank = 300, 30
+        spectrum = torch.ones(n, dtype=DTYPE)
+        spectrum[:rank] += torch.logspace(0, 4, rank, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+
+        def gradient(dtype):
+            leaf = matrix.to(dtype).requires_grad_()
+            options = {"probes": 1, "depth": 40, "generator": seeded(), "cap": 1}
+            result = slq_logdet(lambda v: v @ leaf, n, **options)
+            (found,) = torch.autograd.grad(result.value, leaf)
+            assert found.dtype == dtype and result.value.dtype == dtype
+            return found.double()
+
+        assert relative(gradient(torch.float32), gradient(DTYPE)) < 2e-3
+
+    def test_a_shift_takes_the_null_space_out_of_the_error(self):
+        n, shift = 400, torch.tensor(1e-3, dtype=DTYPE, requires_grad=True)
+        spectrum = torch.zeros(n, dtype=DTYPE)
+        spectrum[:5] = torch.linspace(1, 2, 5, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        result = slq_logdet(lambda v: v @ matrix, n, shift=shift, generator=seeded())
+        exact = float((spectrum + 1e-3).log().sum())
+        assert abs(float(result.value.detach()) - exact) < 4 * float(result.sem) < 0.02 * abs(exact)
+        (gradient,) = torch.autograd.grad(result.value, shift)
+        assert float(gradient) == pytest.approx(float((1 / (spectrum + 1e-3)).sum()), rel=0.01)
+        zero = slq_logdet(lambda v: 0 * v, n, shift=2.0, dtype=DTYPE)
+        assert float(zero.value) == pytest.approx(n * math.log(2)) and zero.sem == 0 and zero.converged
+
+    @pytest.mark.parametrize("n", [3, 400])
+    def test_no_logarithm_of_what_is_not_positive(self, n):
+        spectrum = torch.linspace(-0.5, 1, n, dtype=DTYPE)
+        with pytest.raises(NotPositiveDefiniteError, match="not positive definite"):
+            slq_logdet(lambda v: v * spectrum, n)
+        with pytest.raises(NotPositiveDefiniteError):
+            slq_logdet(lambda v: v * spectrum, n, shift=0.4)
+        result = slq_logdet(lambda v: v * spectrum, n, shift=0.6)
+        assert float(result.value) == pytest.approx(float((spectrum + 0.6).log().sum()), rel=0.1, abs=0.1)
+        with pytest.raises(NotPositiveDefiniteError):
+            slq_logdet(lambda v: 0 * v, n, dtype=DTYPE)
+
+    def test_determined_by_the_seed_and_close_for_every_batch(self):
+        spectrum = torch.linspace(1, 2, 400, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        first, second, other = (
+            slq_logdet(lambda v: v @ matrix, 400, probes=6, generator=seeded(s)).value for s in (1, 1, 2)
+        )
+        assert first == second != other
+        batched = slq_logdet(lambda v: v @ matrix, 400, probes=6, batch=4, generator=seeded(1))
+        assert batched.probes == 6 and batched.matvecs == 180
+        torch.testing.assert_close(batched.value, first, rtol=0.02, atol=0)
+
+    def test_tolerances(self):
+        n = 3000
+        spectrum = torch.logspace(-2, 1, n, dtype=DTYPE)
+        options = {"probes": 3, "depth": 6, "distribution": "gaussian", "tolerance": 0.005, "cap": 90}
+        result = slq_logdet(lambda v: v * spectrum, n, generator=seeded(), **options)
+        assert result.converged and result.probes > 3 and result.depth > 6
+        exact = float(spectrum.log().sum())
+        assert float(result.sem) < 0.005 * abs(exact) * 1.2
+        assert abs(float(result.value) - exact) < 4 * 0.005 * abs(exact)
+        capped = slq_logdet(
+            lambda v: v * spectrum, n, generator=seeded(), **options | {"tolerance": 1e-4, "cap": 6, "depth_cap": 8}
+        )
+        assert not capped.converged and (capped.probes, capped.depth) == (6, 8)
+
+    def test_a_tolerance_that_costs_as_much_as_the_matrix_gives_the_exact_result(self):
+        spectrum = torch.logspace(-2, 1, 200, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        result = slq_logdet(lambda v: v @ matrix, 200, probes=2, depth=20, tolerance=1e-9, generator=seeded())
+        assert float(result.value) == pytest.approx(float(spectrum.log().sum()), rel=1e-10)
+        assert result.sem == 0 and result.converged
+
+    def test_too_few_steps_are_reported(self):
+        n = 2000
+        spectrum = torch.logspace(-6, 0, n, dtype=DTYPE)
+        matrix = spectrum
+        result = slq_logdet(lambda v: v * matrix, n, probes=20, depth=4, generator=seeded())
+        assert not result.converged
+        assert abs(float(result.value) - float(spectrum.log().sum())) > 4 * float(result.sem)
+
+
+class TestDeflation:
+    n = 600
+    spectrum = torch.cat([torch.linspace(1, 2, 560, dtype=DTYPE), torch.logspace(1, 3, 40, dtype=DTYPE)])
+
+    def test_known_eigenpairs_are_taken_out_exactly(self):
+        matrix, vectors = rotated(self.spectrum)
+        pairs = self.spectrum[-40:], vectors[:, -40:].mT
+        exact = float(self.spectrum.log().sum())
+        options = {"probes": 4, "depth": 12}
+        plain = slq_logdet(lambda v: v @ matrix, self.n, generator=seeded(), **options)
+        deflated = slq_logdet(lambda v: v @ matrix, self.n, generator=seeded(), deflation=pairs, **options)
+        assert abs(float(deflated.value) - exact) < 4 * float(deflated.sem)
+        assert float(deflated.sem) < 0.2 * float(plain.sem)
+        assert deflated.converged
+        assert deflated.matvecs == 40 + 1 + 48
+
+    @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
+    def test_their_part_of_the_gradient_is_exact(self, gradient):
+        matrix, vectors = rotated(self.spectrum)
+        leaf = matrix.clone().requires_grad_()
+        pairs = self.spectrum[-40:], vectors[:, -40:].mT
+        result = slq_logdet(
+            lambda v: v @ leaf, self.n, probes=4, depth=12, generator=seeded(), deflation=pairs, gradient=gradient
+        )
+        (found,) = torch.autograd.grad(result.value, leaf)
+        inside = pairs[1] @ found @ pairs[1].mT
+        torch.testing.assert_close(inside, torch.diag(1 / pairs[0]), rtol=1e-7, atol=1e-7)
+        assert float((found * matrix).sum()) == pytest.approx(self.n, rel=0.05)
+
+    def test_eigenpairs_that_lanczos_finds(self):
+        matrix, _ = rotated(self.spectrum)
+        exact = float(self.spectrum.log().sum())
+        options = {"probes": 3, "depth": 10, "generator": seeded()}
+        result = slq_logdet(lambda v: v @ matrix, self.n, deflation_depth=110, **options)
+        plain = slq_logdet(lambda v: v @ matrix, self.n, **options)
+        assert float(result.sem) < 0.3 * float(plain.sem)
+        assert abs(float(result.value) - exact) < 5 * float(result.sem)
+        assert result.matvecs == 110 + 1 + 30
+
+    def test_in_single_precision(self):
+        # Rounding leaves traces of the deflated vectors in the Krylov spaces, whose eigenvalue must not become zero.
+        matrix, vectors = rotated(self.spectrum)
+        narrow, pairs = matrix.float(), (self.spectrum[-40:], vectors[:, -40:].mT)
+        exact = float(self.spectrum.log().sum())
+        for options in ({"deflation": pairs}, {"deflation_depth": 110}, {"deflation": pairs, "block": True}):
+            result = slq_logdet(lambda v: v @ narrow, self.n, probes=4, depth=40, generator=seeded(), **options)
+            assert abs(float(result.value) - exact) < 4 * float(result.sem)
+
+    def test_all_of_the_space(self):
+        n = 500
+        spectrum = torch.linspace(1, 2, n, dtype=DTYPE)
+        pairs = spectrum, torch.eye(n, dtype=DTYPE)
+        result = slq_logdet(lambda v: v * spectrum, n, deflation=pairs)
+        assert float(result.value) == pytest.approx(float(spectrum.log().sum()), rel=1e-12)
+        assert result.sem == 0 and result.converged and result.probes == 0
+
+    def test_pairs_that_are_not_eigenpairs(self):
+        n = 500
+        spectrum = torch.linspace(1, 2, n, dtype=DTYPE)
+        vectors = torch.eye(n, dtype=DTYPE)[:2]
+        for pairs in (
+            (spectrum[:2] + 0.01, vectors),
+            (spectrum[:2], vectors.mT),
+            (spectrum[:2], 2 * vectors),
+            (torch.full((2,), 1.0, dtype=DTYPE), vectors[[0, 0]]),
+        ):
+            with pytest.raises(ConfigurationError, match="eigenpairs"):
+                slq_logdet(lambda v: v * spectrum, n, deflation=pairs)
+
+
+class TestTracesOfFunctions:
+    def test_indefinite_operators(self):
+        n = 500
+        spectrum = torch.linspace(-1, 1, n, dtype=DTYPE)
+        matrix, _ = rotated(spectrum)
+        result = slq_trace(lambda v: v @ matrix, torch.exp, n, generator=seeded())
+        exact = float(spectrum.exp().sum())
+        assert abs(float(result.value) - exact) < 4 * float(result.sem) < 0.1 * exact
+
+    def test_tensors_of_the_function_get_gradients(self):
+        n = 400
+        spectrum = torch.linspace(0, 1, n, dtype=DTYPE)
+        for probes in (2, 30):  # stochastic and exact
+            scale = torch.tensor(2.0, dtype=DTYPE, requires_grad=True)
+            options = {"probes": probes, "depth": 20}
+            result = slq_trace(lambda v: v * spectrum, lambda x, s=scale: torch.log1p(x / s), n, **options)
+            (gradient,) = torch.autograd.grad(result.value, scale)
+            assert float(gradient) == pytest.approx(float((1 / (spectrum + 2) - 1 / 2).sum()), rel=1e-6)
+
+    def test_no_graph_and_no_gradient_work_without_gradients(self):
+        matrix = torch.diag(torch.linspace(1, 2, 400, dtype=DTYPE)).requires_grad_()
+        with torch.no_grad():
+            result = slq_logdet(lambda v: v @ matrix, 400, probes=2, depth=10)
+        assert not result.value.requires_grad and result.matvecs == 20
+
+    @pytest.mark.parametrize(
+        "bad",
+        [{"probes": 0}, {"depth": 0}, {"tolerance": -1.0}, {"gradient": "x"}, {"distribution": "x"}, {"shift": -1}],
+    )
+    def test_bad_arguments(self, bad):
+        with pytest.raises(ConfigurationError):
+            slq_logdet(lambda v: v, 500, **bad)
+
+    def test_bad_operators(self):
+        skew = torch.eye(500) + torch.triu(torch.ones(500, 500), 1)
+        for n in (100, 500):
+            with pytest.raises(OperatorError, match="not symmetric"):
+                slq_logdet(lambda v, n=n: v @ skew[:n, :n], n)
+            with pytest.raises(NonFiniteError):
+                slq_logdet(lambda v: v * torch.nan, n, dtype=DTYPE)
+            with pytest.raises(OperatorError):
+                slq_logdet(lambda v: v[..., :-1], n)
+            with pytest.raises(OperatorError):
+                slq_logdet(lambda v: v.float(), n, dtype=DTYPE)

@@ -1,0 +1,180 @@
+"""LowRank against the dense curvature's own eigenvectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.testing import assert_untouched, snapshot
+
+RANK = 6
+
+
+def problem(n=40, classes=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, classes)).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    y = (x[:, :classes] + 0.5 * torch.randn(n, classes, generator=generator, dtype=torch.float64)).argmax(1)
+    return model, list(zip(x.split(16), y.split(16), strict=True))
+
+
+def leading(matrix, rank):
+    values, vectors = torch.linalg.eigh(matrix)
+    top, columns = values[-rank:], vectors[:, -rank:]
+    return (columns * top.clamp(min=0)) @ columns.T
+
+
+def low_rank(model, likelihood="classification", **options):
+    return lp.LowRank(model, likelihood, **({"rank": RANK, "tolerance": 1e-12} | options))
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian", "empirical_fisher"])
+def test_precision_is_the_truncated_curvature(kind):
+    model, data = problem()
+    backend = lp.Native(kind)
+    full = lp.Full(model, "classification", backend=backend, prior_precision=100.0).fit(data).precision_matrix()
+    curvature = full - 100 * torch.eye(len(full), dtype=full.dtype)
+    posterior = low_rank(model, backend=backend, prior_precision=0.7).fit(data)
+    expected = leading(curvature, RANK) + 0.7 * torch.eye(len(full), dtype=full.dtype)
+    torch.testing.assert_close(posterior.precision_matrix(), expected, rtol=1e-8, atol=1e-8)
+
+
+def test_noise_and_temperature_weigh_the_eigenvalues():
+    model, data = problem()
+    data = [(x, x[:, :3].sin()) for x, _ in data]
+    likelihood = lp.Gaussian(noise_std=0.3)
+    posterior = low_rank(model, likelihood, temperature=2.0).fit(data)
+    full = lp.Full(model, likelihood, temperature=2.0).fit(data)
+    identity = torch.eye(full.n_parameters, dtype=torch.float64)
+    expected = leading(full.precision_matrix() - identity, RANK) + identity
+    torch.testing.assert_close(posterior.precision_matrix(), expected, rtol=1e-8, atol=1e-8)
+    posterior.noise_std, full.noise_std = 0.1, 0.1
+    expected = leading(full.precision_matrix() - identity, RANK) + identity
+    torch.testing.assert_close(posterior.precision_matrix(), expected, rtol=1e-8, atol=1e-7)
+
+
+def test_monte_carlo_curvature_honours_the_generator():
+    model, data = problem()
+
+    def fit(seed):
+        posterior = low_rank(model, backend=lp.Native("ggn_mc", n_samples=2))
+        return posterior.fit(data, generator=torch.Generator().manual_seed(seed)).precision_matrix()
+
+    assert torch.equal(fit(0), fit(0))
+    assert not torch.allclose(fit(0), fit(1))
+
+
+def test_remainder_estimates_what_the_pairs_leave_out():
+    model, data = problem()
+    full = lp.Full(model, "classification", prior_precision=0.05).fit(data)
+    curvature = full.precision_matrix() - 0.05 * torch.eye(full.n_parameters, dtype=torch.float64)
+    rest = torch.linalg.eigvalsh(curvature)[:-RANK].clamp(min=0)
+    expected = torch.log1p(rest / 0.05).sum()
+    posterior = low_rank(model, prior_precision=0.05, remainder_probes=64, remainder_depth=40)
+    posterior.fit(data, generator=torch.Generator().manual_seed(0))
+    estimate = posterior.remainder()
+    assert 0 < estimate.sem < 0.1 * expected
+    assert (estimate.value - expected).abs() < 4 * estimate.sem
+    # Nothing else separates the two evidences.
+    gap = posterior.log_marginal_likelihood() - full.log_marginal_likelihood()
+    torch.testing.assert_close(gap, (expected - estimate.value) / 2, rtol=1e-6, atol=1e-6)
+
+
+def test_tuning_agrees_with_the_full_evidence():
+    model, data = problem()
+    full = lp.Full(model, "classification").fit(data).fit_prior_precision()
+    posterior = low_rank(model, remainder_probes=64, remainder_depth=30)
+    posterior.fit(data, generator=torch.Generator().manual_seed(0)).fit_prior_precision()
+    best, found = full.log_marginal_likelihood(), full.log_marginal_likelihood(posterior.prior_precision)
+    assert best - found < 0.05
+    bare = low_rank(model, remainder_probes=0).fit(data).fit_prior_precision()
+    assert full.log_marginal_likelihood(bare.prior_precision) < found, "the remainder must matter here"
+
+
+@pytest.mark.parametrize("structure", ["layerwise", "diagonal"])
+def test_other_priors_without_the_remainder(structure):
+    model, data = problem()
+    posterior = low_rank(model, remainder_probes=0).fit(data)
+    size = {"layerwise": 2, "diagonal": posterior.n_parameters}[structure]
+    posterior.prior_precision = torch.linspace(0.5, 3.0, size, dtype=torch.float64)
+    precision = posterior.precision_matrix()
+    torch.testing.assert_close(posterior.covariance_matrix(), precision.inverse())
+    torch.testing.assert_close(posterior.variance(), precision.inverse().diagonal())
+    before = posterior.log_marginal_likelihood()
+    posterior.fit_prior_precision(structure=structure)
+    assert posterior.log_marginal_likelihood() > before
+    with_rest = low_rank(model).fit(data)
+    with pytest.raises(lp.errors.UnsupportedError, match="remainder_probes=0"):
+        with_rest.fit_prior_precision(structure=structure)
+
+
+def test_update_forgets_nothing():
+    model, data = problem()
+    posterior = low_rank(model, rank=100).fit(data[:1]).update(data[1:])
+    torch.testing.assert_close(posterior.precision_matrix(), low_rank(model, rank=100).fit(data).precision_matrix())
+    assert posterior.n_data == 40
+
+
+def test_pairs_that_do_not_converge_are_left_out():
+    model, data = problem()
+    posterior = low_rank(model, tolerance=1e-30, max_restarts=1, prior_precision=4.0)
+    with pytest.warns(lp.errors.ConvergenceWarning, match="max_restarts"):
+        posterior.fit(data)
+    torch.testing.assert_close(posterior.variance(), torch.full((posterior.n_parameters,), 0.25, dtype=torch.float64))
+    assert posterior.remainder().value > 1, "what is not in the pairs counts as the rest"
+
+
+def test_single_precision_agrees_with_double():
+    model, data = problem()
+    expected = low_rank(model).fit(data).functional_posterior(data[0][0])
+    single = [(x.float(), y) for x, y in data]
+    posterior = lp.LowRank(model.float(), "classification", rank=RANK).fit(single)
+    got = posterior.functional_posterior(single[0][0])
+    assert got.covariance.dtype is torch.float32
+    torch.testing.assert_close(got.covariance.double(), expected.covariance, rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_cannot_do_is_named():
+    model, data = problem()
+    regression = [(x, x[:, :3]) for x, _ in data]
+    with pytest.raises(lp.errors.UnsupportedError, match="noise levels"):
+        low_rank(model, lp.Gaussian(noise_std=torch.ones(3))).fit(regression)
+    with pytest.raises(lp.errors.UnsupportedError, match="low-rank"):
+        low_rank(model, backend="backpack").fit(data)
+    for options in ({"rank": 0}, {"tolerance": 0.0}, {"remainder_probes": -1}, {"remainder_depth": 0}):
+        with pytest.raises(lp.errors.ConfigurationError):
+            lp.LowRank(model, "classification", **options)
+
+
+def test_a_failing_fit_leaves_everything_as_it_was():
+    model, data = problem()
+    posterior = low_rank(model).fit(data)
+    before, precision = snapshot(model), posterior.precision_matrix()
+
+    class Breaks:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            yield data[0]
+            if self.passes > 3:
+                raise OSError("the disk is gone")
+            yield data[1]
+
+    with pytest.raises(OSError, match="disk"):
+        posterior.fit(Breaks())
+    assert_untouched(model, before)
+    assert torch.equal(posterior.precision_matrix(), precision)
+
+
+def test_a_constant_network_has_no_curvature():
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.zero_()
+    x = torch.zeros(5, 2, dtype=torch.float64)
+    posterior = lp.LowRank(model, "regression", parameters="weight", prior_precision=4.0).fit([(x, x[:, :1])])
+    torch.testing.assert_close(posterior.variance(), torch.full((2,), 0.25, dtype=torch.float64))
+    assert posterior.functional_posterior(x).covariance.abs().max() == 0
