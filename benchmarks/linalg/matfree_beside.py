@@ -1,8 +1,8 @@
 """Decompositions with their adjoints, and log-determinants, beside matfree on JAX.
 
-matfree runs in a process of its own by ``--matfree-python``, for which only matfree, JAX and NumPy need to be installed;
-it is given the same numbers and one core. Its functions are compiled before they are timed; "compile seconds" is what
-the first call took. All in float32 with full re-orthogonalisation.
+matfree runs in a process of its own by ``--matfree-python``, for which only matfree, JAX and NumPy need to be
+installed; it is given the same numbers and one core. Its functions are compiled before they are timed; "compile
+seconds" is what the first call took. All in float32 with full re-orthogonalisation.
 
 * "lanczos": K = 40 steps with a diagonal matrix plus one of rank 4, n = 100 000; and the gradient of
   ``⟨W, Q⟩ + ⟨M, T⟩`` in the operator's entries and the start vector.

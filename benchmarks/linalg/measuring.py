@@ -56,6 +56,19 @@ def timings(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
     return {name: Timing(tuple(cpu), tuple(wall)) for name, (cpu, wall) in measured.items()}
 
 
+def timed(call: Call, enough: float = 10.0) -> tuple[Timing, Any]:
+    """Times of a long call: three, or fewer if that takes more CPU seconds than ``enough``; and what it returned."""
+    cpu: list[float] = []
+    wall: list[float] = []
+    result = None
+    while not cpu or (len(cpu) < 3 and sum(cpu) < enough):
+        before, before_cpu = time.perf_counter(), time.process_time()
+        result = call()
+        cpu.append(time.process_time() - before_cpu)
+        wall.append(time.perf_counter() - before)
+    return Timing(tuple(cpu), tuple(wall)), result
+
+
 def copy_bandwidth(megabytes: int = 256) -> float:
     """Bytes read and written per CPU second by copying a large tensor, in GB/s; the best of ten."""
     source = torch.ones(megabytes * 250_000)

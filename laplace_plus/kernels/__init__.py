@@ -6,6 +6,7 @@
 | :func:`convolution_factor` | products of lags, or patches in chunks | patches gathered in the product itself |
 | :func:`averaged_patches` | products with the windows' indicators | – |
 | :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
+| :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`symmetric_eigen`, :func:`eigen_many` | LAPACK | Jacobi's method, one matrix for each program |
 
 Which one runs is decided by device, type and size; :func:`use` overrides it, see
@@ -15,6 +16,7 @@ Which one runs is decided by device, type and size; :func:`use` overrides it, se
 from laplace_plus.kernels.convolution import averaged_patches, convolution_factor
 from laplace_plus.kernels.eigen import eigen_many, symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
+from laplace_plus.kernels.reductions import inner, inner_products, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
@@ -24,10 +26,13 @@ __all__ = [
     "convolution_factor",
     "eigen_many",
     "forget",
+    "inner",
     "orthogonalize",
+    "inner_products",
     "symmetric_eigen",
     "symmetric_update",
     "symmetrize_",
     "three_term_update",
     "use",
+    "vector_norm",
 ]

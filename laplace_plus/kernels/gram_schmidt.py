@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels.reductions import inner, inner_products, vector_norm
 from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
 
 _TYPES = (torch.float32, torch.float64)
@@ -161,9 +162,9 @@ def _reference_orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None)
     if basis.device.type == "cpu":
         output, coefficients = torch.empty_like(vector), vector.new_empty(basis.shape[:-1])
         for rows, given, result, h in zip(basis, vector, output, coefficients, strict=True):
-            first = torch.mv(rows, given) if mask is None else torch.mv(rows, given).mul_(mask)
+            first = inner_products(rows, given) if mask is None else inner_products(rows, given).mul_(mask)
             torch.addmv(given, rows.T, first, alpha=-1, out=result)
-            second = torch.mv(rows, result) if mask is None else torch.mv(rows, result).mul_(mask)
+            second = inner_products(rows, result) if mask is None else inner_products(rows, result).mul_(mask)
             result.addmv_(rows.T, second, alpha=-1)
             torch.add(first, second, out=h)
         return output, coefficients
@@ -199,7 +200,7 @@ def _reference_three_term_update(
     vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor, alpha: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if alpha is None:
-        alpha = torch.bmm(vector.unsqueeze(1), current.unsqueeze(2))[:, 0, 0]
+        alpha = inner(vector, current)
     output = torch.addcmul(vector, alpha[:, None], current, value=-1)
     output.addcmul_(beta[:, None], previous, value=-1)
-    return output, alpha, torch.linalg.vector_norm(output, dim=1)
+    return output, alpha, vector_norm(output)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace_plus.kernels import inner_products
 from laplace_plus.linalg.krylov import Products
 from laplace_plus.linalg.orthogonalization import combine, coordinates
 
@@ -62,13 +63,13 @@ def krylov_pullback(
         last = extended_cotangent[..., depth:]  # [batch, K, p]
     else:
         last = extended_cotangent.gather(-1, rank[:, None, None].expand(batch, depth, 1))
-    eta = last - vectors @ residuals_cotangent.mT  # [batch, K, p]
+    eta = last - inner_products(vectors, residuals_cotangent)  # [batch, K, p]
     ends = residuals_cotangent + eta.mT @ vectors
     if rank is None:
         multipliers[:, depth:] = ends
     else:
         multipliers.scatter_(1, rank[:, None, None].expand(batch, 1, n), ends)
-    pi = extended @ extended_cotangent.mT - vectors_cotangent @ vectors.mT
+    pi = extended @ extended_cotangent.mT - inner_products(vectors_cotangent, vectors)
     gamma = torch.zeros_like(pi)
     fused = not products.has_transpose
     gradients: tuple[Tensor, ...] | None = None

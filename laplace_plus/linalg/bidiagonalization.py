@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import OperatorError
+from laplace_plus.kernels import inner_products, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
 from laplace_plus.linalg.krylov import Products, breakdown_limit, start_vectors, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
@@ -132,7 +133,7 @@ def bidiagonalize(
 def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, tolerance: float | None) -> tuple[Tensor, ...]:
     batch, n = start.shape
     limit = breakdown_limit(tolerance, start.dtype)
-    norm = torch.linalg.vector_norm(start, dim=-1)
+    norm = vector_norm(start)
     scale = norm.reciprocal()
     left, right = start.new_zeros(batch, depth, m), start.new_zeros(batch, depth, n)
     alpha, beta = start.new_zeros(batch, depth), start.new_zeros(batch, depth)
@@ -142,9 +143,9 @@ def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, toleranc
     vector = start * scale[:, None]
     for k in range(depth):
         product = products(vector)
-        largest = torch.maximum(largest, torch.linalg.vector_norm(product, dim=-1))
+        largest = torch.maximum(largest, vector_norm(product))
         rest, _ = orthogonalize(left[:, :k], product) if k else (product, product)
-        size = torch.linalg.vector_norm(rest, dim=-1)
+        size = vector_norm(rest)
         # a right vector without a left one, A v = β u, is dropped again, and stays as the residual
         going = going & ~(size <= limit * largest)
         right[:, k] = torch.where(going[:, None], vector, 0.0)
@@ -152,12 +153,12 @@ def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, toleranc
         alpha[:, k] = torch.where(going, size, 0.0)
         rank += going
         product = products.transposed(left[:, k].contiguous())
-        largest = torch.maximum(largest, torch.linalg.vector_norm(product, dim=-1))
+        largest = torch.maximum(largest, vector_norm(product))
         rest, along = orthogonalize(right[:, : k + 1], product)
         # vᵀ(Aᵀu) = uᵀ(Av) = α: the free check of a transpose that the caller gave
         adjointness = torch.maximum(adjointness, (along[:, k] - alpha[:, k]).abs() / largest)
         residual = torch.where(going[:, None], rest, residual)
-        size = torch.linalg.vector_norm(rest, dim=-1)
+        size = vector_norm(rest)
         going = going & ~(size <= limit * largest)
         beta[:, k] = torch.where(going, size, 0.0)
         vector = torch.where(going[:, None], rest / size[:, None], 0.0)
@@ -201,8 +202,8 @@ def _pullback(
     last = (rank - 1).clamp(min=0)[:, None, None].expand(-1, 1, depth)
     eta = small_.gather(1, last)[:, 0] - coordinates(right, residual_)
     end = residual_ + combine(eta, right)
-    left_pi = small @ small_.mT - left_ @ left.mT
-    right_pi = small.mT @ small_ - right_ @ right.mT
+    left_pi = small @ small_.mT - inner_products(left_, left)
+    right_pi = small.mT @ small_ - inner_products(right_, right)
     right_pi[:, 0, 0] -= scale_ * scale
     left_gamma, right_gamma = torch.zeros_like(left_pi), torch.zeros_like(right_pi)
     phi, psi = torch.zeros_like(left), torch.zeros_like(right)  # multipliers of A v_k and of Aᵀ u_k

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
 from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric, start_vectors
 from laplace_plus.linalg.linear_maps import Matvec, attach, require_finite
@@ -131,7 +132,7 @@ def _block_process(
         sizes.append(size)
         product = products(block)
         require_finite("Block Lanczos' process", product)
-        largest = torch.maximum(largest, torch.linalg.vector_norm(product, dim=-1).max())
+        largest = torch.maximum(largest, vector_norm(product).max())
         rest, coefficients = orthogonalize(basis[None, :stop], product[None])
         residual, projected[:stop, here] = rest[0], coefficients[0].T
         done = stop

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.orthogonalization import orthogonalize
@@ -123,7 +124,7 @@ def krylov(products: Products, start: Tensor, depth: int, tolerance: float | Non
     """
     batch, n = start.shape
     limit = breakdown_limit(tolerance, start.dtype)
-    norm = torch.linalg.vector_norm(start, dim=-1)
+    norm = vector_norm(start)
     scale = norm.reciprocal()
     basis = start.new_empty(batch, depth, n)
     hessenberg = start.new_zeros(batch, depth, depth)
@@ -134,10 +135,10 @@ def krylov(products: Products, start: Tensor, depth: int, tolerance: float | Non
     for k in range(depth):
         basis[:, k] = vector
         product = products(vector)
-        length = torch.linalg.vector_norm(product, dim=-1)
+        length = vector_norm(product)
         largest = torch.maximum(largest, length)
         rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
-        size = torch.linalg.vector_norm(rest, dim=-1)
+        size = vector_norm(rest)
         residual = torch.where(going[:, None], rest, residual)
         rank += going
         # NaN goes on, and is reported at the end

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Solution, Status
@@ -435,7 +436,7 @@ class _Backward:
 
 
 def _length(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vector_norm(vectors)[..., None]
 
 
 def _unless_noise(vectors: Tensor, noise: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.krylov import start_vectors
 from laplace_plus.linalg.linear_maps import Matvec, attach
 from laplace_plus.linalg.probes import choose, require_count, require_tolerance
@@ -267,7 +268,7 @@ def _two_sided(
     With ``A ≈ P R Pᵀ`` on the space of u and ``A ≈ Q T Qᵀ`` on that of v, ``uᵀ L_f(A, E) v`` is ``Σ_ij F_ij …`` between
     the eigenvectors of both.
     """
-    norms = torch.linalg.vector_norm(cotangents, dim=-1)
+    norms = vector_norm(cotangents)
     alive = norms > 0
     unit = torch.where(alive[:, None], cotangents, space.vectors[:, 0])
     shaped = (unit[0] if space.products.single else unit).to(start.dtype)

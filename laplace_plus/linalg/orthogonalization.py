@@ -32,7 +32,7 @@ def orthogonalize(basis: Tensor, vectors: Tensor, *, passes: int = 2) -> tuple[T
     remainder = vectors if vectors.ndim == 3 else vectors[:, None]
     coefficients = vectors.new_zeros(*remainder.shape[:2], basis.shape[1])
     for _ in range(passes):
-        new = remainder @ basis.mT
+        new = kernels.inner_products(remainder, basis)
         remainder = remainder.baddbmm(new, basis, alpha=-1)
         coefficients = coefficients + new
     if vectors.ndim == 3:
@@ -50,5 +50,5 @@ def combine(coefficients: Tensor, basis: Tensor) -> Tensor:
 def coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
     """The inner products with basis vectors: ``[batch, k, n]`` and ``[batch, n]`` give ``[batch, k]``."""
     if basis.shape[0] == 1:
-        return (basis[0] @ vectors[0])[None]
-    return (vectors[:, None] @ basis.mT)[:, 0]
+        return kernels.inner_products(basis[0], vectors[0])[None]
+    return kernels.inner_products(vectors[:, None], basis)[:, 0]

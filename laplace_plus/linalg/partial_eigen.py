@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.krylov import working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type
 from laplace_plus.linalg.operators import Operator
@@ -129,7 +130,7 @@ def eigsh(
         vectors = found.vectors
         products = operator(vectors.to(outer)).to(start.dtype) if vectors.shape[0] else vectors
         values = (vectors * products).sum(dim=-1)
-        residuals = torch.linalg.vector_norm(products - values[:, None] * vectors, dim=-1)
+        residuals = vector_norm(products - values[:, None] * vectors)
         good = residuals <= 2 * level * found.norm
         values, vectors, residuals = values[good], vectors[good], residuals[good]
     converged = found.complete and bool(good.all())
@@ -235,8 +236,8 @@ def svds(
             pair = (other, rotation.mT @ found.vectors)
             left, right = pair if n <= m else pair[::-1]
             residuals = torch.maximum(
-                torch.linalg.vector_norm(multiply(right) - values[:, None] * left, dim=-1),
-                torch.linalg.vector_norm(transposed(left) - values[:, None] * right, dim=-1),
+                vector_norm(multiply(right) - values[:, None] * left),
+                vector_norm(transposed(left) - values[:, None] * right),
             )
         else:
             left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]

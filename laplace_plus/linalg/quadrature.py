@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arnoldi import hessenberg_pullback
 from laplace_plus.linalg.block_lanczos import block_lanczos
 from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric, truncated_depth
@@ -49,7 +50,7 @@ class KrylovSpace:
         self.products = Products(matvec, start, symmetric=True, parameters=parameters)
         vector = self.products.stacked(start)
         batch, n = vector.shape
-        norm = torch.linalg.vector_norm(vector, dim=-1)
+        norm = vector_norm(vector)
         self.norm, self._scale = norm.double(), norm.reciprocal()
         self.vectors = vector.new_empty(batch, 0, n)
         self._hessenberg = vector.new_zeros(batch, 0, 0)
@@ -79,9 +80,9 @@ class KrylovSpace:
             if k:
                 hessenberg[:, k, k - 1] = self._side
             product = self.products(self._next)
-            self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(product, dim=-1))
+            self._largest = torch.maximum(self._largest, vector_norm(product))
             rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
-            size = torch.linalg.vector_norm(rest, dim=-1)
+            size = vector_norm(rest)
             self._residual = torch.where(self._going[:, None], rest, self._residual)
             self.rank = self.rank + self._going
             self._going = self._going & ~(size <= limit * self._largest)  # NaN goes on, and is reported at the end
@@ -114,7 +115,7 @@ class KrylovSpace:
 
     def residual_norm(self) -> Tensor:
         """``‖r‖`` of each space, ``[batch]`` in float64."""
-        return torch.linalg.vector_norm(self._residual, dim=-1).double()
+        return vector_norm(self._residual).double()
 
     def earlier(self) -> int:
         """The depth, three quarters of the present one, that results are compared with."""

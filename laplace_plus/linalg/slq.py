@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
+from laplace_plus.kernels import inner_products, vector_norm
 from laplace_plus.linalg.krylov import require_symmetric, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.matrix_functions import KrylovGradient
@@ -345,7 +346,7 @@ class _Quadrature:
         level = self.level
 
         def complement(x: Tensor) -> Tensor:
-            inside = (x @ vectors.mT) @ vectors
+            inside = inner_products(x, vectors) @ vectors
             return _outside(vectors, matvec(x - inside)) + level * inside
 
         return complement
@@ -427,7 +428,7 @@ class _Quadrature:
 
 def _outside(basis: Tensor, vectors: Tensor) -> Tensor:
     """The part of row-stacked vectors that is orthogonal to orthonormal rows."""
-    return vectors - (vectors @ basis.mT) @ basis
+    return vectors - inner_products(vectors, basis) @ basis
 
 
 def _added(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -451,7 +452,7 @@ def _checked_pairs(run: _Quadrature, values: Tensor, vectors: Tensor) -> tuple[T
     products = run.map(vectors.to(run.dtype)).double()
     wide = vectors.double()
     skew = (wide @ wide.mT - torch.eye(len(values), dtype=torch.float64, device=run.device)).abs().max()
-    residual = torch.linalg.vector_norm(products - values[:, None] * wide, dim=-1).max()
+    residual = vector_norm(products - values[:, None] * wide).max()
     limit = torch.finfo(run.dtype).eps ** 0.5
     if not (bool(skew <= limit) and bool(residual <= limit * products.norm(dim=-1).max().clamp_min(1e-300))):
         raise ConfigurationError(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
+from laplace_plus.kernels import inner as vector_inner
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.linear_maps import LinearMap
 from laplace_plus.linalg.results import Status
 
@@ -221,17 +223,17 @@ def is_single(rows: Tensor) -> bool:
 def inner(a: Tensor, b: Tensor) -> Scalars:
     """Row-wise inner products."""
     if is_single(a):
-        return torch.dot(a[0], b[0]).item()
+        return vector_inner(a[0], b[0]).item()
     if a.device.type == "cpu" and a.shape[-1] >= 65536 and a.shape[0]:  # a product of that size costs more than a loop
-        return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
+        return torch.stack([vector_inner(x, y) for x, y in zip(a, b, strict=True)])
     return (a * b).sum(-1)
 
 
 def norm(a: Tensor) -> Scalars:
     """Row-wise Euclidean norms."""
     if is_single(a):
-        return torch.linalg.vector_norm(a).item()
-    return torch.linalg.vector_norm(a, dim=-1)
+        return vector_norm(a[0]).item()
+    return vector_norm(a)
 
 
 def constant(value: float, like: Scalars) -> Scalars:

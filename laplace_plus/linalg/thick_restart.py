@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import NonFiniteError, OperatorError
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.orthogonalization import orthogonalize
 
 Which = Literal["largest", "smallest", "magnitude"]
@@ -104,7 +105,7 @@ class ThickRestart:
                 if j:
                     asymmetry = torch.maximum(asymmetry, (column[:j] - coupling).abs().max())
                 projected[: j + 1, j] = projected[j, : j + 1] = column
-                length, beta = torch.stack([product.norm(), rest.norm()]).tolist()
+                length, beta = torch.stack([vector_norm(product), vector_norm(rest[0])]).tolist()
                 self._require_finite(beta)
                 self.norm = max(self.norm, length)
                 coupling = torch.nn.functional.pad(start.new_zeros(j), (0, 1), value=beta)
@@ -141,10 +142,10 @@ class ThickRestart:
     def _unit(self, vector: Tensor, basis: Tensor) -> Tensor:
         """A unit vector orthogonal to the basis."""
         for _ in range(2):
-            vector = vector / vector.norm()
+            vector = vector / vector_norm(vector)
             if basis.shape[0]:
                 vector = orthogonalize(basis[None], vector[None])[0][0]
-        return vector / vector.norm()
+        return vector / vector_norm(vector)
 
     def _require_finite(self, size: float) -> None:
         if not size < float("inf"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
 from laplace_plus.linalg.krylov import Krylov, Products, breakdown_limit
 from laplace_plus.linalg.orthogonalization import orthogonalize
@@ -30,7 +31,7 @@ def three_term(
     """
     batch, n = start.shape
     limit = breakdown_limit(tolerance, start.dtype)
-    norm = torch.linalg.vector_norm(start, dim=-1)
+    norm = vector_norm(start)
     scale = norm.reciprocal()
     basis = start.new_empty(batch, depth, n)
     diagonal, off_diagonal = start.new_zeros(batch, depth), start.new_zeros(batch, depth)
@@ -43,7 +44,7 @@ def three_term(
     for k in range(depth):
         basis[:, k] = vector
         product = products(vector)
-        length = torch.linalg.vector_norm(product, dim=-1)
+        length = vector_norm(product)
         largest = torch.maximum(largest, length)
         small = torch.maximum(limit * largest, breakdown_limit(None, start.dtype) * length)
         rest = product if k == 0 else product - off_diagonal[:, k - 1, None] * basis[:, k - 1]
@@ -51,12 +52,12 @@ def three_term(
         rest, first = orthogonalize(basis[:, k : k + 1], rest, passes=1)
         rest, second = orthogonalize(basis[:, max(k - 1, 0) : k + 1], rest, passes=1)
         diagonal[:, k] = first[:, 0] + second[:, -1]
-        size = torch.linalg.vector_norm(rest, dim=-1)
+        size = vector_norm(rest)
         if estimates is not None:
             lost = estimates.advance(k, diagonal, off_diagonal, size, largest, going & (size > small))
             if again or lost:
                 rest, _ = orthogonalize(basis[:, : k + 1], rest)
-                size = torch.linalg.vector_norm(rest, dim=-1)
+                size = vector_norm(rest)
                 estimates.reset(k)
                 again, count = lost and not again, count + 1
         residual = torch.where(going[:, None], rest, residual)

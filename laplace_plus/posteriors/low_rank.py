@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus import kernels
 from laplace_plus.curvature import Curvature, LowRankStructure
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import whole_layout
@@ -196,7 +197,7 @@ class _Deflated:
     vectors: Tensor
 
     def project(self, vectors: Tensor) -> Tensor:
-        return vectors - (vectors @ self.vectors.mT) @ self.vectors
+        return vectors - kernels.inner_products(vectors, self.vectors) @ self.vectors
 
     def __call__(self, vectors: Tensor) -> Tensor:
         return self.project(self.operator(self.project(vectors)))

@@ -1,0 +1,65 @@
+"""Inner products and norms of long vectors that keep their digits.
+
+On the CPU, torch and BLAS sum a float32 inner product in a few running totals. Where millions of terms of one sign
+meet, as in a norm, each addition loses the part of a term below the total's last bit, always the same part: a vector of
+11 million entries comes out 3·10⁻⁴ too short, and its inner product with itself 7·10⁻⁴ too small. A Lanczos recurrence
+then has neither unit vectors nor the right coefficients. Here segments of bounded length are summed one by one, and
+their totals in float64; that leaves 10⁻⁶ and costs the same time. GPUs sum in many short totals anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_SEGMENT = 1 << 16
+"""Terms that are summed in float32: an error of about 1e-6 at most, and calls few enough to cost nothing."""
+
+
+def vector_norm(vectors: Tensor) -> Tensor:
+    """Euclidean norms along the last axis, ``[..., n] -> [...]``."""
+    if not _is_long(vectors):
+        return torch.linalg.vector_norm(vectors, dim=-1)
+    total = torch.zeros(vectors.shape[:-1], dtype=torch.float64)
+    for segment in _segments(vectors):
+        total += torch.linalg.vector_norm(vectors[..., segment], dim=-1).double().square()
+    return total.sqrt().to(vectors.dtype)
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """Inner products along the last axis, ``[..., n]`` and ``[..., n]`` give ``[...]``."""
+    product = torch.dot if left.ndim == right.ndim == 1 else torch.linalg.vecdot
+    if not _is_long(left):
+        return product(left, right)
+    total = torch.zeros(torch.broadcast_shapes(left.shape[:-1], right.shape[:-1]), dtype=torch.float64)
+    for segment in _segments(left):
+        total += product(left[..., segment], right[..., segment])
+    return total.to(left.dtype)
+
+
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """All inner products of rows, ``L Rᵀ``: ``[..., k, n]`` and ``[..., p, n]`` give ``[..., k, p]``.
+
+    ``right`` may also be one vector ``[n]``, which gives ``[k]`` for ``[k, n]``.
+    """
+    if not _is_long(left):
+        return left @ right if right.ndim == 1 else left @ right.mT
+    total: Tensor | None = None
+    for segment in _segments(left):
+        part = right[..., segment]
+        product = (left[..., segment] @ (part if right.ndim == 1 else part.mT)).double()
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return total.to(left.dtype)
+
+
+def _is_long(vectors: Tensor) -> bool:
+    narrow = torch.finfo(vectors.dtype).eps > torch.finfo(torch.float64).eps
+    return narrow and vectors.device.type == "cpu" and vectors.shape[-1] > 2 * _SEGMENT
+
+
+def _segments(vectors: Tensor) -> Iterator[slice]:
+    for start in range(0, vectors.shape[-1], _SEGMENT):
+        yield slice(start, start + _SEGMENT)
