@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
-from laplace_plus.linalg.krylov import Products, krylov, start_vectors, truncated_depth
+from laplace_plus.linalg.arguments import start_vectors
+from laplace_plus.linalg.krylov import ArnoldiProcess, Products, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
 
 
@@ -87,7 +88,7 @@ def arnoldi(
     start = start_vectors(v, depth, dtype)
     products = Products(matvec, start, rmatvec=rmatvec, parameters=parameters)
     with torch.no_grad():
-        found = krylov(products, products.stacked(start), min(depth, start.shape[-1]), tolerance)
+        found = ArnoldiProcess(products, products.stacked(start), tolerance).extend(min(depth, start.shape[-1]))
         kept = truncated_depth("Arnoldi's process", found.scale, found.rank, found.hessenberg, found.residual)
         shape = products.batch
         ragged = found.rank if bool((found.rank < kept).any()) else None

@@ -17,7 +17,8 @@ from torch import Tensor
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
-from laplace_plus.linalg.krylov import Products, breakdown_limit, start_vectors, truncated_depth
+from laplace_plus.linalg.arguments import start_vectors
+from laplace_plus.linalg.krylov import Products, breakdown_limit, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.orthogonalization import combine, coordinates, orthogonalize

@@ -16,7 +16,8 @@ from torch import Tensor
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
-from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric, start_vectors
+from laplace_plus.linalg.arguments import start_vectors
+from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric
 from laplace_plus.linalg.linear_maps import Matvec, attach, require_finite
 from laplace_plus.linalg.orthogonalization import orthogonalize
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
+    Options,
     Progress,
     RightHandSides,
     Rows,
@@ -23,7 +24,6 @@ from laplace_plus.linalg.solving import (
     constant,
     inner,
     is_single,
-    iteration_cap,
     iterations,
     larger,
     masked,
@@ -32,7 +32,6 @@ from laplace_plus.linalg.solving import (
     parameter_gradients,
     ratio,
     scaled,
-    tolerance,
     warn_unless_converged,
     where_used,
 )
@@ -49,15 +48,6 @@ class CGSolution(Solution):
     """
 
     tridiagonal: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass
-class _Options:
-    rtol: float
-    atol: float
-    cap: int
-    check_symmetry: bool
-    progress: bool
 
 
 def cg(
@@ -120,13 +110,7 @@ def cg(
     """
     sides = RightHandSides("b", b)
     A = LinearMap(matvec, sides.length, symmetric=True, parameters=parameters)
-    options = _Options(
-        tolerance("rtol", rtol, b.dtype),
-        tolerance("atol", atol, b.dtype),
-        iteration_cap(max_iterations, sides.length),
-        check_symmetry,
-        progress,
-    )
+    options = Options.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
     coefficients: list[tuple[Tensor, Tensor]] | None = [] if return_tridiagonal else None
     with torch.no_grad():
         start = sides.start("x0", x0, sides.length)
@@ -160,7 +144,7 @@ def _iterate(
     preconditioner: Callable[[Tensor], Tensor] | None,
     sides: RightHandSides,
     x: Tensor | None,
-    options: _Options,
+    options: Options,
     coefficients: list[tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor, Progress]:
     """Solutions ``[R, n]``, true residuals ``[R]`` and how each row ended."""

@@ -15,18 +15,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.krylov import working_type
+from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     Probes,
-    choose,
     dense,
     draw_probes,
     leave_one_out,
     multiply,
     parameter_gradients,
-    require_count,
-    require_tolerance,
     standard_error,
 )
 from laplace_plus.linalg.results import Estimate
@@ -95,7 +92,7 @@ def diagonal(
         >>> torch.allclose(estimate.value, matrix.diagonal(), atol=1e-5)
         True
     """
-    choose("diagonal method", method, DiagonalMethod)
+    require_choice("diagonal method", method, DiagonalMethod)
     require_count("n", n, 1)
     fewest = 4 if method == "xdiag" else 2
     require_count("matvecs", matvecs, min(fewest, n), f"{method} needs {fewest}, or n for the exact diagonal.")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, OperatorError
+from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import vector_norm
+from laplace_plus.linalg.arguments import require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.orthogonalization import orthogonalize
@@ -75,33 +76,11 @@ class Products:
         return (product[None] if self.single else product).to(self.inner)
 
 
-def working_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of a recurrence: that of its vectors, but at least float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
-    """The start vectors in the type that was asked for.
-
-    Raises:
-        ConfigurationError: Something that is no stack of real floating-point vectors, or a depth below one.
-    """
-    if not isinstance(v, Tensor) or v.ndim == 0 or not v.is_floating_point() or v.numel() == 0:
-        raise ConfigurationError(
-            "These are no start vectors.",
-            expected="a floating-point tensor [n], or a stack [..., n]",
-            got=f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__,
-        )
-    if depth < 1:
-        raise ConfigurationError("There is no such depth.", expected="depth ≥ 1", got=str(depth))
-    return v if dtype is None else v.to(dtype)
-
-
 @dataclass(frozen=True)
 class Krylov:
-    """An Arnoldi process that has ended, for ``[batch, n]`` start vectors; see :func:`krylov`."""
+    """A Krylov process that has ended, for ``[batch, n]`` start vectors."""
 
-    vectors: Tensor  # [batch, K, n]
+    vectors: Tensor  # [batch, K, n], zero beyond a vector's own rank
     hessenberg: Tensor  # [batch, K, K]
     residual: Tensor  # [batch, n]
     scale: Tensor  # [batch]
@@ -109,54 +88,65 @@ class Krylov:
     invariant: Tensor  # [batch], whether the Krylov space ended there
 
 
-def krylov(products: Products, start: Tensor, depth: int, tolerance: float | None) -> Krylov:
-    """The Arnoldi process with two passes of Gram–Schmidt, free of synchronisation with the device.
+class ArnoldiProcess:
+    """The Arnoldi process with two passes of Gram–Schmidt; it can go on where it paused.
+
+    Nothing in it waits for the device.
 
     Args:
         products: The operator.
         start: ``[batch, n]``.
-        depth: K ≤ n.
         tolerance: Where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖`` the Krylov space has ended; ten roundings by default. It
             has also ended where ``‖w‖`` is ten roundings of its own ``‖A q_k‖``: what is left is no direction at all.
-
-    Returns:
-        The decomposition, not truncated: rows beyond a vector's own rank are zero.
     """
-    batch, n = start.shape
-    limit = breakdown_limit(tolerance, start.dtype)
-    norm = vector_norm(start)
-    scale = norm.reciprocal()
-    basis = start.new_empty(batch, depth, n)
-    hessenberg = start.new_zeros(batch, depth, depth)
-    residual, largest = torch.zeros_like(start), torch.zeros_like(norm)
-    going = torch.ones_like(norm, dtype=torch.bool)
-    rank = torch.zeros_like(norm, dtype=torch.int64)
-    vector = start * scale[:, None]
-    for k in range(depth):
-        basis[:, k] = vector
-        product = products(vector)
-        length = vector_norm(product)
-        largest = torch.maximum(largest, length)
-        rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
-        size = vector_norm(rest)
-        residual = torch.where(going[:, None], rest, residual)
-        rank += going
-        # NaN goes on, and is reported at the end
-        going = going & ~(size <= torch.maximum(limit * largest, breakdown_limit(None, start.dtype) * length))
-        if k + 1 < depth:
-            hessenberg[:, k + 1, k] = torch.where(going, size, 0.0)
-            vector = torch.where(going[:, None], rest / size[:, None], 0.0)
-    return Krylov(basis, hessenberg, residual, scale, rank, ~going | (rank == n))
+
+    def __init__(self, products: Products, start: Tensor, tolerance: float | None = None):
+        batch, self._n = start.shape
+        self._products = products
+        self._limit, self._rounding = (breakdown_limit(t, start.dtype) for t in (tolerance, None))
+        norm = vector_norm(start)
+        self._scale = norm.reciprocal()
+        self._basis, self._hessenberg = start.new_empty(batch, 0, self._n), start.new_zeros(batch, 0, 0)
+        self._residual, self._largest = torch.zeros_like(start), torch.zeros_like(norm)
+        self._going = torch.ones_like(norm, dtype=torch.bool)
+        self._rank = torch.zeros_like(norm, dtype=torch.int64)
+        self._next, self._size = start * self._scale[:, None], torch.zeros_like(norm)
+
+    def extend(self, depth: int) -> Krylov:
+        """The decomposition after as many steps in all; ``depth`` ≤ n, and not less than before."""
+        done = self._basis.shape[1]
+        basis = self._basis.new_empty(len(self._basis), depth, self._n)
+        hessenberg = self._hessenberg.new_zeros(len(basis), depth, depth)
+        basis[:, :done], hessenberg[:, :done, :done] = self._basis, self._hessenberg
+        self._basis, self._hessenberg = basis, hessenberg
+        for k in range(done, depth):
+            if k:
+                hessenberg[:, k, k - 1] = self._size
+            basis[:, k] = self._next
+            product = self._products(self._next)
+            length = vector_norm(product)
+            self._largest = torch.maximum(self._largest, length)
+            rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
+            size = vector_norm(rest)
+            self._residual = torch.where(self._going[:, None], rest, self._residual)
+            self._rank = self._rank + self._going
+            # NaN goes on, and is reported at the end
+            small = torch.maximum(self._limit * self._largest, self._rounding * length)
+            self._going = self._going & ~(size <= small)
+            self._size = torch.where(self._going, size, 0.0)
+            if k + 1 < self._n:
+                self._next = torch.where(self._going[:, None], rest / size[:, None], 0.0)
+        invariant = ~self._going | (self._rank == self._n)
+        return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, invariant)
 
 
 def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:
     """The relative size below which a new direction is rounding.
 
     Raises:
-        ConfigurationError: A negative tolerance.
+        ConfigurationError: A negative tolerance, or one that is not finite.
     """
-    if tolerance is not None and not tolerance >= 0:
-        raise ConfigurationError("There is no such tolerance.", expected="tolerance ≥ 0", got=str(tolerance))
+    require_tolerance(tolerance=tolerance)
     return 10 * torch.finfo(dtype).eps if tolerance is None else tolerance
 
 

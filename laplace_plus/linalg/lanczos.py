@@ -17,8 +17,9 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.adjoints import or_zeros
+from laplace_plus.linalg.arguments import start_vectors
 from laplace_plus.linalg.arnoldi import hessenberg_pullback
-from laplace_plus.linalg.krylov import Products, krylov, require_symmetric, start_vectors, truncated_depth
+from laplace_plus.linalg.krylov import ArnoldiProcess, Products, require_symmetric, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
 from laplace_plus.linalg.three_term import three_term, three_term_pullback
 
@@ -122,7 +123,8 @@ def lanczos(
     steps = min(depth, start.shape[-1])
     with torch.no_grad():
         if reorthogonalize == "full":
-            found, reorthogonalizations = krylov(products, products.stacked(start), steps, tolerance), steps
+            found = ArnoldiProcess(products, products.stacked(start), tolerance).extend(steps)
+            reorthogonalizations = steps
         else:
             found, reorthogonalizations = three_term(
                 products, products.stacked(start), steps, tolerance, selective=reorthogonalize == "selective"

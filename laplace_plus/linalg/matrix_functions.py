@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.krylov import start_vectors
+from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, start_vectors
 from laplace_plus.linalg.linear_maps import Matvec, attach
-from laplace_plus.linalg.probes import choose, require_count, require_tolerance
 from laplace_plus.linalg.quadrature import (
     KrylovSpace,
     SpectralFunction,
@@ -231,7 +230,7 @@ def _space(
     require_count("depth", depth, 1)
     require_count("cap", cap, 1)
     require_tolerance(tolerance=tolerance)
-    choose("gradient", gradient, KrylovGradient)
+    require_choice("gradient", gradient, KrylovGradient)
     start = start_vectors(v, depth, dtype)
     return start, KrylovSpace(matvec, start, parameters=parameters)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
+    Options,
     Progress,
     RightHandSides,
     Rows,
@@ -27,7 +27,6 @@ from laplace_plus.linalg.solving import (
     hypot,
     inner,
     is_single,
-    iteration_cap,
     iterations,
     larger,
     masked,
@@ -38,19 +37,9 @@ from laplace_plus.linalg.solving import (
     root,
     scaled,
     smaller,
-    tolerance,
     warn_unless_converged,
     where_used,
 )
-
-
-@dataclass
-class _Options:
-    rtol: float
-    atol: float
-    cap: int
-    check_symmetry: bool
-    progress: bool
 
 
 def minres(
@@ -113,13 +102,7 @@ def minres(
     """
     sides = RightHandSides("b", b)
     A = LinearMap(matvec, sides.length, symmetric=True, parameters=parameters)
-    options = _Options(
-        tolerance("rtol", rtol, b.dtype),
-        tolerance("atol", atol, b.dtype),
-        iteration_cap(max_iterations, sides.length),
-        check_symmetry,
-        progress,
-    )
+    options = Options.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
     if shifts is not None:
         _check_shifts(shifts, sides, preconditioner is not None or x0 is not None)
     with torch.no_grad():
@@ -179,7 +162,7 @@ def _iterate(
     sides: RightHandSides,
     shifts: Tensor,
     guess: Tensor | None,
-    options: _Options,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Progress]:
     """Solutions ``[S, R, n]``, true residuals ``[S, R]`` and how each ended, for shifts ``[S, 1]`` or ``[S, R]``."""
     product = sides.on_rows(A)

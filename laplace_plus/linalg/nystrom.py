@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.krylov import working_type
+from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
-from laplace_plus.linalg.probes import (
-    draw_probes,
-    multiply,
-    parameter_gradients,
-    require_count,
-    require_tolerance,
-)
+from laplace_plus.linalg.probes import draw_probes, multiply, parameter_gradients
 from laplace_plus.linalg.traces import symmetric_core
 
 Pullback = Callable[[Tensor, Tensor], Sequence[Tensor | None]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.krylov import working_type
+from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.thick_restart import ThickRestart, Which
@@ -110,10 +109,9 @@ def eigsh(
         >>> [round(x, 6) for x in result.values.tolist()], result.converged
         ([3.0, 3.0], True)
     """
-    if which not in get_args(Which):
-        raise ConfigurationError("There is no such end of a spectrum.", expected=str(get_args(Which)), got=str(which))
+    require_choice("which", which, Which)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters)
-    outer, random, start = _vectors(matvec, n, n, k, v0, generator, dtype, device)
+    outer, random, start = _vectors(matvec, n, n, k, max_restarts, v0, generator, dtype, device)
     level = _tolerance(tolerance, outer)
     with torch.no_grad():
         found = ThickRestart(
@@ -203,7 +201,7 @@ def svds(
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
     operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters)
     size = min(m, n)
-    outer, random, start = _vectors(matvec, n, size, k, v0, generator, dtype, device)
+    outer, random, start = _vectors(matvec, n, size, k, max_restarts, v0, generator, dtype, device)
     inner = start.dtype
     level, eps = _tolerance(tolerance, outer), torch.finfo(outer).eps
 
@@ -261,14 +259,16 @@ def _vectors(
     n: int,
     size: int,
     k: int,
+    max_restarts: int,
     v0: Tensor | None,
     generator: torch.Generator | None,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[torch.dtype, Callable[[], Tensor], Tensor]:
     """The type of the products, a source of random vectors, and the start vector."""
-    if n < 1 or k < 1:
-        raise ConfigurationError("There are no such sizes.", expected="n ≥ 1 and k ≥ 1", got=f"n = {n}, k = {k}")
+    require_count("n", n, 1)
+    require_count("k", k, 1)
+    require_count("max_restarts", max_restarts, 0)
     if v0 is not None:
         if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
             raise ConfigurationError(
@@ -288,8 +288,7 @@ def _vectors(
 
 
 def _tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
-    if tolerance is not None and not tolerance >= 0:
-        raise ConfigurationError("There is no such tolerance.", expected="tolerance ≥ 0", got=str(tolerance))
+    require_tolerance(tolerance=tolerance)
     eps = torch.finfo(dtype).eps
     # nothing below a few roundings can be met
     return eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)

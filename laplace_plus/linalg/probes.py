@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.krylov import working_type
+from laplace_plus.linalg.arguments import require_choice, working_type
 from laplace_plus.linalg.linear_maps import LinearMap
 
 Probes = Literal["signs", "sphere", "gaussian"]
@@ -40,7 +40,7 @@ def draw_probes(
     Raises:
         ConfigurationError: Another kind, or a type that is not of real floating-point numbers.
     """
-    choose("probes", kind, Probes)
+    require_choice("probes", kind, Probes)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not dtype.is_floating_point:
         raise ConfigurationError("Probes are real floating-point vectors.", expected="such a dtype", got=str(dtype))
@@ -53,40 +53,6 @@ def draw_probes(
     if kind == "sphere":
         vectors *= n**0.5 / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors.to(device=device, dtype=dtype)
-
-
-def choose(name: str, value: str, options: object) -> None:
-    """Check one of several names.
-
-    Raises:
-        ConfigurationError: Another name than those of the literal type ``options``.
-    """
-    names = get_args(options)
-    if value not in names:
-        expected = ", ".join(repr(x) for x in names)
-        raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value))
-
-
-def require_count(name: str, value: int, least: int, fix: str | None = None) -> None:
-    """Check a number of things.
-
-    Raises:
-        ConfigurationError: Not an integer, or less than ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        expected = f"an integer of at least {least}"
-        raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value), fix=fix)
-
-
-def require_tolerance(**tolerances: float | None) -> None:
-    """Check tolerances, by their names.
-
-    Raises:
-        ConfigurationError: One of them is negative or NaN.
-    """
-    for name, value in tolerances.items():
-        if value is not None and not value >= 0:
-            raise ConfigurationError(f"{name} is out of range.", expected="a number of at least 0", got=repr(value))
 
 
 def multiply(operator: LinearMap, vectors: Tensor, dtype: torch.dtype) -> Tensor:

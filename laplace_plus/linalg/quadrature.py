@@ -18,11 +18,11 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arnoldi import hessenberg_pullback
 from laplace_plus.linalg.block_lanczos import block_lanczos
-from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric, truncated_depth
+from laplace_plus.linalg.krylov import ArnoldiProcess, Products, require_symmetric, truncated_depth
 from laplace_plus.linalg.lanczos import tridiagonal
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.orthogonalization import combine, orthogonalize
+from laplace_plus.linalg.orthogonalization import combine
 
 SpectralFunction = Callable[[Tensor], Tensor]
 """A function of eigenvalues, elementwise and made of torch operations; it is given float64."""
@@ -49,15 +49,9 @@ class KrylovSpace:
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
         self.products = Products(matvec, start, symmetric=True, parameters=parameters)
         vector = self.products.stacked(start)
-        batch, n = vector.shape
-        norm = vector_norm(vector)
-        self.norm, self._scale = norm.double(), norm.reciprocal()
-        self.vectors = vector.new_empty(batch, 0, n)
-        self._hessenberg = vector.new_zeros(batch, 0, 0)
-        self._next, self._side = vector * self._scale[:, None], torch.zeros_like(norm)
-        self._residual, self._largest = torch.zeros_like(vector), torch.zeros_like(norm)
-        self._going = torch.ones_like(norm, dtype=torch.bool)
-        self.rank = torch.zeros_like(norm, dtype=torch.int64)
+        self.norm = vector_norm(vector).double()
+        self.vectors = vector.new_empty(len(vector), 0, vector.shape[1])
+        self._process = ArnoldiProcess(self.products, vector)
         self.complete = False
 
     def extend(self, depth: int) -> None:
@@ -67,34 +61,18 @@ class KrylovSpace:
             OperatorError: A start vector of zero, or an operator that is not symmetric.
             NonFiniteError: NaN or infinity in a start vector or a product.
         """
-        batch, done, n = self.vectors.shape
-        depth = min(depth, n)
-        if self.complete or depth <= done:
+        depth = min(depth, self.products.map.n)
+        if self.complete or depth <= self.depth:
             return
-        limit = breakdown_limit(None, self.vectors.dtype)
-        old, old_hessenberg = self.vectors, self._hessenberg
-        basis, hessenberg = old.new_empty(batch, depth, n), old.new_zeros(batch, depth, depth)
-        basis[:, :done], hessenberg[:, :done, :done] = old, old_hessenberg
-        for k in range(done, depth):
-            basis[:, k] = self._next
-            if k:
-                hessenberg[:, k, k - 1] = self._side
-            product = self.products(self._next)
-            self._largest = torch.maximum(self._largest, vector_norm(product))
-            rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
-            size = vector_norm(rest)
-            self._residual = torch.where(self._going[:, None], rest, self._residual)
-            self.rank = self.rank + self._going
-            self._going = self._going & ~(size <= limit * self._largest)  # NaN goes on, and is reported at the end
-            self._side = torch.where(self._going, size, 0.0)
-            self._next = torch.where(self._going[:, None], rest / size[:, None], 0.0)
-        kept = truncated_depth("Lanczos' process", self._scale, self.rank, hessenberg, self._residual)
+        found = self._process.extend(depth)
+        kept = truncated_depth("Lanczos' process", found.scale, found.rank, found.hessenberg, found.residual)
         if self.products.outer == self.products.inner:  # half precision is too coarse to tell
-            require_symmetric(hessenberg)
-        self.vectors, self._hessenberg = basis[:, :kept], hessenberg[:, :kept, :kept]
-        small = self._hessenberg.double()
+            require_symmetric(found.hessenberg)
+        self.vectors, self.rank = found.vectors[:, :kept], found.rank
+        self._scale, self._residual = found.scale, found.residual
+        small = found.hessenberg[:, :kept, :kept].double()
         self.diagonal, self.off_diagonal = small.diagonal(dim1=-2, dim2=-1), small.diagonal(-1, dim1=-2, dim2=-1)
-        self.complete = kept == n or not bool(self._going.any())
+        self.complete = bool(found.invariant.all())
 
     @property
     def depth(self) -> int:

@@ -16,20 +16,12 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.kernels import inner_products, vector_norm
-from laplace_plus.linalg.krylov import require_symmetric, working_type
+from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
+from laplace_plus.linalg.krylov import require_symmetric
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.matrix_functions import KrylovGradient
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.probes import (
-    Probes,
-    choose,
-    dense,
-    draw_probes,
-    parameter_gradients,
-    require_count,
-    require_tolerance,
-    standard_error,
-)
+from laplace_plus.linalg.probes import Probes, dense, draw_probes, parameter_gradients, standard_error
 from laplace_plus.linalg.quadrature import BlockKrylovSpace, KrylovSpace, SpectralFunction, derivative, evaluate
 from laplace_plus.linalg.results import Estimate
 
@@ -225,8 +217,8 @@ def slq_trace(
         require_count(name, count, 1)
     require_count("deflation_depth", deflation_depth, 0)
     require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
-    choose("gradient", gradient, KrylovGradient)
-    choose("probes", distribution, Probes)
+    require_choice("gradient", gradient, KrylovGradient)
+    require_choice("probes", distribution, Probes)
     dtype, device = number_type(matvec, dtype, device)
     if probes * depth >= n:
         return _exact(matvec, f, n, dtype, device, parameters, 0)

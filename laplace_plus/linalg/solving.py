@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
 from laplace_plus.kernels import inner as vector_inner
 from laplace_plus.kernels import vector_norm
+from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap
 from laplace_plus.linalg.results import Status
 
@@ -51,7 +53,7 @@ class RightHandSides:
             )
         self.shape, self.dtype = vectors.shape[:-1], vectors.dtype
         self.length = vectors.shape[-1]
-        self.working = torch.float32 if vectors.dtype in (torch.float16, torch.bfloat16) else vectors.dtype
+        self.working = working_type(vectors.dtype)
         rows = self._as_rows(vectors)
         # Of the largest entry, but within the normal numbers of the type, so that the inverse is exact, too.
         limits = torch.finfo(self.working)
@@ -186,6 +188,31 @@ def iterations(cap: int, name: str, *, progress: bool) -> Iterable[int]:
     return progress_bar(range(1, cap + 1), enabled=progress, description=name)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Tolerances and caps of a solver of symmetric systems, see :func:`~laplace_plus.linalg.cg.cg`."""
+
+    rtol: float
+    atol: float
+    cap: int
+    check_symmetry: bool
+    progress: bool
+
+    @classmethod
+    def of(
+        cls,
+        sides: RightHandSides,
+        rtol: float | None,
+        atol: float,
+        max_iterations: int | None,
+        check_symmetry: bool,
+        progress: bool,
+    ) -> Options:
+        """Checked options for given right-hand sides, with the defaults filled in."""
+        relative, absolute = tolerance("rtol", rtol, sides.dtype), tolerance("atol", atol, sides.dtype)
+        return cls(relative, absolute, iteration_cap(max_iterations, sides.length), check_symmetry, progress)
+
+
 def iteration_cap(max_iterations: int | None, size: int) -> int:
     """``max(1000, 10 size)`` by default: rounding delays convergence beyond the dimension.
 
@@ -194,8 +221,7 @@ def iteration_cap(max_iterations: int | None, size: int) -> int:
     """
     if max_iterations is None:
         return max(1000, 10 * size)
-    if max_iterations < 1:
-        raise ConfigurationError("Nothing can be solved.", expected="max_iterations ≥ 1", got=str(max_iterations))
+    require_count("max_iterations", max_iterations, 1)
     return max_iterations
 
 
@@ -205,11 +231,8 @@ def tolerance(name: str, value: float | None, dtype: torch.dtype) -> float:
     Raises:
         ConfigurationError: A negative tolerance.
     """
-    if value is None:
-        return {torch.float64: 1e-10, torch.float32: 1e-6}.get(dtype, 1e-2)
-    if not 0 <= value < math.inf:
-        raise ConfigurationError(f"{name} is no tolerance.", expected="a finite number ≥ 0", got=str(value))
-    return value
+    require_tolerance(**{name: value})
+    return {torch.float64: 1e-10, torch.float32: 1e-6}.get(dtype, 1e-2) if value is None else value
 
 
 def is_single(rows: Tensor) -> bool:

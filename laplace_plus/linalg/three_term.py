@@ -22,7 +22,7 @@ def three_term(
         products: The operator.
         start: ``[batch, n]``.
         depth: K ≤ n.
-        tolerance: See :func:`~laplace_plus.linalg.krylov.krylov`.
+        tolerance: See :class:`~laplace_plus.linalg.krylov.ArnoldiProcess`.
         selective: Whether to re-orthogonalise whenever the estimated loss of orthogonality exceeds the square root of
             the rounding, then and in the following step.
 

@@ -22,18 +22,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.krylov import working_type
+from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     Probes,
-    choose,
     dense,
     draw_probes,
     leave_one_out,
     multiply,
     parameter_gradients,
-    require_count,
-    require_tolerance,
     standard_error,
 )
 from laplace_plus.linalg.results import Estimate
@@ -109,7 +106,7 @@ def trace(
         >>> abs(estimate.value.item() - 2) < 1e-4
         True
     """
-    choose("trace method", method, TraceMethod)
+    require_choice("trace method", method, TraceMethod)
     require_count("n", n, 1)
     kind = _ESTIMATORS[method]
     require_count("matvecs", matvecs, min(kind.fewest, n), f"{method} needs {kind.fewest}, or n for the exact trace.")

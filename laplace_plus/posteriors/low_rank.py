@@ -170,9 +170,9 @@ class LowRank(GaussianPosterior):
                 stacklevel=6,
             )
         values = pairs.values.double()
-        rounding = torch.finfo(pairs.values.dtype).eps * total
-        kept = values > rounding * values.max() if len(values) else values > 0
-        kept &= values > 0
+        # below a few roundings of the largest one, which no number of weights changes, a value means nothing
+        rounding = 10 * torch.finfo(pairs.values.dtype).eps
+        kept = values > rounding * values.clamp(min=0).amax() if len(values) else values > 0
         values, vectors = values[kept], pairs.vectors[kept]
         none = values.new_zeros(0, 0)
         indefinite = self.backend.kind == "hessian"

@@ -142,6 +142,23 @@ def test_single_precision_agrees_with_double():
     torch.testing.assert_close(got.covariance.double(), expected.covariance, rtol=1e-4, atol=1e-5)
 
 
+def test_rounding_does_not_grow_with_the_number_of_weights():
+    # a wide input and a few outputs: the curvature is φφᵀ ⊗ I, whose eigenvalues are those of a small Gram matrix
+    generator = torch.Generator().manual_seed(0)
+    scales = 0.7 ** torch.arange(8.0)
+    x = scales[:, None] * torch.randn(8, 400_000, generator=generator)
+    model = nn.Linear(400_000, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    data = [(x[:5], x[:5, :1]), (x[5:], x[5:, :1])]
+    posterior = lp.LowRank(model, "regression", rank=6, remainder_probes=0, prior_precision=1.0).fit(data)
+    top = torch.linalg.eigvalsh(x.double() @ x.double().T)[-6:]
+    expected = top.log1p().sum()
+    log_likelihood = torch.distributions.Normal(0.0, 1.0).log_prob(x[:, 0]).sum()  # of a network that is zero
+    determinant = 2 * (log_likelihood - posterior.log_marginal_likelihood())
+    torch.testing.assert_close(determinant.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_what_it_cannot_do_is_named():
     model, data = problem()
     regression = [(x, x[:, :3]) for x, _ in data]
