@@ -21,12 +21,12 @@ from laplace_plus.linalg.probes import (
     Probes,
     dense,
     draw_probes,
-    leave_one_out,
     multiply,
     parameter_gradients,
     standard_error,
 )
 from laplace_plus.linalg.results import Estimate
+from laplace_plus.linalg.sketches import Sketch
 
 DiagonalMethod = Literal["xdiag", "hutchinson"]
 """Names of the estimators of :func:`diagonal`."""
@@ -166,30 +166,17 @@ class _Hutchinson:
 class _XDiag:
     def __init__(self, operator: LinearMap, dtype: torch.dtype):
         self.operator, self.dtype = operator, dtype
-        self.probes = self.basis = self.products = self.triangle = torch.empty(0)
+        self.probes = self.products = torch.empty(0)
 
     def add(self, probes: Tensor) -> None:
-        sketch = multiply(self.operator, probes, self.dtype)
-        require_finite("The diagonal estimator", sketch)
+        columns = multiply(self.operator, probes, self.dtype)
+        require_finite("The diagonal estimator", columns)
         if not len(self.probes):
-            basis, triangle = torch.linalg.qr(sketch.mT)
-            self.probes, self.basis, self.triangle = probes, basis.mT.contiguous(), triangle.double()
-            self.products = self._transposed(self.basis)
-            return
-        # The decomposition grows by a block, so that no product is computed again.
-        m = len(self.probes)
-        inside = sketch.new_zeros(m, len(probes))
-        for _ in range(2):
-            coefficients = self.basis @ sketch.mT
-            sketch = sketch - coefficients.mT @ self.basis
-            inside = inside + coefficients
-        basis, triangle = torch.linalg.qr(sketch.mT)
-        above = torch.cat([self.triangle, inside.double()], 1)
-        below = torch.cat([triangle.new_zeros(len(probes), m), triangle], 1).double()
-        self.triangle = torch.cat([above, below])
-        self.basis = torch.cat([self.basis, basis.mT])
-        self.products = torch.cat([self.products, self._transposed(basis.mT.contiguous())])
-        self.probes = torch.cat([self.probes, probes])
+            self.probes, self.range = probes, Sketch(columns)
+            self.products = self._transposed(self.range.basis)
+        else:
+            self.probes = torch.cat([self.probes, probes])
+            self.products = torch.cat([self.products, self._transposed(self.range.extend(columns))])
 
     def _transposed(self, vectors: Tensor) -> Tensor:
         """``Aᵀ u``."""
@@ -198,20 +185,20 @@ class _XDiag:
         return products
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        rotation, columns, lost = leave_one_out(self.triangle)
-        to_range = rotation.mT.to(self.basis.dtype)
-        captured = (to_range @ self.basis * (to_range @ self.products)).sum(0)  # diag(Q Qᵀ A)
-        directions = (rotation @ lost).mT.to(self.basis.dtype)
-        outside = (lost * columns).sum(0)[:, None].to(self.basis.dtype)
+        basis, (rotation, columns, lost) = self.range.basis, self.range.leave_one_out()
+        to_range = rotation.mT.to(basis.dtype)
+        captured = (to_range @ basis * (to_range @ self.products)).sum(0)  # diag(Q Qᵀ A)
+        directions = (rotation @ lost).mT.to(basis.dtype)
+        outside = (lost * columns).sum(0)[:, None].to(basis.dtype)
         # Without probe i the range lacks one direction sᵢ: its part of the captured diagonal goes, and the remainder
         # of the product with probe i is what lies in that direction.
-        samples = (directions @ self.basis) * (outside * self.probes - directions @ self.products)
+        samples = (directions @ basis) * (outside * self.probes - directions @ self.products)
         return captured + samples.mean(0), standard_error(samples)
 
     def frame(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         m = len(self.probes)
-        rotation, _, lost = leave_one_out(self.triangle)
-        basis = rotation.mT.to(self.basis.dtype) @ self.basis
+        rotation, _, lost = self.range.leave_one_out()
+        basis = rotation.mT.to(self.range.basis.dtype) @ self.range.basis
         average = torch.eye(len(lost), dtype=lost.dtype, device=lost.device) - lost @ lost.mT / m
         weighted = weights * self.probes
         inside = (basis @ weighted.mT).double()

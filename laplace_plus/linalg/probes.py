@@ -78,26 +78,3 @@ def standard_error(samples: Tensor) -> Tensor:
     if len(samples) == 1:
         return torch.full_like(samples[0], torch.inf)
     return cast(Tensor, samples.std(0) / samples.shape[0] ** 0.5)
-
-
-def leave_one_out(triangle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the range of a sketch loses with each of its columns.
-
-    For a sketch ``Y = Q R`` with columns yᵢ, the projection onto the span of all columns but the i-th is
-    ``Q (B Bᵀ − sᵢ sᵢᵀ) Qᵀ``, where the columns of B span the range of R. If yᵢ lies in the span of the others, nothing
-    is lost and sᵢ is zero: so it is for each i where the operator's rank is smaller than the number of probes.
-
-    Args:
-        triangle: R, ``[m, m]`` in float64.
-
-    Returns:
-        B ``[m, r]``, ``Bᵀ R`` ``[r, m]`` and ``Bᵀ sᵢ`` as columns ``[r, m]``; r is the numerical rank.
-    """
-    left, values, right = torch.linalg.svd(triangle)  # R = left · diag(values) · right
-    rank = int((values > 4 * torch.finfo(triangle.dtype).eps * values[:1]).sum())
-    left, values, right = left[:, :rank], values[:rank], right[:rank]
-    # A column is needed for the range if and only if its leverage is one.
-    needed = (1 - right.square().sum(0)) <= 1e-8
-    lost = right / values[:, None]
-    lost = torch.where(needed, lost / torch.linalg.vector_norm(lost, dim=0).clamp_min(1e-300), 0.0)
-    return left, values[:, None] * right, lost

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels import vector_norm
+from laplace_plus.kernels import inner, three_term_update, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
 from laplace_plus.linalg.krylov import Krylov, Products, breakdown_limit
 from laplace_plus.linalg.orthogonalization import orthogonalize
@@ -47,11 +47,11 @@ def three_term(
         length = vector_norm(product)
         largest = torch.maximum(largest, length)
         small = torch.maximum(limit * largest, breakdown_limit(None, start.dtype) * length)
-        rest = product if k == 0 else product - off_diagonal[:, k - 1, None] * basis[:, k - 1]
-        # the second pass against the last two vectors costs little and keeps them orthogonal to rounding
-        rest, first = orthogonalize(basis[:, k : k + 1], rest, passes=1)
-        rest, second = orthogonalize(basis[:, max(k - 1, 0) : k + 1], rest, passes=1)
-        diagonal[:, k] = first[:, 0] + second[:, -1]
+        previous = (basis[:, k - 1], off_diagonal[:, k - 1]) if k else (None, None)
+        rest, alpha, _ = three_term_update(product, vector, *previous)
+        # a second pass against the last two vectors costs little and keeps them orthogonal to rounding
+        rest, correction = orthogonalize(basis[:, max(k - 1, 0) : k + 1], rest, passes=1)
+        diagonal[:, k] = alpha + correction[:, -1]
         size = vector_norm(rest)
         if estimates is not None:
             lost = estimates.advance(k, diagonal, off_diagonal, size, largest, going & (size > small))
@@ -157,7 +157,7 @@ def three_term_pullback(
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    return (x * y).sum(dim=-1, keepdim=True)
+    return inner(x, y)[:, None]
 
 
 def _sized(tensors: Sequence[Tensor], depth: int) -> Sequence[Tensor]:

@@ -28,12 +28,12 @@ from laplace_plus.linalg.probes import (
     Probes,
     dense,
     draw_probes,
-    leave_one_out,
     multiply,
     parameter_gradients,
     standard_error,
 )
 from laplace_plus.linalg.results import Estimate
+from laplace_plus.linalg.sketches import Sketch
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutch++", "hutchinson"]
 """Names of the estimators of :func:`trace`."""
@@ -251,32 +251,20 @@ class _XTrace(_Estimator):
     @override
     def add(self, matvecs: int) -> None:
         probes = self.draw(matvecs // 2)
-        sketch = self.multiply(probes)
-        m = len(self.probes)
-        if not m:
-            basis, triangle = torch.linalg.qr(sketch.mT)
-            self.basis, self.triangle = basis.mT.contiguous(), triangle.double()
-            self.products = self.multiply(self.basis)
-        else:  # the decomposition grows by a block, so that no product is computed again
-            inside = sketch.new_zeros(m, len(probes))
-            for _ in range(2):
-                coefficients = self.basis @ sketch.mT
-                sketch = sketch - coefficients.mT @ self.basis
-                inside = inside + coefficients
-            basis, triangle = torch.linalg.qr(sketch.mT)
-            old = torch.cat([self.triangle, inside.double()], 1)
-            new = torch.cat([triangle.new_zeros(len(probes), m), triangle], 1).double()
-            self.triangle = torch.cat([old, new])
-            self.basis = torch.cat([self.basis, basis.mT])
-            self.products = torch.cat([self.products, self.multiply(basis.mT.contiguous())])
+        columns = self.multiply(probes)
+        if not len(self.probes):
+            self.range = Sketch(columns)
+            self.products = self.multiply(self.range.basis)
+        else:
+            self.products = torch.cat([self.products, self.multiply(self.range.extend(columns))])
         self.probes = torch.cat([self.probes, probes])
 
     @override
     def estimate(self) -> tuple[Tensor, Tensor]:
         m, n = self.probes.shape
-        basis, columns, lost = leave_one_out(self.triangle)
-        core = basis.mT @ (self.basis @ self.products.mT).double() @ basis  # H = Qᵀ A Q
-        inside = basis.mT @ (self.basis @ self.probes.mT).double()  # W = Qᵀ Ω
+        basis, columns, lost = self.range.leave_one_out()
+        core = basis.mT @ (self.range.basis @ self.products.mT).double() @ basis  # H = Qᵀ A Q
+        inside = basis.mT @ (self.range.basis @ self.probes.mT).double()  # W = Qᵀ Ω
         across = basis.mT @ (self.products @ self.probes.mT).double()  # T = (A Q)ᵀ Ω
         sizes = self.probes.square().sum(1, dtype=torch.float64)
         # All that is needed of wᵢ, tᵢ and rᵢ, projected to sᵢ and s_j.
@@ -312,7 +300,7 @@ class _XTrace(_Estimator):
 
     @override
     def frame(self) -> tuple[Tensor, Tensor]:
-        return _frame(self.kind, self.probes, self.basis, self.triangle)
+        return _frame(self.kind, self.probes, self.range)
 
 
 class _XNysTrace(_Estimator):
@@ -359,8 +347,7 @@ class _XNysTrace(_Estimator):
 
     @override
     def frame(self) -> tuple[Tensor, Tensor]:
-        basis, triangle = torch.linalg.qr(self.sketch.mT)
-        return _frame(self.kind, self.probes, basis.mT.contiguous(), triangle.double())
+        return _frame(self.kind, self.probes, Sketch(self.sketch))
 
 
 _ESTIMATORS: dict[str, type[_Estimator]] = {
@@ -438,18 +425,18 @@ def _respherical(kind: Probes, probes: Tensor, kept: Tensor, lost: Tensor) -> Te
     return dimensions / (probes.square().sum(1, dtype=torch.float64) - kept.square().sum(0))
 
 
-def _frame(kind: Probes, probes: Tensor, basis: Tensor, triangle: Tensor) -> tuple[Tensor, Tensor]:
+def _frame(kind: Probes, probes: Tensor, sketch: Sketch) -> tuple[Tensor, Tensor]:
     """Vectors and cotangents of XTrace with the bases held fixed.
 
     The mean over i of ``tr(Qᵢᵀ A Qᵢ) + κᵢ μᵢᵀ A μᵢ``, where Qᵢ spans the sketch without probe i and
     ``μᵢ = (I − Qᵢ Qᵢᵀ) ωᵢ``.
     """
     m = len(probes)
-    rotation, _, lost = leave_one_out(triangle)
-    inside = rotation.mT @ (basis @ probes.mT).double()
+    rotation, _, lost = sketch.leave_one_out()
+    inside = rotation.mT @ (sketch.basis @ probes.mT).double()
     kept = inside - lost * (lost * inside).sum(0)
     scale = _respherical(kind, probes, kept, lost) / m
-    basis = rotation.mT.to(basis.dtype) @ basis
+    basis = rotation.mT.to(probes.dtype) @ sketch.basis
     outside = probes - kept.mT.to(basis.dtype) @ basis
     weights = torch.eye(len(lost), dtype=lost.dtype, device=lost.device) - lost @ lost.mT / m
     return (
