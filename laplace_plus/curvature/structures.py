@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace_plus.curvature.gradients import Layout
 from laplace_plus.errors import DataError
-from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock
+from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[
     if storage == "dense":
         return DenseBlock(tensors["matrix"], shape)
     if storage == LowRankBlock.storage:
-        return LowRankBlock(tensors["values"], tensors["vectors"], tensors["nodes"], tensors["node_weights"])
+        rest = SampledSpectrum(tensors["nodes"], tensors["node_weights"])
+        return LowRankBlock(tensors["values"], tensors["vectors"], rest)
     return KroneckerBlock(
         tensors["left"], tensors["right"], tensors["count"], tensors.get("corrected"), tensors.get("basis_weights")
     )

@@ -46,6 +46,7 @@ from laplace_plus.linalg.partial_eigen import PartialEigen, PartialSVD, eigsh, s
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.projections import NullSpaceProjector, project_null_space
 from laplace_plus.linalg.results import Estimate, Solution, Status
+from laplace_plus.linalg.sampled_spectrum import SampledSpectrum
 from laplace_plus.linalg.slq import slq_logdet, slq_trace
 from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
 from laplace_plus.linalg.structured import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
@@ -108,4 +109,5 @@ __all__ = [
     "svds",
     "trace",
     "tridiagonal",
+    "SampledSpectrum",
 ]

@@ -19,6 +19,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.bases import Rotation
 from laplace_plus.linalg.blocks import Block, symmetric_eigen
 from laplace_plus.linalg.factor import Factor, not_positive_definite
+from laplace_plus.linalg.sampled_spectrum import SampledSpectrum
 from laplace_plus.linalg.stacks import Stack, slices
 
 
@@ -26,21 +27,18 @@ from laplace_plus.linalg.stacks import Stack, slices
 class LowRankBlock(Block):
     """``H = Uᵀ diag(values) U`` over a vector of n entries, and what is known of the rest.
 
-    The rest only enters determinants. It is known by the Gauss quadratures of m random vectors v orthogonal to U,
-    ``tr f(H_rest) ≈ 1/m Σ_jk weight_jk f(node_jk)`` for any f with f(0) = 0 (stochastic Lanczos quadrature; Ubaru et
-    al., 2017), so that it can be evaluated for every prior precision without another product.
+    The rest only enters determinants, and is known by what random vectors orthogonal to U found of its spectrum, so
+    that it can be evaluated for every prior precision without another product.
 
     Attributes:
         values: Positive ``[r]``, float64.
         vectors: U, ``[r, n]``. Formulas do not take its rows to be exactly orthonormal.
-        nodes: ``[m, K]`` float64; m = 0 where nothing is known of the rest.
-        node_weights: ``[m, K]`` float64.
+        rest: The spectrum of what is not in the pairs.
     """
 
     values: Tensor
     vectors: Tensor
-    nodes: Tensor
-    node_weights: Tensor
+    rest: SampledSpectrum
 
     storage: ClassVar[str] = "low rank"
     _spectrum: Tensor | None = field(default=None, init=False, repr=False)
@@ -59,20 +57,7 @@ class LowRankBlock(Block):
         assert isinstance(other, LowRankBlock)
         self.values = torch.cat([self.values, other.values])
         self.vectors = torch.cat([self.vectors, other.vectors])
-        depth = max(self.nodes.shape[1], other.nodes.shape[1])
-        probes = max(len(self.nodes), len(other.nodes), 1)
-        # Weights are per probe; a block with fewer probes counts each of them more often.
-        nodes, weights = [], []
-        for block in (self, other):
-            if len(block.nodes):
-                nodes.append(torch.nn.functional.pad(block.nodes, (0, depth - block.nodes.shape[1])))
-                scaled = block.node_weights * (probes / len(block.nodes))
-                weights.append(torch.nn.functional.pad(scaled, (0, depth - block.nodes.shape[1])))
-        if nodes:
-            rows = max(len(part) for part in nodes)
-            nodes = [torch.nn.functional.pad(part, (0, 0, 0, rows - len(part))) for part in nodes]
-            weights = [torch.nn.functional.pad(part, (0, 0, 0, rows - len(part))) for part in weights]
-            self.nodes, self.node_weights = torch.cat(nodes, 1), torch.cat(weights, 1)
+        self.rest = self.rest.plus(other.rest)
         self.__post_init__()
         self._spectrum = None
 
@@ -83,18 +68,18 @@ class LowRankBlock(Block):
             self._spectrum = symmetric_eigen(root[:, None] * _gram(self.vectors, None) * root)[0].clamp(min=0)
         return self._spectrum
 
-    def remainder(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
-        """``tr log(I + H_rest/δ)`` for a diagonal δ that is one number: the estimate and its standard error.
+    def remainder(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``tr log(I + H_rest/δ)`` for a diagonal δ that is one number.
 
         Returns:
-            0-d float64 each; zero where nothing is known of the rest. Differentiable.
+            As :meth:`SampledSpectrum.trace`; zeros where nothing is known of the rest. Differentiable.
 
         Raises:
             UnsupportedError: A diagonal that differs from entry to entry.
         """
-        if not len(self.nodes):
+        if not len(self.rest):
             zero = torch.zeros((), dtype=torch.float64, device=self.vectors.device)
-            return zero, zero
+            return zero, zero, zero
         if diagonal.ndim:
             raise UnsupportedError(
                 "What the low-rank curvature leaves out is only known under one prior precision for all parameters.",
@@ -103,9 +88,7 @@ class LowRankBlock(Block):
                 fix="Pass remainder_probes=0 to take the evidence of the low-rank curvature alone.",
             )
         ratio = weights[0].double() / diagonal.double()
-        each = (self.node_weights * torch.log1p(self.nodes.clamp(min=0) * ratio)).sum(1)
-        spread = each.std() / len(each) ** 0.5 if len(each) > 1 else torch.full_like(each[0], torch.nan)
-        return each.mean(), spread
+        return self.rest.trace(lambda nodes: torch.log1p(nodes * ratio))
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
@@ -135,8 +118,8 @@ class LowRankBlock(Block):
         return {
             "values": self.values,
             "vectors": self.vectors,
-            "nodes": self.nodes,
-            "node_weights": self.node_weights,
+            "nodes": self.rest.nodes,
+            "node_weights": self.rest.weights,
         }
 
 

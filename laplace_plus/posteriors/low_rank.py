@@ -21,7 +21,7 @@ from laplace_plus.curvature import Curvature, LowRankStructure
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import whole_layout
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
-from laplace_plus.linalg import Estimate, LowRankBlock, Operator, eigsh, lanczos
+from laplace_plus.linalg import Estimate, LowRankBlock, Operator, SampledSpectrum, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import check_count, exactly
 from laplace_plus.posteriors.gaussian import FitSums, GaussianPosterior, require_restartable
@@ -95,7 +95,9 @@ class LowRank(GaussianPosterior):
     def remainder(self) -> Estimate:
         """What the eigenpairs leave out of the evidence's log-determinant, ``tr log(I + H_rest/(T δ))``.
 
-        Half of it is subtracted from the log evidence; its standard error is over the random vectors.
+        Half of it is subtracted from the log evidence. Its standard error is over the random vectors; ``converged``
+        says whether the last quarter of the Lanczos steps changed it by less than that. With ``remainder_probes=0`` or
+        a Hessian nothing is estimated, and the value is zero.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -106,9 +108,11 @@ class LowRank(GaussianPosterior):
         ((layout, block),) = model.curvature
         assert isinstance(block, LowRankBlock)
         diagonal = self.prior().on(layout.index).to(weights)
-        value, sem = block.remainder(weights, diagonal)
-        probes, depth = block.nodes.shape
-        return Estimate(value, sem, probes * depth, True, probes, depth)
+        value, sem, change = block.remainder(weights, diagonal)
+        probes, depth = len(block.rest), block.rest.depth
+        rounding = torch.finfo(block.vectors.dtype).eps ** 0.5 * value.abs()
+        settled = change <= (torch.maximum(sem, rounding) if probes > 1 else rounding)
+        return Estimate(value, sem, probes * depth, bool(settled), probes, depth)
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
@@ -174,19 +178,16 @@ class LowRank(GaussianPosterior):
         rounding = 10 * torch.finfo(pairs.values.dtype).eps
         kept = values > rounding * values.clamp(min=0).amax() if len(values) else values > 0
         values, vectors = values[kept], pairs.vectors[kept]
-        none = values.new_zeros(0, 0)
         indefinite = self.backend.kind == "hessian"
         complete = wanted == total or len(values) < len(pairs.values)
         if self.remainder_probes == 0 or indefinite or complete:
-            return LowRankBlock(values, vectors, none, none)
+            return LowRankBlock(values, vectors, SampledSpectrum.unknown(values.device))
         probes = draw_probes(
             "signs", self.remainder_probes, total, generator=generator, dtype=operator.dtype, device=operator.device
         )
         deflated = _Deflated(operator, vectors)
         rest = lanczos(deflated, deflated.project(probes), self.remainder_depth)
-        nodes, eigenvectors = torch.linalg.eigh(rest.tridiagonal().double())
-        weights = eigenvectors[:, 0].square() / rest.scale.double().square()[:, None]
-        return LowRankBlock(values, vectors, nodes.clamp(min=0), weights)
+        return LowRankBlock(values, vectors, SampledSpectrum.of(rest))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import torch
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import NotPositiveDefiniteError, UnsupportedError
-from laplace_plus.linalg import LowRankBlock
+from laplace_plus.linalg import LowRankBlock, SampledSpectrum, lanczos
 from laplace_plus.linalg.stacks import JoinedStack, OuterStack
 
 N, RANK = 12, 4
 WEIGHT = torch.tensor([1.7], dtype=torch.float64)
-NONE = torch.zeros(0, 0, dtype=torch.float64)
+NONE = SampledSpectrum.unknown()
 SCALAR = torch.tensor(0.3, dtype=torch.float64)
 VARIED = torch.linspace(0.1, 2.0, N, dtype=torch.float64).view(1, 1, N)
 DIAGONALS = pytest.mark.parametrize("diagonal", [SCALAR, VARIED], ids=["scalar", "varied"])
@@ -22,11 +22,11 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def block(rank=RANK, *, orthonormal=True, nodes=NONE, weights=NONE):
+def block(rank=RANK, *, orthonormal=True, rest=NONE):
     vectors = draw(rank, N)
     if orthonormal:
         vectors = torch.linalg.qr(vectors.T)[0].T.contiguous()
-    return LowRankBlock(torch.linspace(9.0, 0.1, rank, dtype=torch.float64), vectors, nodes, weights)
+    return LowRankBlock(torch.linspace(9.0, 0.1, rank, dtype=torch.float64), vectors, rest)
 
 
 def matrix(low_rank, diagonal):
@@ -71,7 +71,7 @@ def test_variances_survive_single_precision():
     # The data leave a ten-millionth of the prior's variance, less than one rounding of it.
     vectors = torch.linalg.qr(draw(N, RANK))[0].T.float().contiguous()
     values = torch.full((RANK,), 1e7, dtype=torch.float64)
-    low_rank = LowRankBlock(values, vectors, NONE, NONE)
+    low_rank = LowRankBlock(values, vectors, NONE)
     stack = JoinedStack([(OuterStack(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1)), torch.arange(N))], N)
     one = torch.ones(1, dtype=torch.float64)
     got = low_rank.factor(one, torch.ones((), dtype=torch.float64)).quadratic(stack, "diagonal")
@@ -87,22 +87,45 @@ def test_log_determinant_is_differentiable(diagonal):
 
 
 def test_remainder_adds_its_quadrature():
-    nodes = torch.tensor([[0.5, 0.0], [0.2, 0.1]], dtype=torch.float64)
-    weights = torch.tensor([[2.0, 5.0], [3.0, 1.0]], dtype=torch.float64)
-    whole, bare = block(nodes=nodes, weights=weights), block()
-    each = (weights * torch.log1p(nodes * WEIGHT / SCALAR)).sum(1)
-    value, sem = whole.remainder(WEIGHT, SCALAR)
-    torch.testing.assert_close(value, each.mean())
-    torch.testing.assert_close(sem, (each[0] - each[1]).abs() / 2)
+    nodes = torch.tensor([[[0.5, 0.0], [0.2, 0.1]], [[0.4, 0.0], [0.2, 0.0]]], dtype=torch.float64)
+    weights = torch.tensor([[[2.0, 5.0], [3.0, 1.0]], [[2.5, 0.0], [4.0, 0.0]]], dtype=torch.float64)
+    whole, bare = block(rest=SampledSpectrum(nodes, weights)), block()
+    each = (weights * torch.log1p(nodes * WEIGHT / SCALAR)).sum(-1)
+    value, sem, change = whole.remainder(WEIGHT, SCALAR)
+    torch.testing.assert_close(value, each[0].mean())
+    torch.testing.assert_close(sem, (each[0, 0] - each[0, 1]).abs() / 2)
+    torch.testing.assert_close(change, (each[0] - each[1]).mean().abs())
     difference = whole.log_determinant(WEIGHT, SCALAR) - bare.log_determinant(WEIGHT, SCALAR)
-    torch.testing.assert_close(difference, each.mean())
+    torch.testing.assert_close(difference, each[0].mean())
     with pytest.raises(UnsupportedError, match="remainder_probes=0"):
         whole.log_determinant(WEIGHT, VARIED)
 
 
+def test_a_sampled_spectrum_is_the_quadrature_of_its_vectors():
+    root = draw(5, N)
+    curvature = root.T @ root  # of rank 5: six steps are exact
+    vectors = draw(4, N, seed=1)
+    found = SampledSpectrum.of(lanczos(lambda v: v @ curvature, vectors, 6))
+
+    def logarithm(x):
+        return torch.log1p(1e4 * x)
+
+    values, basis = torch.linalg.eigh(curvature)
+    exact = ((vectors @ basis).square() * logarithm(values.clamp(min=0))).sum(1)
+    value, sem, change = found.trace(logarithm)
+    torch.testing.assert_close(value, exact.mean())
+    torch.testing.assert_close(sem, exact.std() / 2)
+    assert change > 1e-3 * value, "fewer steps are not enough"
+    shallow = SampledSpectrum.of(lanczos(lambda v: v @ curvature, vectors, found.depth - found.depth // 4))
+    torch.testing.assert_close(change, (value - shallow.trace(logarithm)[0]).abs())
+    one = SampledSpectrum.of(lanczos(lambda v: v @ curvature, vectors, 1))
+    assert one.trace(logarithm)[2] == one.trace(logarithm)[0], "one step says nothing of the next"
+
+
 def test_adding_keeps_both_parts():
-    nodes, weights = draw(3, 2).square(), draw(3, 2, seed=1).square()
-    one, two = block(nodes=nodes, weights=weights), block(2, nodes=nodes[:2, :1], weights=weights[:2, :1])
+    nodes, weights = draw(2, 3, 2).square(), draw(2, 3, 2, seed=1).square()
+    one = block(rest=SampledSpectrum(nodes, weights))
+    two = block(2, rest=SampledSpectrum(nodes[:, :2, :1], weights[:, :2, :1]))
     expected = one.dense(WEIGHT) + two.dense(WEIGHT)
     rests = one.remainder(WEIGHT, SCALAR)[0] + two.remainder(WEIGHT, SCALAR)[0]
     one.eigenvalues()

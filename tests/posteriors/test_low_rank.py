@@ -78,6 +78,8 @@ def test_remainder_estimates_what_the_pairs_leave_out():
     estimate = posterior.remainder()
     assert 0 < estimate.sem < 0.1 * expected
     assert (estimate.value - expected).abs() < 4 * estimate.sem
+    assert estimate.converged
+    assert not low_rank(model, prior_precision=1e-6, remainder_depth=2).fit(data).remainder().converged
     # Nothing else separates the two evidences.
     gap = posterior.log_marginal_likelihood() - full.log_marginal_likelihood()
     torch.testing.assert_close(gap, (expected - estimate.value) / 2, rtol=1e-6, atol=1e-6)

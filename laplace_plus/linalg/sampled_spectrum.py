@@ -1,0 +1,87 @@
+"""What random vectors know of a matrix's spectrum: enough for the trace of any function of it without a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace_plus.linalg.lanczos import LanczosDecomposition
+from laplace_plus.linalg.probes import standard_error
+
+
+@dataclass(frozen=True)
+class SampledSpectrum:
+    """Gauss quadratures of a symmetric positive semi-definite H, one for each of m random vectors.
+
+    ``tr f(H) ≈ 1/m Σ_jk weight_jk f(node_jk)`` for any f with f(0) = 0 (stochastic Lanczos quadrature; S. Ubaru,
+    J. Chen and Y. Saad, "Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature", 2017).
+
+    Attributes:
+        nodes: ``[2, m, K]`` float64: after K Lanczos steps, and after three quarters of them, filled up with zeros.
+        weights: ``[2, m, K]`` float64.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+
+    @classmethod
+    def unknown(cls, device: torch.device | None = None) -> SampledSpectrum:
+        """That of no vectors at all."""
+        none = torch.zeros(2, 0, 0, dtype=torch.float64, device=device)
+        return cls(none, none)
+
+    @classmethod
+    def of(cls, decomposition: LanczosDecomposition) -> SampledSpectrum:
+        """From Lanczos decompositions for random vectors ``[m, n]`` with ``E[v vᵀ] = I``."""
+        matrix = decomposition.tridiagonal().double()
+        depth = matrix.shape[-1]
+        norms = decomposition.scale.double().square().reciprocal()
+        nodes, weights = [], []
+        for steps in (depth, depth - max(1, depth // 4)):
+            values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])
+            first = vectors[:, 0] if steps else values
+            nodes.append(_filled(values.clamp(min=0), depth))
+            weights.append(_filled(first.square() * norms[:, None], depth))
+        return cls(torch.stack(nodes), torch.stack(weights))
+
+    def __len__(self) -> int:
+        """Number of random vectors."""
+        return self.nodes.shape[1]
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.nodes.shape[2]
+
+    def trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """``tr f(H)``, differentiable in what f depends on; not for m = 0.
+
+        Returns:
+            0-d float64 each: the estimate, its standard error over the vectors (infinite for a single one), and by how
+            much the last quarter of the Lanczos steps changed it.
+        """
+        full, earlier = (self.weights * f(self.nodes)).sum(-1)
+        return full.mean(), standard_error(full), (full - earlier).detach().mean().abs()
+
+    def plus(self, other: SampledSpectrum) -> SampledSpectrum:
+        """That of two matrices: traces add.
+
+        Where one has fewer vectors, each of them counts more often.
+        """
+        parts = [part for part in (self, other) if len(part)]
+        if len(parts) < 2:
+            return parts[0] if parts else self
+        rows = max(len(part) for part in parts)
+        nodes, weights = [], []
+        for part in parts:
+            missing = (0, 0, 0, rows - len(part))
+            nodes.append(torch.nn.functional.pad(part.nodes, missing))
+            weights.append(torch.nn.functional.pad(part.weights * (rows / len(part)), missing))
+        return SampledSpectrum(torch.cat(nodes, -1), torch.cat(weights, -1))
+
+
+def _filled(values: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
