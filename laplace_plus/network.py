@@ -239,7 +239,7 @@ class Network:
         autocast = torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext()
         with evaluation_mode(self.model), torch.compiler.set_stance("force_eager"), autocast:
             try:
-                return functional_call(self.model, state, arguments, keywords)
+                return functional_call(self.model, self._everywhere(state), arguments, keywords, tie_weights=False)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -249,6 +249,22 @@ class Network:
                     got=batches.describe(inputs),
                     fix="Look at the error above this one, and call the model on such a batch yourself.",
                 ) from error
+
+    def _everywhere(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values under one name for each tensor, as values for each place where a module object holds it.
+
+        torch's own ``tie_weights=True`` looks for places by name. A module object that the model holds twice has two
+        names for the same place; torch then replaces it twice, and puts the first replacement back for the original.
+        """
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        values = {id(tensor): state[name] for name, tensor in named if name in state}
+        places: dict[str, Tensor] = {}
+        for prefix, module in self.model.named_modules():  # each object once
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for name, tensor in own:
+                if id(tensor) in values:
+                    places[f"{prefix}.{name}" if prefix else name] = values[id(tensor)]
+        return places
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""

@@ -1,174 +1,118 @@
-"""Products with the curvature of networks in units of a pass through them, and the posterior that is made of them.
+"""Products with the curvature of networks in units of a pass through them.
 
-"x pass" is relative to one forward and backward pass over the same batch. Products are with the generalised
-Gauss–Newton matrix of a classifier, for one vector and for ten in one call; curvlinops multiplies the same vectors.
-"distance" is the relative distance of its result from ours.
+"× pass" is relative to one forward and backward pass over the same batch. Products are with one vector, and with ten in
+one call: of the Jacobian, and of the generalised Gauss–Newton matrix, the Hessian and the empirical Fisher matrix of a
+classifier. curvlinops multiplies the same vectors; "distance" is the relative distance of its result from ours.
 
-The second table is the fit of up to 20 eigenpairs for an MLP of 1.9 million weights on 256 data. laplace-torch's are
-those of the Hessian, by power iteration with deflation, for which it needs a package of its own (``pip install
---no-deps asdfghjkl==0.1a2``). "largest" and "smallest" are the eigenvalues found, "residual" is the largest
-``‖H u − λ u‖ / λ_max`` of the pairs, each with its own matrix. "with remainder" is the stochastic part of the evidence,
-which costs another eight vectors times ten products.
+The networks are an MLP 784-1024-1024-10 with 1.9 million weights on 256 data, and torchvision's ResNet-18 with 11
+million on 16 images of 32 × 32 pixels, in evaluation mode.
 """
 
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from measuring import Call, Row, extra_memory, memory_in_new_process, report, timed, timings
+from measuring import Call, Row, least_seconds, memory_in_new_process
 from torch import Tensor, nn
 
-import laplace_plus as lp
-from laplace_plus.curvature.operators import GGNOperator, HessianOperator
+from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator, JacobianOperator
 
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import curvlinops
-        import laplace
 except ImportError:  # the comparison is optional
-    curvlinops = laplace = None
+    curvlinops = None
+try:
+    from torchvision.models import resnet18
+except ImportError:
+    resnet18 = None
 
-TABLES = "table"
+MATRICES = ("Jacobian", "GGN", "Hessian", "Fisher")
+COUNTS = (1, 10)
+PASS = "forward and backward"
 Data = list[tuple[Tensor, Tensor]]
 
 
-def mlp(batch: int) -> tuple[nn.Module, Data]:
-    """784-1024-1024-10, 1.9 million weights."""
+def build(network: str, small: bool) -> tuple[nn.Module, Data]:
+    """A network and a batch."""
     torch.manual_seed(0)
-    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
-    return nn.Sequential(*layers).eval(), [(torch.randn(batch, 784), torch.randint(10, (batch,)))]
+    if network == "mlp":
+        layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+        model, x = nn.Sequential(*layers), torch.randn(2 if small else 256, 784)
+    else:
+        model, x = resnet18(num_classes=10), torch.randn(1 if small else 16, 3, 32, 32)
+    return model.eval(), [(x, torch.randint(10, (len(x),)))]
 
 
-def resnet18(batch: int) -> tuple[nn.Module, Data]:
-    """Torchvision's ResNet-18 on 32 x 32 images, 11 million weights."""
-    from torchvision.models import resnet18 as build  # noqa: PLC0415  -- an extra
-
-    torch.manual_seed(0)
-    return build(num_classes=10).eval(), [(torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))]
-
-
-MODELS = {"mlp": (mlp, 256), "resnet18": (resnet18, 16)}
+def ours(matrix: str, model: nn.Module, data: Data) -> Any:
+    """Our operator, on row-stacked vectors."""
+    if matrix == "Jacobian":
+        return JacobianOperator(model, data)
+    if matrix == "Fisher":
+        return FisherOperator(model, "classification", data, kind="empirical")
+    return (GGNOperator if matrix == "GGN" else HessianOperator)(model, "classification", data)
 
 
-def products(name: str) -> dict[str, Call]:
-    """What is compared for one network."""
-    build, batch = MODELS[name]
-    model, data = build(batch)
+def theirs(matrix: str, model: nn.Module, data: Data) -> Any:
+    """That of curvlinops, on vectors as columns."""
+    parameters = list(model.parameters())
+    if matrix == "Jacobian":
+        return curvlinops.JacobianLinearOperator(model, parameters, data, check_deterministic=False)
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    kind = getattr(curvlinops, ("EF" if matrix == "Fisher" else matrix) + "LinearOperator")
+    return kind(model, loss, parameters, data, check_deterministic=False)
+
+
+def calls(network: str, matrix: str, small: bool = False) -> dict[str, Call]:
+    """What is compared for one matrix of one network."""
+    model, data = build(network, small)
     ((x, y),) = data
-    operator = GGNOperator(model, "classification", data)
-    vectors = torch.randn(10, operator.shape[1])
+    operator = ours(matrix, model, data)
+    vectors = torch.randn(max(COUNTS), operator.shape[1])
 
     def one_pass() -> None:
         model.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
 
-    compared: dict[str, Call] = {
-        "forward and backward": one_pass,
-        "laplace_plus, 1 vector": lambda: operator(vectors[0]),
-        "laplace_plus, 10 vectors": lambda: operator(vectors),
-    }
+    compared: dict[str, Call] = {PASS: one_pass}
+    for count in COUNTS:
+        rows = vectors[0] if count == 1 else vectors[:count]
+        compared[f"laplace_plus, {count}"] = lambda rows=rows: operator(rows)
     if curvlinops is not None:
-        parameters = list(model.parameters())
-        loss = nn.CrossEntropyLoss(reduction="sum")
-        theirs = curvlinops.GGNLinearOperator(model, loss, parameters, data, check_deterministic=False)
-        columns = vectors.T.contiguous()
-        compared["curvlinops, 1 vector"] = lambda: theirs @ columns[:, 0]
-        compared["curvlinops, 10 vectors"] = lambda: (theirs @ columns).T
+        peer = theirs(matrix, model, data)
+        for count in COUNTS:
+            columns = vectors[:count].T.contiguous()
+            compared[f"curvlinops, {count}"] = lambda columns=columns: (peer @ columns).T
     return compared
 
 
-def fits(rank: int, batch: int) -> dict[str, Call]:
-    """Fits of a low-rank posterior; each gives eigenvalues, vectors as rows, and the operator that they belong to."""
-    model, data = mlp(batch)
-
-    def ours(kind: str, probes: int) -> Call:
-        def fit() -> tuple[Tensor, Tensor, str]:
-            posterior = lp.LowRank(
-                model, "classification", rank=rank, remainder_probes=probes, backend=lp.Native(kind=kind)
-            )
-            posterior.fit(data, generator=torch.Generator().manual_seed(0))
-            ((_, block),) = posterior.laplace_model().curvature
-            return block.values, block.vectors, kind
-
-        return fit
-
-    compared: dict[str, Call] = {
-        "laplace_plus, GGN": ours("ggn", 0),
-        "laplace_plus, GGN with remainder": ours("ggn", 8),
-        "laplace_plus, Hessian": ours("hessian", 0),
-    }
-    if laplace is not None:
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data[0]), batch)
-
-        def theirs() -> tuple[Tensor, Tensor, str]:
-            posterior = laplace.Laplace(
-                model,
-                "classification",
-                subset_of_weights="all",
-                hessian_structure="lowrank",
-                backend_kwargs={"low_rank": rank},
-            )
-            posterior.fit(loader)
-            return posterior.H[1], posterior.H[0].T, "hessian"
-
-        compared["laplace-torch, Hessian"] = theirs
-    return compared
+def call(network: str, matrix: str, name: str, small: bool = False) -> Call:
+    """That of which memory is measured."""
+    return calls(network, matrix, small)[name]
 
 
-def residual(values: Tensor, vectors: Tensor, kind: str, batch: int) -> float:
-    """The largest residual of eigenpairs, relative to the largest eigenvalue."""
-    model, data = mlp(batch)
-    operator = (HessianOperator if kind == "hessian" else GGNOperator)(model, "classification", data)
-    vectors = nn.functional.normalize(vectors.float(), dim=1)
-    gaps = operator(vectors) - values.float()[:, None] * vectors
-    return (gaps.norm(dim=1).max() / values.max()).item()
-
-
-def memory(table: str, name: str, rank: int, batch: int, network: str) -> Row:
-    """Peak memory of one call, in this process."""
-    if table == "products":
-        call = products(network)[name]
-        products("mlp")["laplace_plus, 1 vector"]()
-    else:
-        call = fits(rank, batch)[name]
-        fits(1, 8)["laplace_plus, GGN"]()
-    return {"peak_megabytes": extra_memory(call)}
-
-
-def run(quick: bool, script: Path, **_: Any) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     """All rows."""
-    rounds, rank, batch = (1, 2, 16) if quick else (5, 20, 256)
-    rows = []
-    for network in ("mlp",) if quick else MODELS:
-        calls = products(network)
-        measured = timings(calls, rounds)
-        for name, timing in measured.items():
-            row: Row = {"case": "networks", "table": "products", "network": network, "call": name, **timing.row()}
-            row["x_pass"] = timing.ratio(measured["forward and backward"]) ** -1
-            row |= memory_in_new_process(
-                script, case="networks", table="products", name=name, rank=0, batch=0, network=network
-            )
-            mine = name.replace("curvlinops", "laplace_plus")
-            if mine != name:
-                row["x_slower_than_ours"] = measured[mine].ratio(timing)
-                row["distance"] = ((calls[name]() - calls[mine]()).norm() / calls[mine]().norm()).item()
-            rows.append(report(row))
-    for name, call in fits(rank, batch).items():
-        row = {"case": "networks", "table": "fit", "network": "mlp", "call": name, "data": batch}
-        try:
-            timing, (values, vectors, kind) = timed(call)
-        except (ImportError, RuntimeError, ValueError) as error:
-            rows.append(report(row | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}))
-            continue
-        row |= timing.row()
-        row |= {"pairs": len(values), "largest": values.max().item(), "smallest": values.min().item()}
-        row["residual"] = residual(values, vectors, kind, batch)
-        row |= memory_in_new_process(
-            script, case="networks", table="fit", name=name, rank=rank, batch=batch, network="mlp"
-        )
-        rows.append(report(row))
-    return rows
+    networks = ["mlp"] if quick or resnet18 is None else ["mlp", "resnet18"]
+    for network in networks:
+        for matrix in MATRICES:
+            compared = calls(network, matrix)
+            seconds = least_seconds(compared, 1 if quick else 3)
+            for name, time in seconds.items():
+                library, _, count = name.partition(", ")
+                if name == PASS and matrix != MATRICES[0]:
+                    continue
+                row: Row = {"network": network, "matrix": "" if name == PASS else matrix, "library": library}
+                row |= {"vectors": int(count) if count else None, "seconds": time, "x_pass": time / seconds[PASS]}
+                if not quick and count != "1":
+                    row["megabytes"] = memory_in_new_process("networks", network=network, matrix=matrix, name=name)
+                if library == "curvlinops":
+                    mine = f"laplace_plus, {count}"
+                    row["laplace_plus_x_faster"] = time / seconds[mine]
+                    expected = compared[mine]()
+                    row["distance"] = ((compared[name]() - expected).norm() / expected.norm()).item()
+                yield row

@@ -190,6 +190,13 @@ def _axes(
             "The channels do not divide into the groups.", expected=f"a divisor of {inputs.shape[1]}", got=str(groups)
         )
     taps, steps, spread = (_each(value, space, 1) for value in (kernel_size, stride, dilation))
+    if isinstance(padding, str):
+        raise ConfigurationError(
+            "The padding is no number.",
+            expected="zeros on both sides of each axis, or pairs (before, after)",
+            got=repr(padding),
+            fix='Take the numbers that the module itself uses: padding="same" is (kernel_size − 1)·dilation in all.',
+        )
     given: list[Any] = [padding] * space if isinstance(padding, int) else list(padding)
     pairs = [(value, value) if isinstance(value, int) else (value[0], value[1]) for value in given]
     if len(pairs) != space or min(min(pair) for pair in pairs) < 0:

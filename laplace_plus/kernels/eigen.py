@@ -96,7 +96,8 @@ def eigen_many(matrices: Sequence[Tensor], *, dtype: torch.dtype = torch.float64
         else:
             found[index] = symmetric_eigen(matrix, dtype=dtype)
     for indices in alike.values():
-        batches = [matrices[index].reshape(-1, *matrices[index].shape[-2:]) for index in indices]
+        given = [matrices[index] for index in indices]
+        batches = [x.flatten(0, -3) if x.ndim > 2 else x[None] for x in given]
         values, vectors = symmetric_eigen(torch.cat(batches), dtype=dtype)
         counts = [len(batch) for batch in batches]
         for index, its_values, its_vectors in zip(indices, values.split(counts), vectors.split(counts), strict=True):

@@ -33,9 +33,11 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
     product = torch.dot if left.ndim == right.ndim == 1 else torch.linalg.vecdot
     if not _is_long(left):
         return product(left, right)
-    total = torch.zeros(torch.broadcast_shapes(left.shape[:-1], right.shape[:-1]), dtype=torch.float64)
+    total: Tensor | None = None
     for segment in _segments(left):
-        total += product(left[..., segment], right[..., segment])
+        part = product(left[..., segment], right[..., segment]).double()
+        total = part if total is None else total.add_(part)
+    assert total is not None
     return total.to(left.dtype)
 
 

@@ -41,7 +41,8 @@ def require_tolerance(**tolerances: float | None) -> None:
         ConfigurationError: One of them is negative, infinite or NaN.
     """
     for name, value in tolerances.items():
-        if value is not None and not 0 <= value < math.inf:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value < math.inf):
             raise ConfigurationError(f"{name} is out of range.", expected="a finite number ≥ 0", got=repr(value))
 
 

@@ -71,6 +71,7 @@ def arnoldi(
             products with Q a step, and without it the derivative is lost for ill-conditioned Krylov spaces.
         parameters: The tensors to differentiate in, where they are not to be found from the operator.
         tolerance: A Krylov space has ended where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten roundings of the type by default.
+            0 goes on to the last direction of a nearly singular operator, whose derivatives would miss it.
         dtype: Type of the start vectors; that of ``v`` by default. Half precision is for products only.
 
     Raises:

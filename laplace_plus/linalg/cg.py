@@ -22,6 +22,7 @@ from laplace_plus.linalg.solving import (
     asymmetry,
     chosen,
     constant,
+    converted,
     inner,
     is_single,
     iterations,
@@ -60,6 +61,7 @@ def cg(
     atol: float = 0.0,
     max_iterations: int | None = None,
     parameters: Iterable[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     check_symmetry: bool = True,
     return_tridiagonal: bool = False,
     progress: bool = False,
@@ -71,7 +73,7 @@ def cg(
     true residual, which is the one reported: where it exceeds twice that bound, the status is STAGNATED. That is the
     rule rather than the exception where ``rtol`` is below the condition number times the precision of the type.
 
-    Costs one product, one preconditioner and about six passes over vectors per iteration, and four vectors of memory
+    Costs one product, one preconditioner and about six passes over vectors per iteration, and eight vectors of memory
     per right-hand side. The gradient is that of ``A⁻¹ b``: with the cotangent x̄ it solves ``A w = x̄`` with the same
     preconditioner and tolerances, and gives ``b̄ = w`` and ``Ā = -w xᵀ`` in the operator's tensors. Its error is the sum
     of the two solves' errors. The preconditioner and ``x0`` get no gradient: the solution does not depend on them.
@@ -85,6 +87,8 @@ def cg(
         atol: Absolute tolerance.
         max_iterations: Cap; ``max(1000, 10 n)`` by default.
         parameters: The tensors A depends on, where they are not its leaves.
+        dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
+            vectors run in float32.
         check_symmetry: Whether to compare ``⟨p₀, A p₁⟩`` and ``⟨A p₀, p₁⟩`` for the first two directions, which costs
             no product.
         return_tridiagonal: Whether to return Lanczos' tridiagonal matrix.
@@ -108,6 +112,7 @@ def cg(
         >>> cg(lambda v: v @ A.T, torch.tensor([3.0, 4.0])).value.round(decimals=4)
         tensor([1., 1.])
     """
+    b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
     A = LinearMap(matvec, sides.length, symmetric=True, parameters=parameters)
     options = Options.of(sides, rtol, atol, max_iterations, check_symmetry, progress)

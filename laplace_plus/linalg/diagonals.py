@@ -21,6 +21,7 @@ from laplace_plus.linalg.probes import (
     Probes,
     dense,
     draw_probes,
+    jackknife,
     multiply,
     parameter_gradients,
     standard_error,
@@ -112,12 +113,11 @@ def diagonal(
         require_finite("The diagonal estimator", value)
         # One host synchronisation per batch, and only where there is something to decide.
         met = tolerance is None or bool(sem.norm() <= torch.clamp(tolerance * value.norm(), min=absolute_tolerance))
-        if met or operator.matvecs + min(matvecs, n) > cap:
+        left = cap - operator.matvecs
+        if met or left < min(matvecs, n):
             break
-        if operator.matvecs + matvecs >= n:
-            if operator.matvecs + n > cap:
-                break
-            return _exact(operator, dtype, device)
+        if n <= left < n + matvecs or (n <= left and operator.matvecs + matvecs >= n):
+            return _exact(operator, dtype, device)  # as soon as it is cheaper, or before it is too late
 
     def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
         if cotangents[0] is None:
@@ -189,11 +189,15 @@ class _XDiag:
         to_range = rotation.mT.to(basis.dtype)
         captured = (to_range @ basis * (to_range @ self.products)).sum(0)  # diag(Q Qᵀ A)
         directions = (rotation @ lost).mT.to(basis.dtype)
-        outside = (lost * columns).sum(0)[:, None].to(basis.dtype)
+        parts, images = directions @ basis, directions @ self.products  # sᵢ and Aᵀ sᵢ as vectors of length n
+        scaled = (lost * columns).sum(0)[:, None].to(basis.dtype) * self.probes
         # Without probe i the range lacks one direction sᵢ: its part of the captured diagonal goes, and the remainder
         # of the product with probe i is what lies in that direction.
-        samples = (directions @ basis) * (outside * self.probes - directions @ self.products)
-        return captured + samples.mean(0), standard_error(samples)
+        samples = parts * (scaled - images)
+        spread, m = standard_error(samples), len(self.probes)
+        if len(lost) == m > 2:  # with a smaller rank each sample is exact, or near it
+            spread = (spread * jackknife(_without_each(lost, parts, images, scaled, samples))).sqrt()
+        return captured + samples.mean(0), spread
 
     def frame(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         m = len(self.probes)
@@ -207,3 +211,18 @@ class _XDiag:
             torch.cat([weights * basis, self.probes]),
             torch.cat([average.to(basis.dtype) @ basis, (weighted - inside @ basis) / m]),
         )
+
+
+def _without_each(lost: Tensor, parts: Tensor, images: Tensor, scaled: Tensor, samples: Tensor) -> Tensor:
+    """XDiag's estimates without each of its probes, less the captured diagonal, ``[m, n]``.
+
+    Without the probes i and j the range lacks span(sᵢ, s_j), and the product with probe i keeps what lies in the
+    direction of that span that is orthogonal to s_j. In row j of each product is the sum over i.
+    """
+    m = len(parts)
+    cosine = (lost.mT @ lost).fill_diagonal_(0.0)
+    apart = (1 - cosine.square()).clamp_min(1e-12).reciprocal().fill_diagonal_(0.0)
+    weights, mixed = apart.to(parts.dtype), (apart * cosine).to(parts.dtype)
+    twice = (apart * cosine.square()).sum(1)[:, None].to(parts.dtype)
+    sums = weights @ samples + (mixed @ parts) * images + (mixed @ (images - scaled) - twice * images) * parts
+    return sums / (m - 1) - parts * images

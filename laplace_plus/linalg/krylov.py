@@ -125,6 +125,8 @@ class ArnoldiProcess:
             basis[:, k] = self._next
             product = self._products(self._next)
             length = vector_norm(product)
+            if k == 0:  # squares that underflow must not pass for an invariant space
+                length = torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
             self._largest = torch.maximum(self._largest, length)
             rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
             size = vector_norm(rest)
@@ -132,7 +134,7 @@ class ArnoldiProcess:
             self._rank = self._rank + self._going
             # NaN goes on, and is reported at the end
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
-            self._going = self._going & ~(size <= small)
+            self._going = self._going & ~((size <= small) & (small < torch.inf))
             self._size = torch.where(self._going, size, 0.0)
             if k + 1 < self._n:
                 self._next = torch.where(self._going[:, None], rest / size[:, None], 0.0)

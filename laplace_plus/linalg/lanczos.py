@@ -96,6 +96,7 @@ def lanczos(
             product; useless (up to NaN) once orthogonality would be lost.
         parameters: The tensors to differentiate in, where they are not to be found from the operator.
         tolerance: A Krylov space has ended where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten roundings of the type by default.
+            0 goes on to the last direction of a nearly singular operator, whose derivatives would miss it.
         check_symmetry: Whether to check that A is symmetric, which is free with full re-orthogonalisation and not done
             without.
         dtype: Type of the start vectors; that of ``v`` by default. Half precision is for products only.

@@ -9,6 +9,7 @@ the derivative multiplies again.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
@@ -16,14 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from laplace_plus.errors import NonFiniteError, OperatorError
+from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.callables import leaves
 from laplace_plus.linalg.operators import Operator
 
 Matvec = Operator | Callable[[Tensor], Tensor]
 """Anything that maps row-stacked vectors ``[..., n]`` linearly to ``[..., m]``."""
+
+_TOGETHER = 1 << 22
+"""Entries of the vectors that are differentiated together, up to 32 of them; or as many as were multiplied together."""
 
 
 class LinearMap:
@@ -60,8 +65,17 @@ class LinearMap:
     ):
         self.n, self.m = n, n if m is None else m
         self._matvec, self._rmatvec, self.symmetric = matvec, rmatvec, symmetric
-        self.matvecs = 0
+        self.matvecs = self._widest = 0
         self._tensors: tuple[Tensor, ...] | None = None
+        self._last: tuple[weakref.ReferenceType[Tensor], int] | None = None
+        for function in (matvec, rmatvec):
+            if function is not None and not callable(function):
+                raise OperatorError(
+                    "This is no operator.",
+                    expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
+                    got=type(function).__name__,
+                    fix="Wrap a matrix: linalg.Dense(matrix).",
+                )
         if isinstance(matvec, Operator):
             if matvec.shape != (self.m, self.n):
                 raise OperatorError(
@@ -89,7 +103,9 @@ class LinearMap:
         Raises:
             OperatorError: The operator gave something of another shape, type or device.
         """
-        self.matvecs += vectors.shape[:-1].numel()
+        count = vectors.shape[:-1].numel()
+        self.matvecs += count
+        self._widest = max(self._widest, count)
         if self._tensors is None:
             with torch.enable_grad():
                 product = self._product(vectors.detach())
@@ -106,10 +122,10 @@ class LinearMap:
         if self._rmatvec is not None:
             with torch.no_grad():
                 return self._checked(self._rmatvec, vectors.detach(), self.m, self.n)
-        with torch.enable_grad():
-            leaf = vectors.new_zeros(*vectors.shape[:-1], self.n).requires_grad_()
-            product = self._product(leaf)
-        return _gradients(product, [leaf], vectors)[0]
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros(*vectors.shape[:-1], self.n, dtype=vectors.dtype, device=vectors.device)
+            product = self._product(leaf.requires_grad_())
+            return _gradients(product, [leaf], _recordable(vectors))[0]
 
     def pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``Aᵀ u`` and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, from one vector-Jacobian product.
@@ -127,26 +143,42 @@ class LinearMap:
         if not self.tensors and (self.symmetric or self._rmatvec is not None):
             return self.transposed(cotangents), ()
         self.matvecs += vectors.shape[:-1].numel()
-        with torch.enable_grad():
-            leaf = vectors.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = _recordable(vectors.detach()).requires_grad_()
             product = self._product(leaf)
-        inputs = [*self.tensors] if self.symmetric or self._rmatvec is not None else [leaf, *self.tensors]
+            inputs = [*self.tensors] if self.symmetric or self._rmatvec is not None else [leaf, *self.tensors]
+            gradients = _gradients(product, inputs, _recordable(cotangents))
         if len(inputs) == len(self.tensors):
-            return self.transposed(cotangents), _gradients(product, inputs, cotangents)
-        first, *others = _gradients(product, inputs, cotangents)
+            return self.transposed(cotangents), gradients
+        first, *others = gradients
         return first, tuple(others)
 
     def parameter_pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
-        """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors alone; see :meth:`pullback`."""
+        """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors alone; see :meth:`pullback`.
+
+        Stacks are taken in parts: the graph of a product may grow with the number of vectors, and must not grow with
+        the number of steps that an algorithm took.
+        """
         if not self.tensors:
             return ()
-        if isinstance(self._matvec, Operator):
-            self.matvecs += vectors.shape[:-1].numel()
-            return _filled(self._matvec.pullback(vectors.detach(), cotangents.detach(), self.tensors), self.tensors)
         self.matvecs += vectors.shape[:-1].numel()
-        with torch.enable_grad():
-            product = self._product(vectors.detach())
-        return _gradients(product, self.tensors, cotangents)
+        vectors, cotangents = vectors.detach(), cotangents.detach()
+        if vectors.ndim == 1:
+            return self._parameter_gradients(vectors, cotangents)
+        rows = max(self._widest, min(32, _TOGETHER // self.n), 1)
+        parts = zip(vectors.flatten(0, -2).split(rows), cotangents.flatten(0, -2).split(rows), strict=True)
+        total: tuple[Tensor, ...] = ()
+        for part in parts:
+            gradients = self._parameter_gradients(*part)
+            total = tuple(x + y for x, y in zip(total, gradients, strict=True)) if total else gradients
+        return total
+
+    def _parameter_gradients(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
+        if isinstance(self._matvec, Operator):
+            return _filled(self._matvec.pullback(vectors, cotangents, self.tensors), self.tensors)
+        with torch.inference_mode(False), torch.enable_grad():
+            product = self._product(_recordable(vectors))
+            return _gradients(product, self.tensors, _recordable(cotangents))
 
     def _product(self, vectors: Tensor) -> Tensor:
         return self._checked(self._matvec, vectors, self.n, self.m)
@@ -156,6 +188,7 @@ class LinearMap:
         # vectors of length n, where it would be silently wrong; one row of zeros more makes it fail there, too.
         guarded = not isinstance(function, Operator) and vectors.ndim == 2 and vectors.shape[0] == n > 1
         given = torch.cat([vectors, vectors.new_zeros(1, n)]) if guarded else vectors
+        version = None if given.is_inference() else given._version
         try:
             product = function(given)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -180,9 +213,29 @@ class LinearMap:
                 "The operator gave another type of numbers.",
                 expected=f"{given.dtype} on {given.device}",
                 got=f"{product.dtype} on {product.device}",
-                fix="Pass dtype= and device= of the operator.",
+                fix="Give vectors of the operator's type and device, or pass dtype= (and device=) where there is one.",
             )
+        self._require_fresh(given, version, product)
+        _refuse_forward_mode(vectors, product)
         return product[:-1] if guarded else product
+
+    def _require_fresh(self, given: Tensor, version: int | None, product: Tensor) -> None:
+        """Refuse an operator that writes into what it was given, or into what it gave before."""
+        overwritten = ""
+        if version is not None and given._version != version:
+            overwritten = "the vectors that it was given"
+        if not product.is_inference():
+            last = None if self._last is None else self._last[0]()
+            if last is product and self._last is not None and product._version != self._last[1]:
+                overwritten = "its earlier product"
+            self._last = (weakref.ref(product), product._version)
+        if overwritten:
+            raise OperatorError(
+                f"The operator overwrites {overwritten}.",
+                expected="a new tensor for each product",
+                got="a tensor that was written to in place",
+                fix="Leave out in-place operations such as v.mul_(…), and out=, in the operator.",
+            )
 
 
 def attach(
@@ -201,6 +254,7 @@ def attach(
     Returns:
         The outputs, part of the autograd graph if any input is. They can be differentiated once.
     """
+    _refuse_forward_mode(*inputs)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return tuple(outputs)
     return _Attached.apply(pullback, len(outputs), *outputs, *inputs)
@@ -232,12 +286,17 @@ def number_type(
 
     By default those of the operator, or of the first floating-point tensor (or module, or operator) that the callable
     refers to, or torch's defaults.
+
+    Raises:
+        ConfigurationError: A type other than of real floating-point numbers.
     """
     found = None if dtype is not None and device is not None else _first_tensor(matvec, 2)
     if dtype is None:
         dtype = torch.get_default_dtype() if found is None else found.dtype
     if device is None:
         device = torch.get_default_device() if found is None else found.device
+    if not dtype.is_floating_point:
+        raise ConfigurationError("Vectors are real floating-point numbers.", expected="such a dtype", got=str(dtype))
     return dtype, torch.device(device)
 
 
@@ -276,7 +335,7 @@ def require_finite(name: str, *tensors: Tensor) -> None:
             f"{name} met NaN or infinity.",
             expected="an operator and vectors with finite entries",
             got="a product that is not finite",
-            fix="Look for NaNs in the operator's tensors, or use a wider type if it overflows.",
+            fix="Look for NaNs in the operator's tensors, or use a wider type if its squares over- or underflow.",
         )
 
 
@@ -305,6 +364,28 @@ def _gradients(product: Tensor, inputs: Sequence[Tensor], cotangents: Tensor) ->
     if all(gradient is None for gradient in gradients):
         raise _not_differentiable()
     return _filled(gradients, inputs)
+
+
+def _recordable(vectors: Tensor) -> Tensor:
+    """Vectors that autograd takes: a copy of those that were made in inference mode."""
+    return vectors.clone() if vectors.is_inference() else vectors
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise where forward-mode differentiation would silently lose a tangent.
+
+    Raises:
+        UnsupportedError: A tensor carries a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(
+            "The derivatives of this layer are reverse-mode ones.",
+            expected="torch.autograd.grad, or backward()",
+            got="a tensor with a tangent of forward mode",
+            fix="Use reverse mode; J v is its own transpose's derivative: differentiate vjp(u) in u.",
+        )
 
 
 def _not_differentiable() -> OperatorError:

@@ -24,6 +24,7 @@ from laplace_plus.linalg.solving import (
     as_tensor,
     chosen,
     constant,
+    converted,
     hypot,
     inner,
     is_single,
@@ -83,6 +84,7 @@ def lsmr(
     max_iterations: int | None = None,
     n: int | None = None,
     parameters: Iterable[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> LeastSquaresSolution:
     """Minimise ``‖A x - b‖² + λ² ‖x - x0‖²`` by LSMR, for A of any shape and rank.
@@ -91,8 +93,8 @@ def lsmr(
     solutions (λ = 0, dependent columns) it finds the one nearest to ``x0``, which is 0 by default. With λ > 0 the
     damping pulls towards ``x0``, as in SciPy.
 
-    Costs one product with A and one with Aᵀ per iteration, about eight passes over vectors, and four vectors of memory
-    of length n and one of length m per right-hand side. The gradient with respect to b, the tensors that A depends on,
+    Costs one product with A and one with Aᵀ per iteration, about eight passes over vectors, and five vectors of memory
+    of length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends on,
     λ and x0 is exact, also at λ = 0 wherever the rank does not change (elsewhere there is none). With the cotangent x̄,
     ``r = b - Ax``, ``p = argmin ‖Aᵀp - x̄‖² + λ²‖p‖²`` and ``q = x̄ - Aᵀp``:
     ``b̄ = p``, ``x̄0 = q``, ``λ̄ = -2λ wᵀ(x - x0)`` and
@@ -102,7 +104,8 @@ def lsmr(
       q is zero; and for ``λ`` in between a combination, in which ``(I - AA⁺) r`` and ``(I - A⁺A) q`` are divided by λ²
       unless they are within the tolerance of zero.
 
-    No iterate is stored.
+    No iterate is stored. For a rank-deficient A and a λ below about 1e-5 ‖A‖ (float64) the gradient itself is of the
+    order 1/λ², and the tolerances of the solves are multiplied by that: lower them, or use λ = 0.
 
     Args:
         matvec: The operator A on row-stacked vectors, ``[..., n] -> [..., m]``.
@@ -116,6 +119,8 @@ def lsmr(
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         n: Number of columns; otherwise it is taken from x0, an operator's shape, or the shape of ``rmatvec(b)``.
         parameters: The tensors ``matvec`` depends on, where they are not its leaves.
+        dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
+            vectors run in float32.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -135,6 +140,7 @@ def lsmr(
         >>> lsmr(lambda v: v @ A.T, lambda u: u @ A, torch.tensor([1.0, 0.0, -1.0])).value.round(decimals=4)
         tensor([ 1., -1.])
     """
+    b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
     n, spent = _columns(matvec, rmatvec, sides, b, x0) if n is None else (n, 0)
     A = LinearMap(matvec, n, m=sides.length, rmatvec=rmatvec, parameters=parameters)
@@ -240,6 +246,9 @@ def solve_least_squares(
     scaled(u, ratio(one, beta))
     v = adjoint(u).clone()
     alpha = norm(v)
+    nonzero = (v != 0).any(-1)
+    vanished = (alpha == 0) & (bool(nonzero) if is_single(b) else nonzero)  # a square that underflowed
+    alpha = chosen(vanished, math.nan, alpha)
     scaled(v, ratio(one, alpha))
     strength: Scalars = damp.item() if is_single(b) else damp
     zetabar, alphabar, rho, rhobar, cbar, sbar, zeta = alpha * beta, alpha, one, one, one, zero, zero
@@ -296,9 +305,8 @@ def solve_least_squares(
 
         operator_norm = root(frobenius + beta * beta)
         frobenius = frobenius + beta * beta + alpha * alpha
-        largest = larger(largest, rhobar_before)
-        if k > 1:
-            smallest = smaller(smallest, rhobar_before)
+        if k > 1:  # ρ̄₀ = 1 is no singular value
+            largest, smallest = larger(largest, rhobar_before), smaller(smallest, rhobar_before)
         tiniest = smaller(smallest, rhotemp)
         condition_number = chosen(tiniest > 0, ratio(larger(largest, rhotemp), tiniest), constant(math.inf, beta))
         residual, length = abs(zetabar), norm(x)

@@ -248,7 +248,10 @@ def _grow(
     while True:
         space.extend(steps)
         error, size = change()
-        error = torch.where(torch.tensor(space.complete, device=error.device), 0.0, error)
+        if space.complete:
+            error = torch.zeros_like(error)
+        elif space.earlier() is None:
+            error = torch.full_like(error, torch.inf)
         converged = bool((error <= limit * size).all())
         if converged or tolerance is None or steps >= cap or space.complete:
             return error, converged

@@ -24,6 +24,7 @@ from laplace_plus.linalg.solving import (
     asymmetry,
     chosen,
     constant,
+    converted,
     hypot,
     inner,
     is_single,
@@ -53,13 +54,14 @@ def minres(
     atol: float = 0.0,
     max_iterations: int | None = None,
     parameters: Iterable[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     check_symmetry: bool = True,
     progress: bool = False,
 ) -> Solution:
     """Solve ``A x = b``, or ``(A + σ_t) x_t = b`` for all shifts in one Krylov space, for a symmetric A.
 
     A need not be positive definite. Each iteration costs one product per right-hand side, whatever the number of shifts
-    S, and ``5 + 4 S`` passes over vectors; memory is ``4 + 4 S`` vectors per right-hand side. The iteration ends when
+    S, and ``5 + 4 S`` passes over vectors; memory is ``9 + 4 S`` vectors per right-hand side. The iteration ends when
     ``‖r‖ ≤ max(rtol ‖b‖, atol)``, with a preconditioner in the norm ``(rᵀP⁻¹r)^½``. One product more, with all
     solutions, checks the true residuals, which are those reported.
 
@@ -77,6 +79,8 @@ def minres(
         atol: Absolute tolerance.
         max_iterations: Cap; ``max(1000, 10 n)`` by default.
         parameters: The tensors A depends on, where they are not its leaves.
+        dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
+            vectors run in float32.
         check_symmetry: Whether to compare ``⟨v₁, A v₂⟩`` and ``⟨A v₁, v₂⟩`` for the first two Lanczos vectors, which
             costs no product.
         progress: Whether to show a progress bar.
@@ -100,6 +104,7 @@ def minres(
         >>> minres(lambda v: v @ A.T, torch.tensor([2.0, 3.0])).value.round(decimals=4)
         tensor([3., 2.])
     """
+    b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
     A = LinearMap(matvec, sides.length, symmetric=True, parameters=parameters)
     options = Options.of(sides, rtol, atol, max_iterations, check_symmetry, progress)

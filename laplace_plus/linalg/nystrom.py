@@ -16,6 +16,7 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import draw_probes, multiply, parameter_gradients
+from laplace_plus.linalg.sketches import frobenius_norm
 from laplace_plus.linalg.traces import symmetric_core
 
 Pullback = Callable[[Tensor, Tensor], Sequence[Tensor | None]]
@@ -184,7 +185,7 @@ def _factor(probes: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor,
     The core M = Ωᵀ Y is decomposed in float64. A shift by what rounding leaves undetermined keeps it positive definite
     where A's rank is smaller; where rounding of the products exceeds even that, its smallest eigenvalues are raised.
     """
-    norm = float(torch.linalg.vector_norm(sketch))
+    norm = frobenius_norm(sketch)
     if norm == 0:
         return sketch.new_zeros(len(sketch)), probes.clone(), torch.zeros_like(sketch)
     shift = eps * norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -205,18 +206,22 @@ def svds(
     inner = start.dtype
     level, eps = _tolerance(tolerance, outer), torch.finfo(outer).eps
 
+    scale = 1.0
+
     def multiply(vectors: Tensor) -> Tensor:
-        return operator(vectors.to(outer)).to(inner)
+        return operator(vectors.to(outer)).to(inner) / scale
 
     def transposed(vectors: Tensor) -> Tensor:
-        return operator.transposed(vectors.to(outer)).to(inner)
+        return operator.transposed(vectors.to(outer)).to(inner) / scale
 
     def limit(values: Tensor, norm: float) -> Tensor:
         # ‖Aᵀu − σv‖ = ‖AᵀAv − σ²v‖ / σ
         return torch.clamp(level * (norm * values.clamp(min=0)).sqrt(), min=10 * eps * norm)
 
     with torch.no_grad():
-        operator(start.new_zeros(n).to(outer))  # so that the tensors it depends on are known
+        # The first product tells the tensors that A depends on, and a power of two to divide by: AᵀA holds squares.
+        largest = float(multiply(start if size == n else start.new_ones(n)).abs().amax())
+        scale = 2.0 ** math.frexp(largest)[1] if 0 < largest < math.inf else 1.0
         found = ThickRestart(
             (lambda v: transposed(multiply(v))) if n <= m else (lambda u: multiply(transposed(u))),
             start,
@@ -227,6 +232,7 @@ def svds(
             max_restarts=max_restarts,
             random=random,
             dtype=outer,
+            symmetric="AᵀA",
         )
         if found.vectors.shape[0]:
             image = multiply(found.vectors) if n <= m else transposed(found.vectors)
@@ -240,6 +246,7 @@ def svds(
         else:
             left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]
         good = residuals <= 2 * level * found.norm**0.5
+        values, residuals = values * scale, residuals * scale
         left, right, values, residuals = left[good], right[good], values[good], residuals[good]
     converged = found.complete and bool(good.all())
     matvecs = operator.matvecs

@@ -78,3 +78,13 @@ def standard_error(samples: Tensor) -> Tensor:
     if len(samples) == 1:
         return torch.full_like(samples[0], torch.inf)
     return cast(Tensor, samples.std(0) / samples.shape[0] ** 0.5)
+
+
+def jackknife(estimates: Tensor) -> Tensor:
+    """The standard error of an estimate from what it would be without each of its m probes, ``[m, ...]``.
+
+    On average it is not below the error with one probe less (B. Efron and C. Stein, "The Jackknife Estimate of
+    Variance", 1981).
+    """
+    m = len(estimates)
+    return ((m - 1) / m * (estimates - estimates.mean(0)).square().sum(0)).sqrt()

@@ -18,7 +18,13 @@ from laplace_plus.linalg.lsmr import (
     solve_least_squares,
 )
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.solving import RightHandSides, parameter_gradients, warn_unless_converged, where_used
+from laplace_plus.linalg.solving import (
+    RightHandSides,
+    converted,
+    parameter_gradients,
+    warn_unless_converged,
+    where_used,
+)
 
 
 def project_null_space(
@@ -32,6 +38,7 @@ def project_null_space(
     max_iterations: int | None = None,
     m: int | None = None,
     parameters: Iterable[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> LeastSquaresSolution:
     """``P v = v - A⁺A v``, the part of v that A maps to zero.
@@ -51,6 +58,7 @@ def project_null_space(
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         m: Number of rows; otherwise it is taken from an operator's shape or that of ``matvec(v)``.
         parameters: The tensors ``matvec`` depends on, where they are not its leaves.
+        dtype: Type to work in, to which v is converted; that of v by default.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -66,6 +74,7 @@ def project_null_space(
         >>> project_null_space(lambda v: v @ A.T, lambda u: u @ A, v).value.round(decimals=4)
         tensor([-1.,  1.,  5.])
     """
+    v = converted(dtype, v)
     sides = RightHandSides("v", v)
     m, spent = _rows(matvec, sides, v) if m is None else (m, 0)
     A = LinearMap(matvec, sides.length, m=m, rmatvec=rmatvec, parameters=parameters)

@@ -95,8 +95,8 @@ class KrylovSpace:
         """``‖r‖`` of each space, ``[batch]`` in float64."""
         return vector_norm(self._residual).double()
 
-    def earlier(self) -> int:
-        """The depth, three quarters of the present one, that results are compared with."""
+    def earlier(self) -> int | None:
+        """The depth, three quarters of the present one, that results are compared with; None after one step."""
         return _earlier(self.depth)
 
     @property
@@ -274,8 +274,8 @@ class BlockKrylovSpace:
         self.matvecs += self._found.matvecs
         self.depth, self.complete = len(self._found.block_sizes), self._found.converged
 
-    def earlier(self) -> int:
-        """The depth that results are compared with."""
+    def earlier(self) -> int | None:
+        """As of :class:`KrylovSpace`."""
         return _earlier(self.depth)
 
     def _spectrum(self, depth: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,5 +307,5 @@ class BlockKrylovSpace:
         return gradients
 
 
-def _earlier(depth: int) -> int:
-    return max(1, depth - max(2, depth // 4))
+def _earlier(depth: int) -> int | None:
+    return max(1, depth - max(2, depth // 4)) if depth > 1 else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace_plus.errors import OperatorError
+from laplace_plus.kernels import vector_norm
+
 
 class Sketch:
     """A QR decomposition that grows by blocks of columns, so that nothing of it is computed again.
@@ -55,3 +58,31 @@ class Sketch:
         lost = right / values[:, None]
         lost = torch.where(needed, lost / torch.linalg.vector_norm(lost, dim=0).clamp_min(1e-300), 0.0)
         return left, values[:, None] * right, lost
+
+
+def require_squares(products: Tensor, lengths: Tensor) -> None:
+    """Check that products whose lengths are zero are zero.
+
+    Raises:
+        OperatorError: The squares of their entries underflow.
+    """
+    vanished = (lengths == 0) & (products != 0).any(-1)
+    if bool(vanished.any()):
+        raise OperatorError(
+            "The operator's products are too small for their type: their squares vanish.",
+            expected=f"entries above {torch.finfo(products.dtype).tiny ** 0.5:.0e}",
+            got=f"{float(products.abs().max()):.1e}",
+            fix="Scale the operator, or use a wider type.",
+        )
+
+
+def frobenius_norm(products: Tensor) -> float:
+    """Of row-stacked products ``[k, n]``.
+
+    Raises:
+        OperatorError: See :func:`require_squares`.
+    """
+    lengths = vector_norm(products)
+    if bool((lengths == 0).any()):
+        require_squares(products, lengths)
+    return float(lengths.double().norm())

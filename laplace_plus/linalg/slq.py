@@ -368,8 +368,11 @@ class _Quadrature:
             space.extend(depth)
             samples = space.quadrature(self.f)
             now = samples.detach()
-            before = space.quadrature(self.f, space.earlier()).detach()
-            change = torch.zeros_like(now) if space.complete else (now - before).abs()
+            change = torch.zeros_like(now)
+            if not space.complete:
+                earlier = space.earlier()
+                before = torch.inf if earlier is None else space.quadrature(self.f, earlier).detach()
+                change = (now - before).abs()
             if limit is None or space.complete or depth >= depth_cap:
                 break
             if bool(change.mean() <= self.goal(self.captured.detach() + now.mean(), limit)):

@@ -116,6 +116,11 @@ class RightHandSides:
         return self._as_rows(x0) / self.scale[:, None]
 
 
+def converted(dtype: torch.dtype | None, vectors: Any) -> Any:
+    """Vectors in the type that was asked for, if any, and if there are any."""
+    return vectors.to(dtype) if dtype is not None and isinstance(vectors, Tensor) else vectors
+
+
 class Progress:
     """Which right-hand sides are still worked on, and how the others ended.
 

@@ -40,7 +40,10 @@ class Dense(Operator):
 
     @override
     def _transpose(self) -> Operator:
-        return Transposed(self, lambda vectors: vectors @ self.matrix)
+        return Transposed(self, self._apply_transposed)
+
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.matrix
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from laplace_plus.errors import NonFiniteError, OperatorError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.orthogonalization import orthogonalize
+from laplace_plus.linalg.sketches import require_squares
 
 Which = Literal["largest", "smallest", "magnitude"]
 
@@ -34,6 +35,7 @@ class ThickRestart:
         max_restarts: Cap on all restarts together.
         random: Draws a vector ``[n]``.
         dtype: Type in which the products are computed.
+        symmetric: Name of the operator in errors.
 
     Attributes:
         values: ``[j]`` eigenvalues found, the most wanted first; float64 on the CPU.
@@ -54,10 +56,11 @@ class ThickRestart:
         max_restarts: int,
         random: Callable[[], Tensor],
         dtype: torch.dtype,
+        symmetric: str = "A",
     ):
         self._product, self._which, self._limit, self._random = product, which, limit, random
         self._subspace, self._restarts = subspace, max_restarts
-        self._asymmetry = torch.finfo(dtype).eps ** 0.5
+        self._name, self._asymmetry = symmetric, torch.finfo(dtype).eps ** 0.5
         self.values, self.vectors = torch.zeros(0, dtype=torch.float64), start.new_zeros(0, start.shape[0])
         self.norm = 0.0
         self.complete = self._search(start, k, None)
@@ -107,6 +110,8 @@ class ThickRestart:
                 projected[: j + 1, j] = projected[j, : j + 1] = column
                 length, beta = torch.stack([vector_norm(product), vector_norm(rest[0])]).tolist()
                 self._require_finite(beta)
+                if length == 0:
+                    require_squares(product, vector_norm(product))
                 self.norm = max(self.norm, length)
                 coupling = torch.nn.functional.pad(start.new_zeros(j), (0, 1), value=beta)
                 if beta > 10 * eps * self.norm:
@@ -157,9 +162,10 @@ class ThickRestart:
 
     def _require_symmetric(self, asymmetry: float) -> None:
         if asymmetry > self._asymmetry * self.norm:
+            plain = self._name == "A"
             raise OperatorError(
-                "The operator is not symmetric.",
-                expected=f"uᵀAv = vᵀAu to a relative {self._asymmetry:.0e}",
+                "The operator is not symmetric." if plain else "rmatvec is not the transpose.",
+                expected=f"uᵀ({self._name})v = vᵀ({self._name})u to a relative {self._asymmetry:.0e}",
                 got=f"a relative difference of {asymmetry / self.norm:.1e} on its Krylov space",
-                fix="Symmetrise it, or use svds.",
+                fix="Symmetrise it, or use svds." if plain else "Leave rmatvec out to let torch differentiate matvec.",
             )

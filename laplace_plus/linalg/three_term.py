@@ -125,10 +125,11 @@ def three_term_pullback(
         The gradient in the start vectors, ``[batch, n]``, and one for each of the operator's tensors.
     """
     depth, n = outputs[0].shape[-2:]
-    shapes = [(-1, depth, n), (-1, depth), (-1, depth - 1), (-1, n), (-1,)]
-    vectors, a, b, residual, scale = (x.reshape(s) for x, s in zip(_sized(outputs, depth), shapes, strict=True))
+    batch = outputs[4].numel()  # not to be inferred from the off-diagonal, which is empty at depth one
+    shapes = [(batch, depth, n), (batch, depth), (batch, depth - 1), (batch, n), (batch,)]
+    vectors, a, b, residual, scale = (x.reshape(s) for x, s in zip(outputs, shapes, strict=True))
     given = [or_zeros(c, o) for c, o in zip(cotangents, outputs, strict=True)]
-    vectors_, a_, b_, residual_, scale_ = (x.reshape(s) for x, s in zip(_sized(given, depth), shapes, strict=True))
+    vectors_, a_, b_, residual_, scale_ = (x.reshape(s) for x, s in zip(given, shapes, strict=True))
     if rank is None:
         rank = torch.full_like(scale, depth, dtype=torch.int64)
     multipliers = torch.zeros_like(vectors)
@@ -158,11 +159,3 @@ def three_term_pullback(
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
     return inner(x, y)[:, None]
-
-
-def _sized(tensors: Sequence[Tensor], depth: int) -> Sequence[Tensor]:
-    """The off-diagonal of a decomposition of depth one is empty, and its number of rows is not to be inferred."""
-    if depth > 1:
-        return tensors
-    vectors, diagonal, _, residual, scale = tensors
-    return vectors, diagonal, diagonal.new_zeros(diagonal.numel(), 0), residual, scale

@@ -28,12 +28,13 @@ from laplace_plus.linalg.probes import (
     Probes,
     dense,
     draw_probes,
+    jackknife,
     multiply,
     parameter_gradients,
     standard_error,
 )
 from laplace_plus.linalg.results import Estimate
-from laplace_plus.linalg.sketches import Sketch
+from laplace_plus.linalg.sketches import Sketch, frobenius_norm
 
 TraceMethod = Literal["xtrace", "xnystrace", "hutch++", "hutchinson"]
 """Names of the estimators of :func:`trace`."""
@@ -124,12 +125,11 @@ def trace(
         require_finite("The trace estimator", mean)
         # One host synchronisation per batch, and only where there is something to decide.
         met = tolerance is None or bool(sem <= torch.clamp(tolerance * mean.abs(), min=absolute_tolerance))
-        if met or operator.matvecs + min(matvecs, n) > cap:
+        left = cap - operator.matvecs
+        if met or left < min(matvecs, n):
             break
-        if operator.matvecs + matvecs >= n:
-            if operator.matvecs + n > cap:
-                break
-            return _exact(operator, dtype, device)
+        if n <= left < n + matvecs or (n <= left and operator.matvecs + matvecs >= n):
+            return _exact(operator, dtype, device)  # as soon as it is cheaper, or before it is too late
 
     def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
         if cotangents[0] is None:
@@ -317,7 +317,7 @@ class _XNysTrace(_Estimator):
     def estimate(self) -> tuple[Tensor, Tensor]:
         m, n = self.probes.shape
         eps = torch.finfo(self.dtype).eps
-        norm = float(torch.linalg.vector_norm(self.sketch))
+        norm = frobenius_norm(self.sketch)
         if norm == 0:
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             return zero, zero
@@ -368,9 +368,11 @@ def symmetric_core(core: Tensor, n: int, norm: float, eps: float) -> tuple[Tenso
         eps: Precision in which A was multiplied.
 
     Raises:
+        NonFiniteError: The core has NaNs or infinities, e.g. because a square overflowed.
         OperatorError: The core is not symmetric.
         NotPositiveDefiniteError: It has an eigenvalue below what rounding explains.
     """
+    require_finite("The product with random vectors", core)
     largest = core.abs().max()
     if bool((core - core.mT).abs().max() > eps**0.5 * largest + 10 * eps * norm * n**0.5):
         raise OperatorError(
@@ -410,8 +412,7 @@ def _error(samples: Tensor, pairs: Tensor) -> Tensor:
     """
     m = len(pairs)
     means = pairs.masked_fill(torch.eye(m, dtype=torch.bool, device=pairs.device), 0.0).sum(0) / (m - 1)
-    jackknife = ((m - 1) / m * (means - means.mean()).square().sum()).sqrt()
-    return (standard_error(samples) * jackknife).sqrt()
+    return (standard_error(samples) * jackknife(means)).sqrt()
 
 
 def _respherical(kind: Probes, probes: Tensor, kept: Tensor, lost: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Decompositions with their adjoints, and log-determinants, beside matfree on JAX.
 
 matfree runs in a process of its own by ``--matfree-python``, for which only matfree, JAX and NumPy need to be
-installed; it is given the same numbers and one core. Its functions are compiled before they are timed; "compile
-seconds" is what the first call took. All in float32 with full re-orthogonalisation.
+installed; it is given the same numbers and one core, right after ours. Its functions are compiled before they are
+timed; "compile seconds" is what the first call took. All in float32 with full re-orthogonalisation.
 
 * "lanczos": K = 40 steps with a diagonal matrix plus one of rank 4, n = 100 000; and the gradient of
   ``⟨W, Q⟩ + ⟨M, T⟩`` in the operator's entries and the start vector.
@@ -16,14 +16,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import Call, Row, report, timings
+from measuring import Call, Row, least_seconds
 from torch import Tensor
 
 from laplace_plus.linalg.arnoldi import arnoldi
@@ -111,42 +111,48 @@ def flat(result: Any) -> np.ndarray:
     return np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
 
 
-def run(quick: bool, matfree_python: Path | None, **_: Any) -> list[Row]:
+def run(quick: bool, matfree_python: Path | None) -> Iterator[Row]:
     """All rows, or one that says why there are none."""
-    if matfree_python is None:
-        return [report({"case": "matfree", "left_out": "no --matfree-python was given"})]
-    n, depth, points, rounds = (2000, 10, 200, 1) if quick else (100_000, 40, 1500, 7)
+    n, depth, points, rounds = (2000, 10, 200, 1) if quick else (100_000, 40, 1500, 5)
     given = numbers(n, depth, points)
+    calls = ours(given)
+    seconds = least_seconds(calls, rounds)
+    theirs, values = matfree(given, rounds, matfree_python)
+    for name, time in seconds.items():
+        row: Row = {"task": name, "n": points if "logdet" in name else n, "depth": 20 if "logdet" in name else depth}
+        other = theirs.get(name.removesuffix(" (krylov)"))
+        mine = row | {"library": "laplace_plus", "seconds": time}
+        if other is not None:
+            expected = values[name.removesuffix(" (krylov)")]
+            mine["distance"] = float(np.linalg.norm(flat(calls[name]()) - expected) / np.linalg.norm(expected))
+            mine["x_faster_than_matfree"] = other["seconds"] / time
+        yield mine
+        if name in theirs:
+            yield row | {"library": theirs["library"], **theirs[name]}
+    if "left_out" in theirs:
+        yield {"library": "matfree", "left_out": theirs["left_out"]}
+
+
+def matfree(given: Arrays, rounds: int, python: Path | None) -> tuple[dict[str, Any], Arrays]:
+    """Rows of its times by task, and what its functions gave; or why it was not run."""
+    if python is None:
+        return {"left_out": "not run: no --matfree-python was given"}, {}
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder) / "given.npz", **given)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        environment |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
         script = Path(__file__).with_name("matfree_process.py")
-        command = [str(matfree_python), "-W", "ignore", str(script), folder, str(rounds)]
+        command = [str(python), "-W", "ignore", str(script), folder, str(rounds)]
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(cores)})  # inherited: JAX makes one thread for each core
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        os.sched_setaffinity(0, cores)
+        try:
+            environment |= {"JAX_PLATFORMS": "cpu"}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return {"left_out": f"not run: {error.strerror}"}, {}
+        finally:
+            os.sched_setaffinity(0, cores)
         if done.returncode:
-            return [report({"case": "matfree", "left_out": done.stderr.strip()[-500:] or f"status {done.returncode}"})]
-        theirs = json.loads(done.stdout.strip().splitlines()[-1])
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            return {"left_out": f"not run: {lines[-1][:200]}"}, {}
         with np.load(Path(folder) / "results.npz") as results:
-            values = {name: results[name] for name in results.files}
-    calls = ours(given)
-    rows = []
-    for name, timing in timings(calls, rounds).items():
-        peer = name.removesuffix(" (krylov)")
-        shape: Row = {"n": points, "depth": 20} if "logdet" in name else {"n": n, "depth": depth}
-        row: Row = {"case": "matfree", "task": name, **shape, "library": "laplace_plus", **timing.row()}
-        row["x_faster"] = theirs["tasks"][peer]["cpu_seconds"] / row["cpu_seconds"]
-        mine, other = flat(calls[name]()), values[peer]
-        row["distance"] = float(np.linalg.norm(mine - other) / np.linalg.norm(other))
-        rows.append(report(row))
-        if peer == name:
-            named = f"matfree {theirs['matfree']}, jax {theirs['jax']}"
-            rows.append(report({"case": "matfree", "task": name, **shape, "library": named, **theirs["tasks"][name]}))
-    return rows
-
-
-if __name__ == "__main__":
-    sys.exit("Run run.py --cases matfree --matfree-python PYTHON instead.")
+            return json.loads(done.stdout.strip().splitlines()[-1]), dict(results)
