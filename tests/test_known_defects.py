@@ -326,6 +326,19 @@ class Shared(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class HeldTwice(nn.Module):
+    """A module object that the model holds under several names."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Linear(3, 3)
+        self.body = nn.Sequential(layer, nn.Tanh(), layer)
+        self.alias = self.body
+
+    def forward(self, x):
+        return self.body(x)
+
+
 LAYERS = {
     "LayerNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)), (3,)),
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)), (3,)),
@@ -339,6 +352,7 @@ LAYERS = {
     "LSTM": (Recurrent, (4, 3)),
     "tied transposed": (Tied, (3,)),
     "shared parameter": (Shared, (3,)),
+    "module held twice": (HeldTwice, (3,)),
 }
 
 
@@ -613,3 +627,17 @@ def test_errors_are_exceptions_and_not_the_end_of_the_process():
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 7
     with pytest.raises(LaplacePlusError):
         lp.KFAC(perceptron(), "classification").fit([(torch.full((2, 3), float("nan")).double(), torch.tensor([0, 1]))])
+
+
+@pytest.mark.parametrize("name", ["Full", "KFAC", "Diagonal", "LowRank"])
+def test_parameters_stay_the_objects_that_they_were(name):
+    """``functional_call`` leaves tensors where a module object with two names had its parameters."""
+    model = HeldTwice()
+    before = dict(model.named_parameters())
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    options = {"rank": 2} if name == "LowRank" else {}
+    getattr(lp, name)(model, "classification", **options).fit([(x, x.argmax(1))]).predictive(x)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[key] is before[key] and isinstance(after[key], nn.Parameter) for key in before)
+    assert all(p.requires_grad for p in after.values())

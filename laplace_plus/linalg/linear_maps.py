@@ -68,14 +68,7 @@ class LinearMap:
         self.matvecs = self._widest = 0
         self._tensors: tuple[Tensor, ...] | None = None
         self._last: tuple[weakref.ReferenceType[Tensor], int] | None = None
-        for function in (matvec, rmatvec):
-            if function is not None and not callable(function):
-                raise OperatorError(
-                    "This is no operator.",
-                    expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
-                    got=type(function).__name__,
-                    fix="Wrap a matrix: linalg.Dense(matrix).",
-                )
+        require_callable(matvec, rmatvec)
         if isinstance(matvec, Operator):
             if matvec.shape != (self.m, self.n):
                 raise OperatorError(
@@ -235,6 +228,22 @@ class LinearMap:
                 expected="a new tensor for each product",
                 got="a tensor that was written to in place",
                 fix="Leave out in-place operations such as v.mul_(…), and out=, in the operator.",
+            )
+
+
+def require_callable(*functions: Matvec | None) -> None:
+    """Check an operator and its transpose, where there is one.
+
+    Raises:
+        OperatorError: One of them can not be called.
+    """
+    for function in functions:
+        if function is not None and not callable(function):
+            raise OperatorError(
+                "This is no operator.",
+                expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
+                got=type(function).__name__,
+                fix="Wrap a matrix: linalg.Dense(matrix).",
             )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
@@ -94,8 +94,8 @@ def lsmr(
     damping pulls towards ``x0``, as in SciPy.
 
     Costs one product with A and one with Aᵀ per iteration, about eight passes over vectors, and five vectors of memory
-    of length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends on,
-    λ and x0 is exact, also at λ = 0 wherever the rank does not change (elsewhere there is none). With the cotangent x̄,
+    of length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends
+    on, λ and x0 is exact, also at λ = 0 wherever the rank does not change (elsewhere there is none). With the cotangent x̄,
     ``r = b - Ax``, ``p = argmin ‖Aᵀp - x̄‖² + λ²‖p‖²`` and ``q = x̄ - Aᵀp``:
     ``b̄ = p``, ``x̄0 = q``, ``λ̄ = -2λ wᵀ(x - x0)`` and
 
@@ -362,6 +362,7 @@ def _columns(
     matvec: Matvec, rmatvec: Matvec | None, sides: RightHandSides, b: Tensor, x0: Tensor | None
 ) -> tuple[int, int]:
     """The number of columns of an operator, and the number of products that it took to find it."""
+    require_callable(matvec, rmatvec)
     if x0 is not None:
         return x0.shape[-1], 0
     for operator, side in ((matvec, 1), (rmatvec, 0)):

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
 from laplace_plus.linalg.lsmr import (
     LeastSquaresOptions,
     LeastSquaresSolution,
@@ -184,6 +184,7 @@ class NullSpaceProjector(Operator):
 
 def _rows(matvec: Matvec, sides: RightHandSides, v: Tensor) -> tuple[int, int]:
     """The number of rows of an operator, and the number of products that it took to find it."""
+    require_callable(matvec)
     if isinstance(matvec, Operator):
         return matvec.shape[0], 0
     with torch.no_grad():

@@ -44,7 +44,7 @@ def test_what_is_not_finite_spoils_only_itself() -> None:
 
 
 def test_many_sizes_at_once() -> None:
-    shapes = [(4, 4), (2, 7, 7), (4, 4), (300, 300), (1, 1), (3, 4, 4), (7, 7)]
+    shapes = [(4, 4), (2, 7, 7), (4, 4), (300, 300), (1, 1), (3, 4, 4), (7, 7), (2, 3, 4, 4)]
     matrices = [symmetric(*shape) for shape in shapes] + [symmetric(4, 4, dtype=torch.float32)]
     found = eigen_many(matrices)
     for matrix, (values, vectors) in zip(matrices, found, strict=True):
@@ -54,6 +54,8 @@ def test_many_sizes_at_once() -> None:
         error = (vectors * values.unsqueeze(-2) @ vectors.mT - matrix).abs().max()
         assert error <= (1e-13 if matrix.dtype == torch.float64 else 1e-6) * scale
     assert eigen_many([]) == []
+    values, vectors = eigen_many([torch.zeros(0, 0), torch.zeros(0, 3, 3)])[0]
+    assert values.shape == (0,) and vectors.shape == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
-from laplace_plus.linalg.diagonals import diagonal
+from laplace_plus.linalg import diagonals
+from laplace_plus.linalg.diagonals import _XDiag, diagonal
+from laplace_plus.linalg.linear_maps import LinearMap
+from laplace_plus.linalg.probes import draw_probes, jackknife
 
 DTYPE = torch.float64
 METHODS = ["xdiag", "hutchinson"]
@@ -48,6 +51,41 @@ class TestUnbiased:
         sample = torch.stack(gradients)
         distance = (sample.mean(0) - torch.diag(weight)).abs()
         assert float((distance / (sample.std(0) / runs**0.5 + 1e-12)).max()) < 4.5
+
+    @pytest.mark.parametrize("spectrum", ["flat", "algebraic"])
+    def test_xdiags_errors_are_within_the_standard_errors(self, spectrum):
+        n, runs = 60, 60
+        index = torch.arange(1, n + 1, dtype=DTYPE)
+        values = {"flat": 3 - 2 * (index - 1) / (n - 1), "algebraic": index**-2}[spectrum]
+        vectors = torch.linalg.qr(normal(n, n))[0]
+        matrix = (vectors * values) @ vectors.mT
+        inside = []
+        for seed in range(runs):
+            result = diagonal(lambda v: v @ matrix, n, matvecs=30, symmetric=True, generator=seeded(seed))
+            inside.append((result.value - matrix.diagonal()).abs() < 2 * result.sem)
+        share = torch.stack(inside).double().mean(1)  # of each run: its entries depend on each other
+        standard = float(share.std() / runs**0.5)
+        assert 0.9 - 4 * standard < float(share.mean())
+        assert spectrum == "algebraic" or float(share.mean()) < 0.97, "too large"
+
+    @pytest.mark.parametrize("symmetric", [True, False])
+    def test_xdiag_without_each_probe(self, symmetric, monkeypatch):
+        matrix = normal(30, 30)
+        matrix = matrix + matrix.mT if symmetric else matrix
+        operator = LinearMap(lambda v: v @ matrix.mT, 30, rmatvec=lambda u: u @ matrix)
+        probes = draw_probes("signs", 7, 30, generator=seeded(), dtype=DTYPE)
+
+        def estimate(chosen):
+            estimator = _XDiag(operator, DTYPE)
+            estimator.add(chosen)
+            return estimator.estimate()
+
+        given = []
+        monkeypatch.setattr(diagonals, "jackknife", lambda estimates: given.append(estimates) or jackknife(estimates))
+        estimate(probes)
+        (shortcut,) = given  # up to what is the same for all
+        without = torch.stack([estimate(torch.cat([probes[:j], probes[j + 1 :]]))[0] for j in range(7)])
+        torch.testing.assert_close(shortcut - shortcut.mean(0), without - without.mean(0))
 
     def test_the_sketch_helps_where_the_spectrum_decays(self):
         matrix = decaying(400)

@@ -343,3 +343,14 @@ def test_half_precision_vectors_are_differentiated_in_float32():
     lanczos(lambda x: x @ s64.T, v64, 4).diagonal.sum().backward()
     assert relative(v.grad.double(), v64.grad) <= 0.1
     assert relative(s.grad.double(), s64.grad) <= 0.1
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("adjoint", ["reprojected", "three_term"])
+def test_one_step(adjoint, batch):
+    a, v = symmetric(randn(5, 5)), randn(*batch, 5, seed=1)
+
+    def diagonal(a: Tensor, v: Tensor) -> Tensor:
+        return lanczos(lambda x: x @ symmetric(a), v, 1, adjoint=adjoint).diagonal
+
+    assert torch.autograd.gradcheck(diagonal, (a.requires_grad_(), v.requires_grad_()))

@@ -226,6 +226,33 @@ class TestFunctionGradients:
         torch.testing.assert_close(gradient[0], dense_function(torch.exp, matrix).sum(0))
 
 
+class TestOneStep:
+    """After one step there is nothing to compare with."""
+
+    spectrum = torch.linspace(0.01, 10, 100, dtype=DTYPE)
+
+    @pytest.mark.parametrize("function", [bilinear, matrix_function])
+    def test_no_error_is_known(self, function):
+        v = torch.ones(100, dtype=DTYPE)
+        found = function(lambda x: x * self.spectrum, torch.sqrt, v, depth=1)
+        assert not found.converged and bool((found.error == math.inf).all())
+        exact = function(lambda x: x * self.spectrum, lambda x: 2 * x + 1, v / 10, depth=1)
+        assert not exact.converged
+
+    @pytest.mark.parametrize("function", [bilinear, matrix_function])
+    def test_a_tolerance_adds_steps(self, function):
+        v = torch.ones(100, dtype=DTYPE)
+        found = function(lambda x: x * self.spectrum, torch.sqrt, v, depth=1, tolerance=1e-4)
+        expected = self.spectrum.sqrt().sum() if function is bilinear else self.spectrum.sqrt()
+        assert found.converged and found.depth > 1
+        assert float((found.value - expected).norm()) < 1e-3 * float(expected.norm())
+
+    def test_of_an_invariant_space_is_exact(self):
+        found = bilinear(lambda x: 4 * x, torch.sqrt, torch.ones(100, dtype=DTYPE), depth=1)
+        assert found.converged and found.error == 0
+        torch.testing.assert_close(found.value, torch.tensor(200.0, dtype=DTYPE))
+
+
 class TestBadFunctions:
     matrix = torch.diag(torch.tensor([-1.0, 1.0, 2.0], dtype=DTYPE))
 

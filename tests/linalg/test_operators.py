@@ -236,6 +236,8 @@ def test_copies():
     transposed = a.T
     for twin in (copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
         close(twin.T(normal(4)), transposed(normal(4)))
+    gram = a.T @ a
+    close(pickle.loads(pickle.dumps(gram))(normal(3)), gram(normal(3)))
 
 
 @settings(deadline=None, max_examples=30)

@@ -347,3 +347,17 @@ class TestTracesOfFunctions:
                 slq_logdet(lambda v: v[..., :-1], n)
             with pytest.raises(OperatorError):
                 slq_logdet(lambda v: v.float(), n, dtype=DTYPE)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_one_step_does_not_count_as_converged(block):
+    spectrum = torch.linspace(1e-4, 1, 200, dtype=DTYPE)
+
+    def estimate(**options):
+        options = {"probes": 4, "depth": 1, "block": block, "generator": seeded(), "dtype": DTYPE} | options
+        return slq_logdet(lambda x: x * spectrum, 200, **options)
+
+    assert not estimate().converged
+    adaptive = estimate(tolerance=0.05)
+    assert adaptive.converged
+    assert abs(float(adaptive.value - spectrum.log().sum())) < 0.2 * abs(float(spectrum.log().sum()))

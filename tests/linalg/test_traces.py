@@ -226,6 +226,14 @@ class TestControl:
         assert result.converged and result.sem == 0
         torch.testing.assert_close(result.value, self.matrix.trace())
 
+    def test_the_matrix_is_multiplied_before_the_cap_forbids_it(self):
+        matrix = semi_definite(120)
+        options = {"matvecs": 8, "tolerance": 1e-9, "method": "hutchinson", "generator": seeded(), "dtype": DTYPE}
+        result = trace(lambda v: v @ matrix, 120, **options)  # a cap of 160
+        assert result.converged and result.matvecs <= 160
+        torch.testing.assert_close(result.value, matrix.trace())
+        assert not trace(lambda v: v @ matrix, 120, cap=100, **options).converged
+
     def test_traces_near_zero_have_an_absolute_tolerance(self):
         signs = torch.ones(400, dtype=DTYPE)
         signs[::2] = -1

@@ -53,6 +53,20 @@ class Functional(nn.Module):
         return h
 
 
+class HeldTwice(nn.Module):
+    """Module objects that the model holds under several names, and one parameter in two of them."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.body = nn.Sequential(block, nn.Tanh(), block, nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        self.body[4].weight = block[0].weight
+        self.alias, self.head = self.body, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.alias(x))
+
+
 class DeclaredOutOfOrder(nn.Module):
     """The head is defined first and used last."""
 
@@ -257,6 +271,7 @@ NETWORKS = [
         ("readout.a.1.weight",),
         ("weights.*", "biases.b", "product", "gate", "readout.a.1.weight"),
     ),
+    Architecture("held_twice", HeldTwice, normal(4), 3, weights("head"), ("body.0.0.*", "body.4.bias")),
     Architecture("declared_out_of_order", DeclaredOutOfOrder, normal(2), 3, weights("head")),
     Architecture("siamese", Siamese, named(left=normal(2, 4), right=normal(2, 4)), 2, weights("head")),
     Architecture("siamese_stacked", SiameseStacked, named(left=normal(2, 4), right=normal(2, 4)), 2, weights("head")),

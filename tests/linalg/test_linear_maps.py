@@ -1,0 +1,167 @@
+"""What is asked of a caller's operator, under every function alike."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace_plus import linalg
+from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
+from laplace_plus.linalg.linear_maps import LinearMap
+
+N = 6
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def definite() -> Tensor:
+    root = draw(N, N)
+    return root @ root.T + torch.eye(N, dtype=torch.float64)
+
+
+B = draw(N, seed=1)
+USES = {
+    "lanczos": lambda f: linalg.lanczos(f, B, 3).diagonal,
+    "arnoldi": lambda f: linalg.arnoldi(f, B, 3).hessenberg,
+    "block_lanczos": lambda f: linalg.block_lanczos(f, B[None], 3).matrix,
+    "bidiagonalize": lambda f: linalg.bidiagonalize(f, B, 3, rmatvec=f).diagonal,
+    "matrix_function": lambda f: linalg.matrix_function(f, torch.exp, B).value,
+    "bilinear": lambda f: linalg.bilinear(f, torch.exp, B).value,
+    "trace": lambda f: linalg.trace(f, N, dtype=torch.float64).value,
+    "diagonal": lambda f: linalg.diagonal(f, N, symmetric=True, dtype=torch.float64).value,
+    "slq_logdet": lambda f: linalg.slq_logdet(f, N, dtype=torch.float64).value,
+    "nystrom": lambda f: linalg.nystrom(f, N, rank=2, dtype=torch.float64).values,
+    "eigsh": lambda f: linalg.eigsh(f, N, 2, dtype=torch.float64).values,
+    "svds": lambda f: linalg.svds(f, N, 2, rmatvec=f, dtype=torch.float64).values,
+    "cg": lambda f: linalg.cg(f, B).value,
+    "minres": lambda f: linalg.minres(f, B).value,
+    "lsmr": lambda f: linalg.lsmr(f, f, B).value,
+    "project_null_space": lambda f: linalg.project_null_space(f, f, B).value,
+}
+# torch's own forward mode compiles its formulas by what it calls deprecated.
+FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+EVERY = pytest.mark.parametrize("use", USES.values(), ids=USES)
+
+
+@FORWARD_MODE
+@EVERY
+def test_forward_mode_is_refused(use):
+    a = definite()
+    with pytest.raises(UnsupportedError, match="reverse"):
+        torch.func.jvp(lambda s: use(lambda v: v @ (s * a)), (torch.ones_like(a),), (torch.ones_like(a),))
+
+
+@FORWARD_MODE
+@pytest.mark.parametrize("name", ["cg", "minres", "lsmr", "matrix_function"])
+def test_forward_mode_is_refused_for_vectors(name):
+    a = definite()
+
+    def solve(b: Tensor) -> Tensor:
+        if name == "lsmr":
+            return linalg.lsmr(lambda v: v @ a, lambda v: v @ a, b).value
+        if name == "matrix_function":
+            return linalg.matrix_function(lambda v: v @ a, torch.exp, b).value
+        return getattr(linalg, name)(lambda v: v @ a, b).value
+
+    with pytest.raises(UnsupportedError, match="reverse"):
+        torch.func.jvp(solve, (B,), (B,))
+
+
+@EVERY
+def test_writing_into_the_vectors_is_refused(use):
+    with pytest.raises(OperatorError, match="overwrites the vectors"):
+        use(lambda v: v.mul_(2.0))
+
+
+@pytest.mark.parametrize("use", [USES[name] for name in ("cg", "minres", "lanczos", "eigsh", "lsmr")])
+def test_giving_the_same_tensor_again_is_refused(use):
+    buffer, entries = torch.empty(N, dtype=torch.float64), torch.arange(1.0, N + 1, dtype=torch.float64)
+    with pytest.raises(OperatorError, match="earlier product"):
+        use(lambda v: torch.mul(v, entries, out=buffer))
+
+
+def test_a_constant_product_may_be_the_same_tensor():
+    zero = torch.zeros(N, dtype=torch.float64)
+    solution = linalg.lsmr(lambda v: zero, lambda v: zero, B)
+    assert solution.converged and torch.equal(solution.value, zero)
+
+
+@EVERY
+def test_something_that_is_no_callable(use):
+    with pytest.raises(OperatorError, match=r"linalg\.Dense"):
+        use(definite())
+
+
+@EVERY
+def test_another_type_of_numbers_is_named(use):
+    a = definite().float()
+    with pytest.raises(OperatorError, match="dtype="):
+        use(lambda v: v.float() @ a)
+
+
+@pytest.mark.parametrize("name", ["cg", "minres"])
+def test_solvers_convert_to_a_given_type(name):
+    a, b = definite(), B.float().requires_grad_()
+    solution = getattr(linalg, name)(lambda v: v @ a, b, dtype=torch.float64)
+    assert solution.value.dtype is torch.float64
+    torch.testing.assert_close(solution.value.detach(), torch.linalg.solve(a, b.detach().double()))
+    solution.value.sum().backward()
+    torch.testing.assert_close(b.grad, torch.linalg.inv(a).sum(0).float())
+
+
+def test_least_squares_convert_to_a_given_type():
+    a, b = draw(N, 3), B.float()
+    forward, adjoint = (lambda v: v @ a.T), (lambda u: u @ a)
+    found = linalg.lsmr(forward, adjoint, b, dtype=torch.float64, x0=torch.zeros(3)).value
+    torch.testing.assert_close(found, torch.linalg.lstsq(a, b.double()[:, None]).solution[:, 0])
+    v = draw(3, seed=2).float()
+    projected = linalg.project_null_space(forward, adjoint, v, dtype=torch.float64).value
+    torch.testing.assert_close(projected, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_transpose_is_found_without_gradients(mode):
+    a, b = draw(N, 3), B
+    expected = torch.linalg.lstsq(a, b[:, None]).solution[:, 0]
+    with mode():
+        torch.testing.assert_close(linalg.lsmr(lambda v: v @ a.T, None, b, n=3).value, expected)
+        values = linalg.svds(lambda v: v @ a.T, 3, 2, m=N, dtype=torch.float64).values
+    torch.testing.assert_close(values, torch.linalg.svdvals(a)[:2])
+
+
+def test_random_vectors_are_real():
+    with pytest.raises(ConfigurationError, match="int64"):
+        linalg.trace(lambda v: v, N, dtype=torch.int64)
+
+
+def test_gradients_of_many_vectors_keep_one_graph_at_a_time():
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def multiply(v: Tensor) -> Tensor:
+        nonlocal most
+        product = scale * v
+        alive.append(weakref.ref(product))
+        gc.collect()
+        most = max(most, sum(x() is not None for x in alive))
+        return product
+
+    operator = LinearMap(multiply, N)
+    vectors, cotangents = draw(100, N), draw(100, N, seed=1)
+    operator(vectors[:1])
+    (gradient,) = operator.parameter_pullback(vectors, cotangents)
+    torch.testing.assert_close(gradient, (vectors * cotangents).sum())
+    assert len(alive) == 5 and operator.matvecs == 101, "parts of 32 vectors"
+    assert most <= 2, "an earlier part's graph lives on"
+    wide = LinearMap(multiply, N)
+    wide(vectors)
+    alive.clear()
+    wide.parameter_pullback(vectors, cotangents)
+    assert len(alive) == 1, "what was multiplied together is differentiated together"
