@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,17 +28,7 @@ Row = dict[str, Any]
 
 def seconds(call: Callable[[], object], repetitions: int = 10) -> float:
     """Median seconds of a call on the GPU."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return median(times)
+    return selection.device_seconds(call, warm_up=3, repetitions=repetitions)
 
 
 def extra_memory(call: Callable[[], object]) -> int:

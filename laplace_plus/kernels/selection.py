@@ -188,20 +188,32 @@ def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str,
     return chosen
 
 
-def _time(name: str, call: Callable[[], object], repetitions: int = 5) -> float:
+def device_seconds(call: Callable[[], object], *, warm_up: int, repetitions: int) -> float:
+    """Median seconds of a call on the current CUDA device.
+
+    Args:
+        call: What is timed.
+        warm_up: Calls before; the first one compiles.
+        repetitions: Calls that are timed, each by events of its own.
+    """
+    for _ in range(warm_up):
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
+
+
+def _time(name: str, call: Callable[[], object]) -> float:
     """Median seconds of a call on the current CUDA device; infinite where it fails."""
     try:
-        for _ in range(2):  # the first compiles
-            call()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(repetitions):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
+        return device_seconds(call, warm_up=2, repetitions=5)
     except torch.OutOfMemoryError:
         return float("inf")
     except Exception as error:  # a kernel that does not compile on some device must not end a fit that torch can do
@@ -209,4 +221,3 @@ def _time(name: str, call: Callable[[], object], repetitions: int = 5) -> float:
             raise
         warnings.warn(f"A kernel is left out, because it failed here: {name}: {error}", RuntimeWarning, stacklevel=4)
         return float("inf")
-    return median(times)
