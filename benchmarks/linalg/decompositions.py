@@ -5,8 +5,8 @@ Wanted: full re-orthogonalisation at least twice as fast as linear_operator at n
 All run K steps on the same start vectors in float32. The operators are diagonal matrices, so that the products cost
 little: "smooth" has nothing else; "outliers" adds a matrix of rank 4 with eigenvalues of 10 to 300, with which
 orthogonality is lost within a few steps unless it is enforced. "orthogonality" is ``max |QQᵀ − I|``, evaluated in
-float64; "re-orthogonalised" the number of steps that were. Full re-orthogonalisation by classical Gram–Schmidt twice
-reads Q four times, ``8 n K²`` bytes in all; "share of limit" is the time that a copy would need for reading and writing
+float64; "re-orthogonalised" the number of steps that were. Full re-orthogonalisation, by Gram–Schmidt after the
+three-term recurrence, reads what there is of Q twice in each step, ``4 n K²`` bytes in all; "share of limit" is the time that a copy would need for reading and writing
 as many bytes, over the time that the whole decomposition took; it can exceed one where Q fits into a cache. "bases" is
 the memory in units of that of Q.
 
@@ -123,6 +123,6 @@ def run(quick: bool) -> Iterator[Row]:
                 if "linear_operator" in calls and name.startswith("laplace_plus"):
                     row["x_faster_than_linear_operator"] = seconds["linear_operator"] / time
                 if name == "laplace_plus, full":
-                    row["share_of_limit"] = 8e-9 * n * probes * depth**2 / bandwidth / time
+                    row["share_of_limit"] = 4e-9 * n * probes * depth**2 / bandwidth / time
                 yield row | found.get(name, {})
     keep_freed_memory(True)

@@ -25,7 +25,9 @@ from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton
 _TYPES = (torch.float32, torch.float64)
 
 
-def orthogonalize(basis: Tensor, vector: Tensor, k: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+def orthogonalize(
+    basis: Tensor, vector: Tensor, k: int | Tensor | None = None, *, passes: int = 2
+) -> tuple[Tensor, Tensor]:
     """Subtract from a vector its projection on the first k rows of a basis, by classical Gram–Schmidt twice.
 
     ``h = Q w; w ← w − Qᵀ h; h' = Q w; w ← w − Qᵀ h'; h ← h + h'``.
@@ -35,6 +37,7 @@ def orthogonalize(basis: Tensor, vector: Tensor, k: int | Tensor | None = None) 
         vector: w, ``[n]`` or ``[m, n]``, of the same type: float32 or float64. It is not changed.
         k: How many of the rows to use; all by default. An integer on the device (a 0-d tensor) instead masks the rows
             from k on, which must be finite: all K rows are read, but shapes stay the same in every step.
+        passes: 2, or 1 where the vector is almost orthogonal to the rows already; then only the first half is done.
 
     Returns:
         The new vector, and the coefficients h: ``[k]`` or ``[m, k]``; with a tensor k, K of them, zero from k on.
@@ -48,6 +51,8 @@ def orthogonalize(basis: Tensor, vector: Tensor, k: int | Tensor | None = None) 
         (tensor([0., 0., 5.]), tensor([3., 4.]))
     """
     _check(vector, basis=basis)
+    if passes not in (1, 2):
+        raise ConfigurationError("Gram–Schmidt is run once or twice.", expected="passes=1 or 2", got=str(passes))
     if basis.ndim != vector.ndim + 1 or basis.shape[:-2] != vector.shape[:-1] or basis.shape[-1] != vector.shape[-1]:
         raise ConfigurationError(
             "The vector does not fit the basis.",
@@ -63,9 +68,9 @@ def orthogonalize(basis: Tensor, vector: Tensor, k: int | Tensor | None = None) 
             raise ConfigurationError("The basis has fewer rows.", expected=f"k ≤ {basis.shape[-2]}", got=str(k))
         basis = basis[..., :k, :]
     if vector.ndim == 1:
-        output, coefficients = _orthogonalize(basis.detach()[None], vector.detach()[None], mask)
+        output, coefficients = _orthogonalize(basis.detach()[None], vector.detach()[None], mask, passes)
         return output[0], coefficients[0]
-    return _orthogonalize(basis.detach(), vector.detach(), mask)
+    return _orthogonalize(basis.detach(), vector.detach(), mask, passes)
 
 
 def three_term_update(
@@ -144,40 +149,41 @@ def _kernels(name: str, *tensors: Tensor) -> Any:
     return triton_kernels(name, tensors[0].device) if usable else None
 
 
-def _orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None, passes: int) -> tuple[Tensor, Tensor]:
     """Of ``[m, n]`` against ``[m, k, n]``."""
     kernels = _kernels("gram_schmidt", basis, vector)
     candidates: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-        REFERENCE: lambda: _reference_orthogonalize(basis, vector, mask)
+        REFERENCE: lambda: _reference_orthogonalize(basis, vector, mask, passes)
     }
     if kernels is not None:
-        candidates["triton"] = lambda: kernels.orthogonalize(basis, vector, mask)
-    key = ("orthogonalize", vector.device, vector.dtype, mask is None, *size_class(*basis.shape))
-    moved = 4.0 * basis.numel() * basis.element_size()
+        candidates["triton"] = lambda: kernels.orthogonalize(basis, vector, mask, passes)
+    key = ("orthogonalize", vector.device, vector.dtype, mask is None, passes, *size_class(*basis.shape))
+    moved = 2.0 * passes * basis.numel() * basis.element_size()
     return candidates[choose(key, vector.device, 10 * moved, candidates)]()
 
 
-def _reference_orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _reference_orthogonalize(
+    basis: Tensor, vector: Tensor, mask: Tensor | None, passes: int = 2
+) -> tuple[Tensor, Tensor]:
     """On the CPU one probe after another: batched matrix–vector products are slower than single ones there."""
     if basis.device.type == "cpu":
-        output, coefficients = torch.empty_like(vector), vector.new_empty(basis.shape[:-1])
+        output, coefficients = torch.empty_like(vector), vector.new_zeros(basis.shape[:-1])
         for rows, given, result, h in zip(basis, vector, output, coefficients, strict=True):
-            first = inner_products(rows, given) if mask is None else inner_products(rows, given).mul_(mask)
-            torch.addmv(given, rows.T, first, alpha=-1, out=result)
-            second = inner_products(rows, result) if mask is None else inner_products(rows, result).mul_(mask)
-            result.addmv_(rows.T, second, alpha=-1)
-            torch.add(first, second, out=h)
+            for turn in range(passes):
+                source = result if turn else given
+                products = inner_products(rows, source)
+                products = products if mask is None else products.mul_(mask)
+                torch.addmv(source, rows.T, products, alpha=-1, out=result)
+                h += products
         return output, coefficients
-    given = vector.unsqueeze(1)
-    first = torch.bmm(given, basis.mT)
-    if mask is not None:
-        first = first * mask
-    output = torch.baddbmm(given, first, basis, alpha=-1)
-    second = torch.bmm(output, basis.mT)
-    if mask is not None:
-        second = second * mask
-    output.baddbmm_(second, basis, alpha=-1)
-    return output.squeeze(1), (first + second).squeeze(1)
+    output = vector.unsqueeze(1)
+    total = torch.zeros((), dtype=vector.dtype, device=vector.device)
+    for _ in range(passes):
+        products = torch.bmm(output, basis.mT)
+        products = products if mask is None else products * mask
+        output = torch.baddbmm(output, products, basis, alpha=-1)
+        total = total + products
+    return output.squeeze(1), total.squeeze(1)
 
 
 def _three_term_update(

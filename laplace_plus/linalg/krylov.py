@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.kernels import vector_norm
+from laplace_plus.kernels import three_term_update, vector_norm
 from laplace_plus.linalg.arguments import require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
 from laplace_plus.linalg.operators import Operator
@@ -89,9 +89,10 @@ class Krylov:
 
 
 class ArnoldiProcess:
-    """The Arnoldi process with two passes of Gram–Schmidt; it can go on where it paused.
+    """The Arnoldi process with full re-orthogonalisation; it can go on where it paused.
 
-    Nothing in it waits for the device.
+    Gram–Schmidt runs twice. With a symmetric operator the first run is Lanczos' three-term recurrence, which leaves
+    nothing but rounding along the other vectors; that halves the work. Nothing in it waits for the device.
 
     Args:
         products: The operator.
@@ -128,18 +129,37 @@ class ArnoldiProcess:
             if k == 0:  # squares that underflow must not pass for an invariant space
                 length = torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
             self._largest = torch.maximum(self._largest, length)
-            rest, hessenberg[:, : k + 1, k] = orthogonalize(basis[:, : k + 1], product)
+            rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
             size = vector_norm(rest)
-            self._residual = torch.where(self._going[:, None], rest, self._residual)
+            self._residual = kept_where(self._going, rest, self._residual)
             self._rank = self._rank + self._going
             # NaN goes on, and is reported at the end
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
             self._going = self._going & ~((size <= small) & (small < torch.inf))
             self._size = torch.where(self._going, size, 0.0)
             if k + 1 < self._n:
-                self._next = torch.where(self._going[:, None], rest / size[:, None], 0.0)
+                self._next = rest * torch.where(self._going, size.reciprocal(), 0.0)[:, None]
         invariant = ~self._going | (self._rank == self._n)
         return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, invariant)
+
+    def _outside(self, product: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """What remains of ``A q_k`` outside of the vectors so far, and its coefficients in these."""
+        if not self._products.map.symmetric:
+            return orthogonalize(self._basis[:, : k + 1], product)
+        previous = (self._basis[:, k - 1], self._size) if k else (None, None)
+        rest, alpha, _ = three_term_update(product, self._next, *previous)
+        rest, coefficients = orthogonalize(self._basis[:, : k + 1], rest, passes=1)
+        coefficients[:, k] += alpha
+        if k:
+            coefficients[:, k - 1] += self._size
+        return rest, coefficients
+
+
+def kept_where(going: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """``new`` for the vectors that go on, ``old`` for the others; ``[batch, n]``."""
+    if going.device.type == "cpu" and bool(going.all()):  # a look is free there, and a copy is not
+        return new
+    return torch.where(going[:, None], new, old)
 
 
 def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:

@@ -78,7 +78,7 @@ def lanczos(
 ) -> LanczosDecomposition:
     """Decompose a symmetric operator on the Krylov space of a vector.
 
-    Costs ``depth`` products (of the whole stack) and memory for K vectors; full re-orthogonalisation 4nK²
+    Costs ``depth`` products (of the whole stack) and memory for K vectors; full re-orthogonalisation 2nK²
     floating-point operations, selective one a part of that. The result can be differentiated in ``v`` and in the
     tensors that the operator depends on; that costs K products, one vector–Jacobian product of K vectors, and memory
     for K more vectors, and keeps no graph of a product.
@@ -87,7 +87,7 @@ def lanczos(
         matvec: A, a symmetric operator on row-stacked vectors.
         v: Start vector ``[n]``, or a stack ``[..., n]`` of them, which are multiplied together.
         depth: K ≥ 1; at most n steps are taken.
-        reorthogonalize: ``"full"``: every new vector against all previous ones, twice. ``"selective"``: only when
+        reorthogonalize: ``"full"``: every new vector against all previous ones. ``"selective"``: only when
             Simon's recurrence estimates that orthogonality has fallen to the square root of the rounding; reads one
             flag from the device in each step. ``"none"``: the bare three-term recurrence, which loses orthogonality as
             soon as an eigenvalue converges; for a few steps only.

@@ -26,18 +26,14 @@ def orthogonalize(basis: Tensor, vectors: Tensor, *, passes: int = 2) -> tuple[T
         The remainder, of the shape of ``vectors``, and the coefficients Q w, ``[batch, k]`` or ``[batch, p, k]``,
         summed over the passes.
     """
-    if vectors.ndim == 2 and passes == 2:
-        return kernels.orthogonalize(basis, vectors)
-    # vectors as rows: batched products with columns are several times slower on CPUs
-    remainder = vectors if vectors.ndim == 3 else vectors[:, None]
-    coefficients = vectors.new_zeros(*remainder.shape[:2], basis.shape[1])
+    if vectors.ndim == 2:
+        return kernels.orthogonalize(basis, vectors, passes=passes)
+    coefficients = vectors.new_zeros(*vectors.shape[:2], basis.shape[1])
     for _ in range(passes):
-        new = kernels.inner_products(remainder, basis)
-        remainder = remainder.baddbmm(new, basis, alpha=-1)
+        new = kernels.inner_products(vectors, basis)
+        vectors = vectors.baddbmm(new, basis, alpha=-1)
         coefficients = coefficients + new
-    if vectors.ndim == 3:
-        return remainder, coefficients
-    return remainder[:, 0], coefficients[:, 0]
+    return vectors, coefficients
 
 
 def combine(coefficients: Tensor, basis: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_plus.kernels import inner, three_term_update, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
-from laplace_plus.linalg.krylov import Krylov, Products, breakdown_limit
+from laplace_plus.linalg.krylov import Krylov, Products, breakdown_limit, kept_where
 from laplace_plus.linalg.orthogonalization import orthogonalize
 
 
@@ -60,12 +60,12 @@ def three_term(
                 size = vector_norm(rest)
                 estimates.reset(k)
                 again, count = lost and not again, count + 1
-        residual = torch.where(going[:, None], rest, residual)
+        residual = kept_where(going, rest, residual)
         rank += going
         going = going & ~(size <= small)
         off_diagonal[:, k] = torch.where(going, size, 0.0)
         if k + 1 < depth:
-            vector = torch.where(going[:, None], rest / size[:, None], 0.0)
+            vector = rest * torch.where(going, size.reciprocal(), 0.0)[:, None]
     side = torch.diag_embed(off_diagonal[:, :-1], 1)
     matrix = torch.diag_embed(diagonal) + side + side.mT
     return Krylov(basis, matrix, residual, scale, rank, ~going | (rank == n)), count

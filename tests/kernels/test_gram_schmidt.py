@@ -39,8 +39,15 @@ def test_twice_is_enough() -> None:
     """A vector that nearly lies in the span: one pass would leave 1e-16 / 1e-10 = 1e-6 of it."""
     basis = torch.linalg.qr(random(200, 20))[0].T.contiguous()
     vector = random(20) @ basis + 1e-10 * random(200)
-    rest, _ = orthogonalize(basis, vector)
+    rest, coefficients = orthogonalize(basis, vector)
     assert (basis @ (rest / rest.norm())).abs().max() < 1e-14
+    once, first = orthogonalize(basis, vector, passes=1)
+    assert (basis @ (once / once.norm())).abs().max() > 1e-9
+    again, second = orthogonalize(basis, once, passes=1)
+    torch.testing.assert_close(again, rest, rtol=0, atol=1e-24)
+    torch.testing.assert_close(first + second, coefficients, rtol=1e-15, atol=0)
+    with pytest.raises(ConfigurationError, match="once or twice"):
+        orthogonalize(basis, vector, passes=3)
 
 
 def test_lanczos_recurrence_of_a_matrix() -> None:

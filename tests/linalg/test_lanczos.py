@@ -199,3 +199,31 @@ def test_orthogonalize_twice_is_enough():
         several, coefficients = orthogonalize(basis, torch.stack([w, 2 * w], dim=1))
         torch.testing.assert_close(several[:, 1], 2 * rest, rtol=1e-4, atol=1e-15)
         assert coefficients.shape == (batch, 2, 8)
+
+
+SPECTRA = {
+    "low rank + I": torch.cat([torch.logspace(0, 4, 20), torch.ones(180)]),
+    "algebraic": torch.arange(1.0, 201) ** -2,
+    "exponential": 0.7 ** torch.arange(200.0),
+    "two clusters": torch.cat([torch.ones(100), torch.full((100,), 1.001)]) + torch.linspace(0, 1e-6, 200),
+    "condition 1e12": torch.logspace(-12, 0, 200, dtype=float64),
+    "indefinite": torch.linspace(-1, 1, 200) ** 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, float64], ids=str)
+@pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
+def test_one_pass_after_the_three_terms_is_enough(spectrum, dtype):
+    """Full re-orthogonalisation is as good as Arnoldi's two passes, whatever converges on the way."""
+    a = with_spectrum(spectrum.double()).to(dtype)
+    found = lanczos(lambda x: x @ a, randn(200, seed=1).to(dtype), 80)
+    loss = (found.vectors @ found.vectors.T - torch.eye(len(found.vectors), dtype=dtype)).abs().max()
+    assert loss <= 20 * torch.finfo(dtype).eps
+
+
+def test_vectors_of_a_noisy_operator_are_orthogonal():
+    a = with_spectrum(torch.logspace(-6, 0, 200, dtype=float64))
+    noise = 1e-3 * randn(200, 200, seed=2) / 200**0.5
+    found = lanczos(lambda x: x @ (a + noise), randn(200, seed=1), 80, check_symmetry=False)
+    assert len(found.vectors) == 80
+    assert (found.vectors @ found.vectors.T - torch.eye(80, dtype=float64)).abs().max() <= 1e-14

@@ -214,13 +214,14 @@ def combine_and_dots(basis: Tensor, vector: Tensor, coefficients: Tensor) -> tup
 
 
 @on_its_device
-def orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Classical Gram–Schmidt twice, of ``[m, n]`` against the rows of ``[m, k, n]``.
+def orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None, passes: int = 2) -> tuple[Tensor, Tensor]:
+    """Classical Gram–Schmidt, of ``[m, n]`` against the rows of ``[m, k, n]``.
 
     Args:
         basis: Rows with contiguous entries, k ≥ 1.
         vector: Vectors with contiguous entries.
         mask: Which of the k rows take part, as zeros and ones; all if None.
+        passes: Once or twice.
 
     Returns:
         The vectors ``[m, n]`` and the coefficients ``[m, k]``.
@@ -228,6 +229,8 @@ def orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None) -> tuple[T
     first = dots(basis, vector)
     if mask is not None:
         first = first * mask
+    if passes == 1:
+        return combine(basis, vector, first), first
     vector, second = combine_and_dots(basis, vector, first)
     if mask is not None:
         second = second * mask
