@@ -6,9 +6,9 @@ All run K steps on the same start vectors in float32. The operators are diagonal
 little: "smooth" has nothing else; "outliers" adds a matrix of rank 4 with eigenvalues of 10 to 300, with which
 orthogonality is lost within a few steps unless it is enforced. "orthogonality" is ``max |QQᵀ − I|``, evaluated in
 float64; "re-orthogonalised" the number of steps that were. Full re-orthogonalisation, by Gram–Schmidt after the
-three-term recurrence, reads what there is of Q twice in each step, ``4 n K²`` bytes in all; "share of limit" is the time that a copy would need for reading and writing
-as many bytes, over the time that the whole decomposition took; it can exceed one where Q fits into a cache. "bases" is
-the memory in units of that of Q.
+three-term recurrence, reads what there is of Q twice in each step, ``4 n K²`` bytes in all; "share of limit" is the
+time that a copy would need for reading and writing as many bytes, over the time that the whole decomposition took; it
+can exceed one where Q fits into a cache. "bases" is the memory in units of that of Q.
 
 linear_operator's re-orthogonalisation makes temporary tensors of the size of Q. Where the C library returns "freed
 memory" to the system, mapping it again takes longer than its arithmetic; large sizes are measured either way.
