@@ -21,6 +21,7 @@ from laplace_plus.linalg.probes import (
     Probes,
     dense,
     draw_probes,
+    exact_is_due,
     jackknife,
     multiply,
     parameter_gradients,
@@ -113,11 +114,10 @@ def diagonal(
         require_finite("The diagonal estimator", value)
         # One host synchronisation per batch, and only where there is something to decide.
         met = tolerance is None or bool(sem.norm() <= torch.clamp(tolerance * value.norm(), min=absolute_tolerance))
-        left = cap - operator.matvecs
-        if met or left < min(matvecs, n):
+        if met or operator.matvecs + min(matvecs, n) > cap:
             break
-        if n <= left < n + matvecs or (n <= left and operator.matvecs + matvecs >= n):
-            return _exact(operator, dtype, device)  # as soon as it is cheaper, or before it is too late
+        if exact_is_due(operator.matvecs, matvecs, n, cap):
+            return _exact(operator, dtype, device)
 
     def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
         if cotangents[0] is None:

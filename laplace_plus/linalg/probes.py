@@ -73,6 +73,15 @@ def dense(operator: LinearMap, dtype: torch.dtype, device: torch.device) -> tupl
     return identity, operator(identity)
 
 
+def exact_is_due(spent: int, batch: int, n: int, cap: int) -> bool:
+    """Whether n products with the unit vectors are to follow instead of another batch of random ones.
+
+    So it is as soon as they are no more than what would have been spent, and before the cap forbids them.
+    """
+    left = cap - spent
+    return n <= left and (spent + batch >= n or left < n + batch)
+
+
 def standard_error(samples: Tensor) -> Tensor:
     """The standard error of the mean of ``samples [k, ...]`` over the first dimension; infinite for one sample."""
     if len(samples) == 1:
