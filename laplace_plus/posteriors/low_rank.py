@@ -31,9 +31,10 @@ class LowRank(GaussianPosterior):
     """Laplace with the leading eigenpairs of the whole curvature, correlations between layers included.
 
     Choose it for networks that are too large for :class:`Full` where layers should not be taken as independent. Memory
-    is ``rank`` vectors of the network's size; fitting passes over the data about twice ``rank`` times. Directions
-    outside of the eigenvectors keep the prior's variance, so that a rank that is too small is cautious rather than
-    bold. Takes scalar priors; also layer-wise and diagonal ones with ``remainder_probes=0``.
+    is ``rank`` vectors of the network's size, and ``2 rank + 1`` (at least ``rank + 20``) while fitting, which passes
+    over the data about twice ``rank`` times. Directions outside of the eigenvectors keep the prior's variance, so that
+    a rank that is too small is cautious rather than bold. Takes scalar priors; also layer-wise and diagonal ones with
+    ``remainder_probes=0``.
 
     With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian; its negative eigenvalues are left
     out, and nothing is added for the rest.
