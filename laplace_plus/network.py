@@ -260,7 +260,10 @@ class Network:
         values = {id(tensor): state[name] for name, tensor in named if name in state}
         places: dict[str, Tensor] = {}
         for prefix, module in self.model.named_modules():  # each object once
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            own = [  # under all of its names
+                *module.named_parameters(recurse=False, remove_duplicate=False),
+                *module.named_buffers(recurse=False, remove_duplicate=False),
+            ]
             for name, tensor in own:
                 if id(tensor) in values:
                     places[f"{prefix}.{name}" if prefix else name] = values[id(tensor)]

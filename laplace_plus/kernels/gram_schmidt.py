@@ -28,9 +28,9 @@ _TYPES = (torch.float32, torch.float64)
 def orthogonalize(
     basis: Tensor, vector: Tensor, k: int | Tensor | None = None, *, passes: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """Subtract from a vector its projection on the first k rows of a basis, by classical Gram–Schmidt twice.
+    """Subtract from a vector its projection on the first k rows of a basis, by classical Gram–Schmidt.
 
-    ``h = Q w; w ← w − Qᵀ h; h' = Q w; w ← w − Qᵀ h'; h ← h + h'``.
+    ``h = Q w; w ← w − Qᵀ h``, and once more: ``h' = Q w; w ← w − Qᵀ h'; h ← h + h'``.
 
     Args:
         basis: Q, orthonormal rows ``[K, n]``, or ``[m, K, n]`` for m probes; best with contiguous rows.

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import get_args
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that runs outside of the caller's autocast, which would round its recurrences to half precision.
+
+    Operators run outside of it as well; one that is to multiply in half precision says so itself.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def require_choice(name: str, value: str, options: object) -> None:

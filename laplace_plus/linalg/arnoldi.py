@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
-from laplace_plus.linalg.arguments import start_vectors
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import ArnoldiProcess, Products, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
 
@@ -45,6 +45,7 @@ class ArnoldiDecomposition:
     converged: bool
 
 
+@without_autocast
 def arnoldi(
     matvec: Matvec,
     v: Tensor,

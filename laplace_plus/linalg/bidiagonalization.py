@@ -17,8 +17,8 @@ from torch import Tensor
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
-from laplace_plus.linalg.arguments import start_vectors
-from laplace_plus.linalg.krylov import Products, breakdown_limit, truncated_depth
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
+from laplace_plus.linalg.krylov import Products, breakdown_limit, ended, product_length, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.orthogonalization import combine, coordinates, orthogonalize
@@ -58,6 +58,7 @@ class Bidiagonalization:
         return _bidiagonal(self.diagonal, self.off_diagonal)
 
 
+@without_autocast
 def bidiagonalize(
     matvec: Matvec,
     v: Tensor,
@@ -144,11 +145,11 @@ def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, toleranc
     vector = start * scale[:, None]
     for k in range(depth):
         product = products(vector)
-        largest = torch.maximum(largest, vector_norm(product))
+        largest = torch.maximum(largest, product_length(product, k))
         rest, _ = orthogonalize(left[:, :k], product) if k else (product, product)
         size = vector_norm(rest)
         # a right vector without a left one, A v = β u, is dropped again, and stays as the residual
-        going = going & ~(size <= limit * largest)
+        going = going & ~ended(size, limit * largest)
         right[:, k] = torch.where(going[:, None], vector, 0.0)
         left[:, k] = torch.where(going[:, None], rest / size[:, None], 0.0)
         alpha[:, k] = torch.where(going, size, 0.0)
@@ -160,7 +161,7 @@ def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, toleranc
         adjointness = torch.maximum(adjointness, (along[:, k] - alpha[:, k]).abs() / largest)
         residual = torch.where(going[:, None], rest, residual)
         size = vector_norm(rest)
-        going = going & ~(size <= limit * largest)
+        going = going & ~ended(size, limit * largest)
         beta[:, k] = torch.where(going, size, 0.0)
         vector = torch.where(going[:, None], rest / size[:, None], 0.0)
     return left, right, alpha, beta, residual, scale, rank, ~going | (rank == n), adjointness

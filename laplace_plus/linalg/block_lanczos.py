@@ -16,10 +16,11 @@ from torch import Tensor
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
-from laplace_plus.linalg.arguments import start_vectors
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric
 from laplace_plus.linalg.linear_maps import Matvec, attach, require_finite
 from laplace_plus.linalg.orthogonalization import orthogonalize
+from laplace_plus.linalg.sketches import require_squares
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class BlockLanczosDecomposition:
     converged: bool
 
 
+@without_autocast
 def block_lanczos(
     matvec: Matvec,
     v: Tensor,
@@ -132,8 +134,11 @@ def _block_process(
         basis[here] = block
         sizes.append(size)
         product = products(block)
-        require_finite("Block Lanczos' process", product)
-        largest = torch.maximum(largest, vector_norm(product).max())
+        lengths = vector_norm(product)
+        require_finite("Block Lanczos' process", lengths)
+        if not sizes[1:]:
+            require_squares(product, lengths)
+        largest = torch.maximum(largest, lengths.max())
         rest, coefficients = orthogonalize(basis[None, :stop], product[None])
         residual, projected[:stop, here] = rest[0], coefficients[0].T
         done = stop

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
@@ -51,6 +52,7 @@ class CGSolution(Solution):
     tridiagonal: tuple[Tensor, Tensor] | None = None
 
 
+@without_autocast
 def cg(
     matvec: Matvec,
     b: Tensor,

@@ -15,7 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
+from laplace_plus.linalg.arguments import (
+    require_choice,
+    require_count,
+    require_tolerance,
+    without_autocast,
+    working_type,
+)
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     Probes,
@@ -34,6 +40,7 @@ DiagonalMethod = Literal["xdiag", "hutchinson"]
 """Names of the estimators of :func:`diagonal`."""
 
 
+@without_autocast
 def diagonal(
     matvec: Matvec,
     n: int,

@@ -91,8 +91,9 @@ class Krylov:
 class ArnoldiProcess:
     """The Arnoldi process with full re-orthogonalisation; it can go on where it paused.
 
-    Gram–Schmidt runs twice. With a symmetric operator the first run is Lanczos' three-term recurrence, which leaves
-    nothing but rounding along the other vectors; that halves the work. Nothing in it waits for the device.
+    Gram–Schmidt runs twice. With a symmetric operator the three-term recurrence leaves nothing but rounding along the
+    other vectors, so that one run after it does as well, unless what is left is of the size of rounding itself. To see
+    that costs nothing on the CPU, where this halves the work; elsewhere nothing waits for the device.
 
     Args:
         products: The operator.
@@ -125,9 +126,7 @@ class ArnoldiProcess:
                 hessenberg[:, k, k - 1] = self._size
             basis[:, k] = self._next
             product = self._products(self._next)
-            length = vector_norm(product)
-            if k == 0:  # squares that underflow must not pass for an invariant space
-                length = torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
+            length = product_length(product, k)
             self._largest = torch.maximum(self._largest, length)
             rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
             size = vector_norm(rest)
@@ -135,7 +134,7 @@ class ArnoldiProcess:
             self._rank = self._rank + self._going
             # NaN goes on, and is reported at the end
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
-            self._going = self._going & ~((size <= small) & (small < torch.inf))
+            self._going = self._going & ~ended(size, small)
             self._size = torch.where(self._going, size, 0.0)
             if k + 1 < self._n:
                 self._next = rest * torch.where(self._going, size.reciprocal(), 0.0)[:, None]
@@ -144,15 +143,27 @@ class ArnoldiProcess:
 
     def _outside(self, product: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """What remains of ``A q_k`` outside of the vectors so far, and its coefficients in these."""
-        if not self._products.map.symmetric:
+        if not self._products.map.symmetric or product.device.type != "cpu":
             return orthogonalize(self._basis[:, : k + 1], product)
         previous = (self._basis[:, k - 1], self._size) if k else (None, None)
-        rest, alpha, _ = three_term_update(product, self._next, *previous)
-        rest, coefficients = orthogonalize(self._basis[:, : k + 1], rest, passes=1)
+        rest, alpha, size = three_term_update(product, self._next, *previous)
+        tiny = bool((size < torch.finfo(size.dtype).eps ** 0.5 * self._largest).any())
+        rest, coefficients = orthogonalize(self._basis[:, : k + 1], rest, passes=2 if tiny else 1)
         coefficients[:, k] += alpha
         if k:
             coefficients[:, k - 1] += self._size
         return rest, coefficients
+
+
+def product_length(product: Tensor, step: int) -> Tensor:
+    """``‖A q‖``, ``[batch]``; NaN where the first product's squares underflow, which must not pass for a zero."""
+    length = vector_norm(product)
+    return length if step else torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
+
+
+def ended(size: Tensor, small: Tensor) -> Tensor:
+    """Where a Krylov space has ended: neither NaN nor an overflow counts, so that both are reported later."""
+    return (size <= small) & (small < torch.inf)
 
 
 def kept_where(going: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.adjoints import or_zeros
-from laplace_plus.linalg.arguments import start_vectors
+from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.arnoldi import hessenberg_pullback
 from laplace_plus.linalg.krylov import ArnoldiProcess, Products, require_symmetric, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
@@ -64,6 +64,7 @@ def tridiagonal(diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
     return torch.diag_embed(diagonal) + side + side.mT
 
 
+@without_autocast
 def lanczos(
     matvec: Matvec,
     v: Tensor,

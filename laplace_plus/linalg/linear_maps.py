@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
+from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.callables import leaves
 from laplace_plus.linalg.operators import Operator
 
@@ -118,7 +119,8 @@ class LinearMap:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros(*vectors.shape[:-1], self.n, dtype=vectors.dtype, device=vectors.device)
             product = self._product(leaf.requires_grad_())
-            return _gradients(product, [leaf], _recordable(vectors))[0]
+            # All of this graph is new, and compiled operators cannot keep theirs.
+            return _gradients(product, [leaf], _recordable(vectors), retain_graph=False)[0]
 
     def pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``Aᵀ u`` and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, from one vector-Jacobian product.
@@ -217,9 +219,10 @@ class LinearMap:
         overwritten = ""
         if version is not None and given._version != version:
             overwritten = "the vectors that it was given"
-        if not product.is_inference():
-            last = None if self._last is None else self._last[0]()
-            if last is product and self._last is not None and product._version != self._last[1]:
+        if not product.is_inference() and not product.is_set_to(given):
+            last, before = self._last or (lambda: None, 0)
+            earlier = last()
+            if earlier is not None and earlier.is_set_to(product) and earlier._version != before:
                 overwritten = "its earlier product"
             self._last = (weakref.ref(product), product._version)
         if overwritten:
@@ -284,7 +287,8 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         if all(cotangent is None for cotangent in cotangents):
             return (None,) * len(ctx.needs_input_grad)
-        return (None, None, *[None] * ctx.n_outputs, *ctx.pullback(ctx.saved_tensors, cotangents))
+        gradients = without_autocast(ctx.pullback)(ctx.saved_tensors, cotangents)
+        return (None, None, *[None] * ctx.n_outputs, *gradients)
 
 
 
@@ -358,18 +362,30 @@ def _filled(gradients: Iterable[Tensor | None], tensors: Sequence[Tensor]) -> tu
     return tuple(torch.zeros_like(x) if g is None else g.detach() for g, x in zip(gradients, tensors, strict=True))
 
 
-def _gradients(product: Tensor, inputs: Sequence[Tensor], cotangents: Tensor) -> tuple[Tensor, ...]:
+def _gradients(
+    product: Tensor, inputs: Sequence[Tensor], cotangents: Tensor, *, retain_graph: bool = True
+) -> tuple[Tensor, ...]:
     """A vector-Jacobian product; zeros for tensors that the product does not depend on.
 
+    The graph may reach back to what the caller made before, and be walked again: then it is to be retained.
+
     Raises:
-        OperatorError: The product is cut off from all of them.
+        OperatorError: The product is cut off from all of them, or torch failed.
     """
     if not product.requires_grad:
         raise _not_differentiable()
-    # The graph may reach back to what the caller made before, and will be walked again.
-    gradients = torch.autograd.grad(
-        product, inputs, cotangents.detach().to(product.dtype), retain_graph=True, allow_unused=True
-    )
+    cotangents = cotangents.detach().to(product.dtype)
+    try:
+        gradients = torch.autograd.grad(product, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise OperatorError(
+            f"torch failed to differentiate through the operator: {error}",
+            expected="a callable whose vector–Jacobian products can be taken more than once",
+            got="a RuntimeError",
+            fix="Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off.",
+        ) from error
     if all(gradient is None for gradient in gradients):
         raise _not_differentiable()
     return _filled(gradients, inputs)

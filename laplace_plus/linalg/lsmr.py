@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError
 from laplace_plus.kernels import vector_norm
+from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Solution, Status
@@ -71,6 +72,7 @@ class LeastSquaresOptions:
     progress: bool
 
 
+@without_autocast
 def lsmr(
     matvec: Matvec,
     rmatvec: Matvec | None,

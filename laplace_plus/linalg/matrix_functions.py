@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, start_vectors
+from laplace_plus.linalg.arguments import (
+    require_choice,
+    require_count,
+    require_tolerance,
+    start_vectors,
+    without_autocast,
+)
 from laplace_plus.linalg.linear_maps import Matvec, attach
 from laplace_plus.linalg.quadrature import (
     KrylovSpace,
@@ -51,6 +57,7 @@ class FunctionValue:
     depth: int
 
 
+@without_autocast
 def matrix_function(
     matvec: Matvec,
     f: SpectralFunction,
@@ -72,7 +79,8 @@ def matrix_function(
     The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
     ``gradient="krylov"``: with cotangent u, ``f(A) u`` on u's own Krylov space for v, and for A the Daleckii–Krein
     formula between both spaces, by K more products and one vector–Jacobian product batched over K vectors. It is about
-    as exact as the value is. ``"adjoint"``: the exact gradient of the computed value, at any K.
+    as exact as the value is. ``"adjoint"``: the exact gradient of the computed value, at any K; where v's Krylov
+    space ends before K, of the value on that space.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
@@ -138,6 +146,7 @@ def matrix_function(
     return FunctionValue(value, error.to(value.dtype).reshape(start.shape[:-1]), matvecs, converged, space.depth)
 
 
+@without_autocast
 def bilinear(
     matvec: Matvec,
     f: SpectralFunction,
@@ -275,7 +284,7 @@ def _two_sided(
     unit = torch.where(alive[:, None], cotangents, space.vectors[:, 0])
     shaped = (unit[0] if space.products.single else unit).to(start.dtype)
     other = KrylovSpace(matvec, shaped, parameters=())
-    other.extend(space.depth)
+    other.extend(space.asked)  # the space of v may be smaller than that of u
     mu, left = other.spectrum()
     lam, right = space.spectrum()
     size = torch.where(alive, other.norm, 0.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
+from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
@@ -43,6 +44,7 @@ from laplace_plus.linalg.solving import (
 )
 
 
+@without_autocast
 def minres(
     matvec: Matvec,
     b: Tensor,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
+from laplace_plus.linalg.arguments import require_count, require_tolerance, without_autocast, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import draw_probes, multiply, parameter_gradients
 from laplace_plus.linalg.sketches import frobenius_norm
@@ -89,6 +89,7 @@ class NystromApproximation:
         return apply
 
 
+@without_autocast
 def nystrom(
     matvec: Matvec,
     n: int,

@@ -1,4 +1,4 @@
-"""Classical Gram–Schmidt, twice: the part of a Krylov method that is not the operator.
+"""Classical Gram–Schmidt: the part of a Krylov method that is not the operator.
 
 Two passes leave a vector orthogonal to the basis to rounding (L. Giraud, J. Langou, M. Rozložník and J. van den Eshof,
 "Rounding error analysis of the classical Gram–Schmidt orthogonalization process", Numerische Mathematik 2005). Unlike

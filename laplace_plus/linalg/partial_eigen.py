@@ -11,7 +11,13 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
+from laplace_plus.linalg.arguments import (
+    require_choice,
+    require_count,
+    require_tolerance,
+    without_autocast,
+    working_type,
+)
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.thick_restart import ThickRestart, Which
@@ -57,6 +63,7 @@ class PartialSVD:
     converged: bool
 
 
+@without_autocast
 def eigsh(
     matvec: Matvec,
     n: int,
@@ -145,6 +152,7 @@ def eigsh(
     return PartialEigen(values, vectors, residuals, matvecs, converged)
 
 
+@without_autocast
 def svds(
     matvec: Matvec,
     n: int,

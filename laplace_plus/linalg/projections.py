@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import OperatorError
+from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
 from laplace_plus.linalg.lsmr import (
     LeastSquaresOptions,
@@ -27,6 +28,7 @@ from laplace_plus.linalg.solving import (
 )
 
 
+@without_autocast
 def project_null_space(
     matvec: Matvec,
     rmatvec: Matvec | None,

@@ -43,6 +43,7 @@ class KrylovSpace:
         off_diagonal: Of T, ``[batch, K − 1]`` in float64.
         norm: ``[batch]`` norms of the start vectors, in float64.
         rank: ``[batch]`` dimensions of the spaces.
+        asked: Depth that was asked for; K is less where all spaces end before.
         complete: Whether all spaces are invariant, so that more steps would change nothing.
     """
 
@@ -52,7 +53,7 @@ class KrylovSpace:
         self.norm = vector_norm(vector).double()
         self.vectors = vector.new_empty(len(vector), 0, vector.shape[1])
         self._process = ArnoldiProcess(self.products, vector)
-        self.complete = False
+        self.asked, self.complete = 0, False
 
     def extend(self, depth: int) -> None:
         """Go on to the given depth, n at most, without synchronising with the device before the end.
@@ -61,7 +62,7 @@ class KrylovSpace:
             OperatorError: A start vector of zero, or an operator that is not symmetric.
             NonFiniteError: NaN or infinity in a start vector or a product.
         """
-        depth = min(depth, self.products.map.n)
+        self.asked = depth = min(depth, self.products.map.n)
         if self.complete or depth <= self.depth:
             return
         found = self._process.extend(depth)

@@ -34,8 +34,11 @@ class SampledSpectrum:
         return cls(none, none)
 
     @classmethod
-    def of(cls, decomposition: LanczosDecomposition) -> SampledSpectrum:
-        """From Lanczos decompositions for random vectors ``[m, n]`` with ``E[v vᵀ] = I``."""
+    def of(cls, decomposition: LanczosDecomposition, *, floor: float = 0.0) -> SampledSpectrum:
+        """From Lanczos decompositions for random vectors ``[m, n]`` with ``E[v vᵀ] = I``.
+
+        Nodes up to ``floor`` are rounding, and count as zero.
+        """
         matrix = decomposition.tridiagonal().double()
         depth = matrix.shape[-1]
         norms = decomposition.scale.double().square().reciprocal()
@@ -43,7 +46,7 @@ class SampledSpectrum:
         for steps in (depth, depth - max(1, depth // 4)):
             values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])
             first = vectors[:, 0] if steps else values
-            nodes.append(_filled(values.clamp(min=0), depth))
+            nodes.append(_filled(torch.where(values > floor, values, 0.0), depth))
             weights.append(_filled(first.square() * norms[:, None], depth))
         return cls(torch.stack(nodes), torch.stack(weights))
 

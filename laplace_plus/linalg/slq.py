@@ -16,7 +16,13 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.kernels import inner_products, vector_norm
-from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
+from laplace_plus.linalg.arguments import (
+    require_choice,
+    require_count,
+    require_tolerance,
+    without_autocast,
+    working_type,
+)
 from laplace_plus.linalg.krylov import require_symmetric
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.matrix_functions import KrylovGradient
@@ -26,6 +32,7 @@ from laplace_plus.linalg.quadrature import BlockKrylovSpace, KrylovSpace, Spectr
 from laplace_plus.linalg.results import Estimate
 
 
+@without_autocast
 def slq_logdet(
     matvec: Matvec,
     n: int,
@@ -140,6 +147,7 @@ def slq_logdet(
     )
 
 
+@without_autocast
 def slq_trace(
     matvec: Matvec,
     f: SpectralFunction,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_plus.kernels import inner, three_term_update, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
-from laplace_plus.linalg.krylov import Krylov, Products, breakdown_limit, kept_where
+from laplace_plus.linalg.krylov import Krylov, Products, breakdown_limit, ended, kept_where, product_length
 from laplace_plus.linalg.orthogonalization import orthogonalize
 
 
@@ -44,7 +44,7 @@ def three_term(
     for k in range(depth):
         basis[:, k] = vector
         product = products(vector)
-        length = vector_norm(product)
+        length = product_length(product, k)
         largest = torch.maximum(largest, length)
         small = torch.maximum(limit * largest, breakdown_limit(None, start.dtype) * length)
         previous = (basis[:, k - 1], off_diagonal[:, k - 1]) if k else (None, None)
@@ -62,7 +62,7 @@ def three_term(
                 again, count = lost and not again, count + 1
         residual = kept_where(going, rest, residual)
         rank += going
-        going = going & ~(size <= small)
+        going = going & ~ended(size, small)
         off_diagonal[:, k] = torch.where(going, size, 0.0)
         if k + 1 < depth:
             vector = rest * torch.where(going, size.reciprocal(), 0.0)[:, None]

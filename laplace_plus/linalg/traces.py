@@ -22,7 +22,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.arguments import require_choice, require_count, require_tolerance, working_type
+from laplace_plus.linalg.arguments import (
+    require_choice,
+    require_count,
+    require_tolerance,
+    without_autocast,
+    working_type,
+)
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
 from laplace_plus.linalg.probes import (
     Probes,
@@ -41,6 +47,7 @@ TraceMethod = Literal["xtrace", "xnystrace", "hutch++", "hutchinson"]
 """Names of the estimators of :func:`trace`."""
 
 
+@without_autocast
 def trace(
     matvec: Matvec,
     n: int,

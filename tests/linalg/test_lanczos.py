@@ -227,3 +227,32 @@ def test_vectors_of_a_noisy_operator_are_orthogonal():
     found = lanczos(lambda x: x @ (a + noise), randn(200, seed=1), 80, check_symmetry=False)
     assert len(found.vectors) == 80
     assert (found.vectors @ found.vectors.T - torch.eye(80, dtype=float64)).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, float64], ids=str)
+@pytest.mark.parametrize("width", [12, 50, 2000])
+def test_one_pass_is_not_enough_among_roundings(width, dtype):
+    """All eigenvalues but one are some roundings of it: what the three terms leave is as large as the new vector."""
+    n, eps = 2000, torch.finfo(dtype).eps
+    spectrum = torch.linspace(-2 * width * eps, 2 * width * eps, n, dtype=dtype)
+    spectrum[0] = 1
+    found = lanczos(lambda x: x * spectrum, randn(n, seed=1).to(dtype), 100)
+    loss = (found.vectors @ found.vectors.T - torch.eye(len(found.vectors), dtype=dtype)).abs().max()
+    assert loss <= 40 * eps
+
+
+@pytest.mark.parametrize(("dtype", "decades"), [(torch.float32, 8), (torch.float32, 16), (float64, 30)], ids=str)
+def test_all_directions_of_a_nearly_singular_operator(dtype, decades):
+    spectrum = torch.logspace(0, -decades, 60, dtype=float64).to(dtype)
+    found = lanczos(lambda x: x * spectrum, randn(60, seed=1).to(dtype), 60, tolerance=0.0)
+    k = len(found.vectors)
+    assert k > len(lanczos(lambda x: x * spectrum, randn(60, seed=1).to(dtype), 60).vectors)
+    assert (found.vectors @ found.vectors.T - torch.eye(k, dtype=dtype)).abs().max() <= 20 * torch.finfo(dtype).eps
+
+
+def test_a_long_single_precision_basis_with_an_outlier():
+    n = 300_000
+    spectrum = torch.linspace(-5e-4, 5e-4, n)
+    spectrum[0] = 1
+    vectors = lanczos(lambda x: x * spectrum, torch.randn(n, generator=torch.Generator().manual_seed(1)), 30).vectors
+    assert (vectors.double() @ vectors.double().T - torch.eye(30, dtype=float64)).abs().max() <= 1e-5

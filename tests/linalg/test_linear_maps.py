@@ -105,6 +105,37 @@ def test_another_type_of_numbers_is_named(use):
         use(lambda v: v.float() @ a)
 
 
+@EVERY
+def test_autocast_changes_nothing(use):
+    entries = torch.linspace(1, 3, N).double()
+    torch.manual_seed(0)
+    expected = use(lambda v: v * entries)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(use(lambda v: v * entries), expected)
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_gradients_under_autocast():
+    entries = torch.linspace(1, 3, N).double().requires_grad_()
+    plain = torch.autograd.grad(linalg.lanczos(lambda v: v * entries, B, 4).off_diagonal.sum(), entries)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(linalg.lanczos(lambda v: v * entries, B, 4).off_diagonal.sum(), entries)[0]
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_operators_without_a_transpose():
+    a, b = draw(8, N), draw(3, 8)
+    compiled = torch.compile(lambda v: v @ a.T, backend="aot_eager")
+    expected = torch.linalg.lstsq(a, b.T).solution.T
+    torch.testing.assert_close(linalg.lsmr(compiled, None, b, n=N).value, expected)
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    scaled = torch.compile(lambda v: scale.sin() * (v @ a.T), backend="aot_eager")
+    with pytest.raises(OperatorError, match="not compiled"):
+        linalg.lsmr(scaled, None, b, n=N).value.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["cg", "minres"])
 def test_solvers_convert_to_a_given_type(name):
     a, b = definite(), B.float().requires_grad_()

@@ -253,6 +253,23 @@ class TestOneStep:
         torch.testing.assert_close(found.value, torch.tensor(200.0, dtype=DTYPE))
 
 
+class TestInvariantSpaces:
+    """The gradient of ``f(A) v`` needs more than the space of v, which ends early here for some of the vectors."""
+
+    spectrum = torch.arange(1.0, 11, dtype=DTYPE)
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_gradient_of_the_default(self, count):
+        v = torch.zeros(3, 10, dtype=DTYPE)
+        v[0, 0], v[1, :3], v[2] = 1, 1, 1  # one, three and ten eigenvectors
+        v = v[:count].requires_grad_()
+        scale, cotangent = torch.ones(10, dtype=DTYPE, requires_grad=True), normal(count, 10)
+        value = matrix_function(lambda x: x * (self.spectrum * scale), torch.log, v, depth=10).value
+        to_v, to_scale = torch.autograd.grad(value, [v, scale], cotangent)
+        torch.testing.assert_close(to_v, cotangent * self.spectrum.log())
+        torch.testing.assert_close(to_scale, (cotangent * v.detach()).sum(0))
+
+
 class TestBadFunctions:
     matrix = torch.diag(torch.tensor([-1.0, 1.0, 2.0], dtype=DTYPE))
 

@@ -161,6 +161,24 @@ def test_rounding_does_not_grow_with_the_number_of_weights():
     torch.testing.assert_close(determinant.double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rank", [3, 4, 5, 50])
+def test_a_rank_that_is_all_there_is(rank, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(20, 1, bias=False).to(dtype)
+    x = torch.randn(4, 20).to(dtype)
+    posterior = lp.LowRank(model, "regression", rank=rank).fit([(x, x[:, :1])])
+    remainder = posterior.remainder()
+    if rank < 4:
+        assert remainder.value > 0
+        return
+    assert remainder.value == 0 and remainder.converged
+    full = lp.Full(model, "regression").fit([(x, x[:, :1])])
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-9
+    evidence = posterior.log_marginal_likelihood()
+    torch.testing.assert_close(evidence, full.log_marginal_likelihood(), rtol=tolerance, atol=tolerance)
+
+
 def test_what_it_cannot_do_is_named():
     model, data = problem()
     regression = [(x, x[:, :3]) for x, _ in data]

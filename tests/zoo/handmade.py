@@ -67,6 +67,22 @@ class HeldTwice(nn.Module):
         return self.head(self.alias(x))
 
 
+class TwoNames(nn.Module):
+    """One module that holds a parameter, and a buffer that it writes to, under two names each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 4) / 2)
+        self.second = self.first
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("alias", self.calls)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.alias.add_(1)
+        return self.head(torch.tanh(x @ self.first) @ self.second.T)
+
+
 class DeclaredOutOfOrder(nn.Module):
     """The head is defined first and used last."""
 
@@ -272,6 +288,7 @@ NETWORKS = [
         ("weights.*", "biases.b", "product", "gate", "readout.a.1.weight"),
     ),
     Architecture("held_twice", HeldTwice, normal(4), 3, weights("head"), ("body.0.0.*", "body.4.bias")),
+    Architecture("two_names", TwoNames, normal(4), 3, weights("head"), ("first",)),
     Architecture("declared_out_of_order", DeclaredOutOfOrder, normal(2), 3, weights("head")),
     Architecture("siamese", Siamese, named(left=normal(2, 4), right=normal(2, 4)), 2, weights("head")),
     Architecture("siamese_stacked", SiameseStacked, named(left=normal(2, 4), right=normal(2, 4)), 2, weights("head")),

@@ -1,4 +1,4 @@
-"""Classical Gram–Schmidt, twice, in three passes over the basis, and the three-term update of Lanczos.
+"""Classical Gram–Schmidt, run twice in three passes over the basis, and the three-term update of Lanczos.
 
 ``h = Q w``, then ``w₁ = w − Qᵀ h`` together with ``h' = Q w₁``, then ``w₂ = w₁ − Qᵀ h'``: the middle pass holds a block
 of columns of the basis in registers for both products, so the basis is read three times, not four. Inner products are
