@@ -128,7 +128,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
             "The selection contains no parameters.",
             expected='"all", "last_layer", names, globs, a predicate or a mask that select at least one entry',
             got=repr(selection) if isinstance(selection, str) else type(selection).__name__,
-            fix="For frozen networks, name the parameters: \"all\" means those that require gradients.",
+            fix='For frozen networks, name the parameters: "all" means those that require gradients.',
         )
     return tuple(
         Selected(name, layer_of(name), parameter.shape, masks[name])

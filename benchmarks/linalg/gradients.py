@@ -184,10 +184,14 @@ def run(quick: bool) -> Iterator[Row]:
                 _, gradients = compared[method]()
                 gap = torch.cat([x.double().flatten() - y.flatten() for x, y in zip(gradients, exact, strict=True)])
                 memory = memory_in_new_process("gradients", **asked | chosen)
-                yield base | chosen | {
-                    "seconds": seconds,
-                    "x_faster_than_loop": times["loop"] / seconds,
-                    "megabytes": memory,
-                    "graphs": (memory - 4e-6 * problem.n * PROBES * depth) / graph,
-                    "distance": (gap.norm() / torch.cat([x.flatten() for x in exact]).norm()).item(),
-                }
+                yield (
+                    base
+                    | chosen
+                    | {
+                        "seconds": seconds,
+                        "x_faster_than_loop": times["loop"] / seconds,
+                        "megabytes": memory,
+                        "graphs": (memory - 4e-6 * problem.n * PROBES * depth) / graph,
+                        "distance": (gap.norm() / torch.cat([x.flatten() for x in exact]).norm()).item(),
+                    }
+                )

@@ -315,8 +315,18 @@ def _convolution(find: Finder, args: Any, kwargs: Any, *, dimensions: int) -> Ca
         else:
             pads = tuple((p, p) for p in _tuple(0 if padding == "valid" else padding, dimensions))
         return ConvolutionCall(
-            find(weight), find(bias), input, 1, (0,), True, False,
-            kernel, _tuple(stride, dimensions), pads, spread, groups,
+            find(weight),
+            find(bias),
+            input,
+            1,
+            (0,),
+            True,
+            False,
+            kernel,
+            _tuple(stride, dimensions),
+            pads,
+            spread,
+            groups,
         )
 
     return call(*args, **kwargs)
@@ -336,9 +346,7 @@ def _embedding(find: Finder, args: Any, kwargs: Any) -> Call | None:
             return None
         n_rows = weight.shape[0]
         padding = None if padding_idx is None else padding_idx % n_rows
-        return EmbeddingCall(
-            find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding
-        )
+        return EmbeddingCall(find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding)
 
     return call(*args, **kwargs)
 

@@ -120,9 +120,7 @@ class Native(Backend):
             return HessianOperator(network, unit, data, progress=progress)
         fisher: Literal["mc", "empirical"] = "mc" if self.kind == "ggn_mc" else "empirical"
         seed = draw_seed(torch.default_generator if generator is None else generator)
-        return FisherOperator(
-            network, unit, data, kind=fisher, n_samples=self.n_samples, seed=seed, progress=progress
-        )
+        return FisherOperator(network, unit, data, kind=fisher, n_samples=self.n_samples, seed=seed, progress=progress)
 
     def _cotangents(
         self, likelihood: Likelihood, batch: Batch, gradients: Gradients, generator: torch.Generator | None
@@ -325,9 +323,7 @@ _SUMS: dict[type, type[_Sums]] = {
 # -- the Hessian -------------------------------------------------------------------------------------------------------
 
 
-def _hessian(
-    network: Network, likelihood: Likelihood, batch: Batch, structure: Structure
-) -> tuple[Curvature, Tensor]:
+def _hessian(network: Network, likelihood: Likelihood, batch: Batch, structure: Structure) -> tuple[Curvature, Tensor]:
     """Rows of the summed loss's Hessian by differentiating twice; for small networks (P backward passes)."""
     unit = likelihood.with_noise(1.0) if likelihood.noise_std is not None else likelihood
     gradients = Gradients(network, capture_batch(network, batch))  # also settles which layer is the last one

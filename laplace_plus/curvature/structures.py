@@ -94,17 +94,24 @@ class Curvature:
 
     def clone(self) -> Curvature:
         """A copy that further data may be added to."""
-        return Curvature([
-            (layout, block_from_tensors(block.storage, block.shape, {k: t.clone() for k, t in block.tensors().items()}))
-            for layout, block in self
-        ])
+        return Curvature(
+            [
+                (
+                    layout,
+                    block_from_tensors(block.storage, block.shape, {k: t.clone() for k, t in block.tensors().items()}),
+                )
+                for layout, block in self
+            ]
+        )
 
     def corrected(self, weights: Tensor) -> Curvature:
         """The same curvature with the eigenvalues of its Kronecker blocks set to zero, to be measured anew."""
-        return Curvature([
-            (layout, block.with_correction(weights.to(block.left)) if isinstance(block, KroneckerBlock) else block)
-            for layout, block in self
-        ])
+        return Curvature(
+            [
+                (layout, block.with_correction(weights.to(block.left)) if isinstance(block, KroneckerBlock) else block)
+                for layout, block in self
+            ]
+        )
 
     def add_block_(self, layout: Layout, block: Block) -> None:
         """Add to one block, or begin it."""

@@ -291,7 +291,6 @@ class _Attached(torch.autograd.Function):
         return (None, None, *[None] * ctx.n_outputs, *gradients)
 
 
-
 def number_type(
     matvec: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[torch.dtype, torch.device]:

@@ -438,9 +438,7 @@ class OneHotStack(Stack):
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
-        parts = [
-            DenseStack(values).project(matrices[..., columns]) for _, values, columns in self.compact_chunks()
-        ]
+        parts = [DenseStack(values).project(matrices[..., columns]) for _, values, columns in self.compact_chunks()]
         return torch.cat(parts, 1)
 
     @override
@@ -455,6 +453,6 @@ class OneHotStack(Stack):
         if mode == "joint":
             values, columns = self.compact(slice(None))
             return DenseStack(values).quadratic(weights[:, :, columns], "joint")
-        return torch.cat([
-            DenseStack(values).quadratic(weights[:, :, columns], mode) for _, values, columns in self.compact_chunks()
-        ])
+        return torch.cat(
+            [DenseStack(values).quadratic(weights[:, :, columns], mode) for _, values, columns in self.compact_chunks()]
+        )

@@ -81,9 +81,7 @@ class GaussianPosterior(Posterior):
             name = f"{type(self).__name__}: eigenvalues"
             again = 0
             for batch in self._batches(data, progress=progress, description=name):
-                again += self.backend.correct(
-                    self.network, self.likelihood, batch, sums.curvature, generator=generator
-                )
+                again += self.backend.correct(self.network, self.likelihood, batch, sums.curvature, generator=generator)
             if again != seen:
                 raise DataError(
                     "The data changed from the first pass to the second.",
@@ -322,13 +320,15 @@ class GaussianPosterior(Posterior):
         sums = self._require_sums()
         tensors, blocks = {"statistics": sums.statistics, "vector": self.mean}, []
         for number, (layout, block) in enumerate(sums.curvature):
-            blocks.append({
-                "key": layout.key,
-                "names": list(layout.names),
-                "rule": layout.rule,
-                "kind": block.storage,
-                "shape": list(block.shape),
-            })
+            blocks.append(
+                {
+                    "key": layout.key,
+                    "names": list(layout.names),
+                    "rule": layout.rule,
+                    "kind": block.storage,
+                    "shape": list(block.shape),
+                }
+            )
             tensors[f"block.{number}.index"] = layout.index
             tensors |= {f"block.{number}.{name}": value for name, value in block.tensors().items()}
         return {"blocks": blocks}, tensors

@@ -32,9 +32,7 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
             it first.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigurationError(
-            "The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__
-        )
+        raise ConfigurationError("The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             "The model is not a module.",

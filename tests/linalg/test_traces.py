@@ -169,9 +169,9 @@ class TestUnbiased:
         padded = torch.zeros(5, 5, dtype=DTYPE)
         padded[:3, :3] = matrix
         options = {"matvecs": 4, "method": "xtrace", "distribution": "signs"}
-        values = torch.stack([
-            trace(lambda v: v @ padded, 5, generator=seeded(seed), **options).value for seed in range(400)
-        ])
+        values = torch.stack(
+            [trace(lambda v: v @ padded, 5, generator=seeded(seed), **options).value for seed in range(400)]
+        )
         assert abs(values.mean() - 9) < 4 * values.std() / 400**0.5
 
 

@@ -162,9 +162,9 @@ def test_a_plugin_may_take_only_the_data():
     assert "Bare" in str(posterior.summary())
     mean, covariance = posterior.functional_posterior(data[0][0])  # samples pushed through the tangent
     torch.testing.assert_close(mean, model(data[0][0]))
-    jacobian = torch.func.jacrev(
-        lambda v: posterior.network(data[0][0], posterior.network.substitute(v))
-    )(posterior.network.vector())
+    jacobian = torch.func.jacrev(lambda v: posterior.network(data[0][0], posterior.network.substitute(v)))(
+        posterior.network.vector()
+    )
     exact = 0.01 * torch.einsum("ncp,ndp->ncd", jacobian, jacobian)
     # Each entry of a covariance from 100 samples has a standard error of at most √(2/100) of its diagonal's.
     scale = exact.diagonal(dim1=-2, dim2=-1).amax((-1), keepdim=True)[..., None]
