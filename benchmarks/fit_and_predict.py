@@ -16,6 +16,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -168,7 +169,7 @@ def main() -> None:
     rows = [row for name in arguments.models for row in run(name, arguments.batch_size, not arguments.no_peer)]
     if arguments.output:
         versions = {"torch": torch.__version__, "laplace_plus": lp.__version__, "python": platform.python_version()}
-        versions["laplace-torch"] = getattr(laplace, "__version__", None)
+        versions["laplace-torch"] = metadata.version("laplace-torch") if laplace else None
         document = {"machine": platform.processor() or platform.machine(), "versions": versions, "rows": rows}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 

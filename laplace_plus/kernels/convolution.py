@@ -338,8 +338,8 @@ def _add_by_patches(
     pads = [amount for axis in reversed(axes) for amount in axis.padding]
     positions = math.prod(axis.positions for axis in axes)
     patch_bytes = total.element_size() * positions * groups * total.shape[1]
-    # Single images of many positions are unfolded into columns, which need no further copy.
-    singly = total.device.type == "cpu" and positions >= 256 and groups == 1
+    # Single images with many entries are unfolded into columns, which need no further copy; calls for others cost more.
+    singly = total.device.type == "cpu" and positions >= 256 and patch_bytes >= 1 << 18 and groups == 1
     examples = 1 if singly else max(1, _CHUNK.get(total.device.type, _CHUNK["cuda"]) // patch_bytes)
     for chunk in inputs.split(examples):
         padded = F.pad(chunk.to(total.dtype) if total.device.type == "cpu" else chunk, pads)

@@ -132,7 +132,8 @@ def symmetrize_(total: Tensor) -> Tensor:
     block = 256  # of the diagonal: those on it are copied out, which bounds the extra memory
     for start in range(0, size, block):
         stop = min(start + block, size)
-        total[..., start:stop, stop:] = total[..., stop:, start:stop].mT
+        if stop < size:
+            total[..., start:stop, stop:] = total[..., stop:, start:stop].mT
         diagonal = total[..., start:stop, start:stop]
         diagonal.copy_(diagonal.tril() + diagonal.tril(-1).mT)
     return total
