@@ -7,7 +7,7 @@ prediction = posterior.predictive(x)
 
 from typing import TYPE_CHECKING, Any
 
-from laplace_plus import curvature, errors, linalg, testing
+from laplace_plus import curvature, distributed, errors, linalg, testing
 from laplace_plus._version import __version__
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.likelihoods import (
@@ -55,6 +55,7 @@ __all__ = [
     "Posterior",
     "Prediction",
     "__version__",
+    "distributed",
     "errors",
     "get_posterior",
     "linalg",

@@ -404,6 +404,18 @@ def batch_size(inputs: Any) -> int:
     )
 
 
+def can_be_cut(inputs: Any, size: int) -> bool:
+    """Whether every tensor of the inputs has its ``size`` examples along the first axis, and nothing else is there."""
+    leaves, _ = flatten(inputs)
+    return size > 0 and all(isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves)
+
+
+def cut(batch: Batch, examples: slice) -> Batch:
+    """Some examples of a batch that :func:`can_be_cut`."""
+    leaves, rebuild = flatten(batch.inputs)
+    return Batch(rebuild([leaf[examples] for leaf in leaves]), batch.target[examples])
+
+
 def describe(tree: Any) -> str:
     """Describes a tree for an error message, by dtypes and shapes.
 

@@ -85,5 +85,9 @@ class OperatorError(LaplacePlusError, ValueError):
     """A linear operator of the wrong shape or type, or one that is not what it is said to be (symmetric, linear)."""
 
 
+class DistributedError(LaplacePlusError, RuntimeError):
+    """Another rank of ``torch.distributed`` failed, disagrees, or does not answer; the message says which and why."""
+
+
 class ConvergenceWarning(UserWarning):
     """An iteration ended before it met its tolerance; the message says how far it got."""

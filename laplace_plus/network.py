@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus.differentiability import differentiable_kernels
+from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
+from laplace_plus.kernels import all_finite
 from laplace_plus.selection import Selected, Selection, select
 
 
@@ -86,14 +88,17 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
         with torch.inference_mode(False), torch.autocast(kind, enabled=False):
             yield
     finally:
-        network.ambient_autocast = None
+        network.ambient_autocast = network._dtype = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside of ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations."""
+    """The module inside of ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations.
+
+    Of a model whose parameters are sharded over ranks it is a copy with whole ones.
+    """
     wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
     inner = getattr(model, wrapper, None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else model
+    return unwrap(inner) if isinstance(inner, nn.Module) else plain_module(model)
 
 
 class Network:
@@ -118,6 +123,7 @@ class Network:
             )
         # A compiled module hides its operations; what it wraps is the same function of the same parameters.
         self.model: nn.Module = unwrap(model)
+        self._sharded = sharded_source(model)
         _refuse_unsuitable(self.model)
         self.selection = parameters
         self.arrange = arrange
@@ -126,6 +132,10 @@ class Network:
         # each block lies in the parameter vector.
         self.example_axes: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
+        # What one example's forward pass and one direction's gradients take; None before any were seen.
+        self.bytes_per_example: int | None = None
+        # Whether a batch's examples may be run apart from each other; None before anybody looked.
+        self.can_cut: bool | None = None
         # The caller's autocast, while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
         self._known: dict[str, tuple[int, float]] = {}
@@ -133,6 +143,7 @@ class Network:
     def _select(self, last_layer: str | None) -> None:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
         self._layer_index: Tensor | None = None
+        self._dtype: torch.dtype | None = None
 
     def select_last_layer(self, layer: str) -> None:
         """Correct the ``"last_layer"`` selection, once execution order has shown which layer is last."""
@@ -198,10 +209,14 @@ class Network:
     @property
     def dtype(self) -> torch.dtype:
         """The type that factorisations use: that of the selected parameters, at least float32."""
+        if self._dtype is not None:
+            return self._dtype
         parameters = dict(self.model.named_parameters())
         dtype = torch.float32
         for item in self.selected:
             dtype = torch.promote_types(dtype, parameters[item.name].dtype)
+        if self.ambient_autocast is not None:  # nothing changes the model while a public method runs
+            self._dtype = dtype
         return dtype
 
     @property
@@ -373,12 +388,16 @@ class Network:
                     result[name][v, n] = gradient
         return result
 
+    def refresh(self) -> None:
+        """Take up the present weights of a model that is sharded over ranks; to be called on all of them."""
+        refresh_(self.model, self._sharded)
+
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
         for name, parameter in self.parameters.items():
-            if not torch.isfinite(parameter).all():
+            if not all_finite(parameter):
                 raise NonFiniteError(
                     f"Parameter {name!r} is not finite.",
                     expected="a trained network with finite weights",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -51,11 +51,13 @@ class GaussianPrior:
         precision: 0-d, ``[L]`` or ``[P]``; positive, in inverse squared units of the parameters.
         mean: 0-d or ``[P]``.
         layer_index: ``[P]`` integers: the layer (0 … L−1) of each entry.
+        n_layers: L.
     """
 
     precision: Tensor
     mean: Tensor
     layer_index: Tensor
+    n_layers: int
 
     @classmethod
     def create(cls, precision: float | Tensor, mean: float | Tensor, layer_index: Tensor) -> GaussianPrior:
@@ -65,28 +67,25 @@ class GaussianPrior:
             ConfigurationError: A precision that is not positive and finite, or a shape that is none of the three.
         """
         n, layers = len(layer_index), int(layer_index.max()) + 1
-        precision, mean = as_hyperparameter(precision), as_hyperparameter(mean)
-        precision = precision.squeeze() if precision.numel() == 1 else precision
+        precision, mean = _checked_precision(precision, n, layers), as_hyperparameter(mean)
         mean = mean.squeeze() if mean.numel() == 1 else mean
-        if precision.shape not in ((), (layers,), (n,)):
-            raise ConfigurationError(
-                "The prior precision has a wrong shape.",
-                expected=f"a scalar, one for each of {layers} layers or one for each of {n} parameters",
-                got=f"shape {tuple(precision.shape)}",
-            )
         if mean.shape not in ((), (n,)):
             raise ConfigurationError(
                 "The prior mean has a wrong shape.",
                 expected=f"a scalar or one for each of {n} parameters",
                 got=f"shape {tuple(mean.shape)}",
             )
-        if not (torch.isfinite(precision).all() and (precision > 0).all()):
-            raise ConfigurationError(
-                "The prior precision is not proper.", expected="positive, finite precisions", got=_extent(precision)
-            )
         if not torch.isfinite(mean).all():
             raise ConfigurationError("The prior mean is not finite.", expected="finite means", got=_extent(mean))
-        return cls(precision, mean, layer_index)
+        return cls(precision, mean, layer_index, layers)
+
+    def with_precision(self, precision: float | Tensor) -> GaussianPrior:
+        """The same prior at another precision, without looking at all entries again.
+
+        Raises:
+            ConfigurationError: As :meth:`create`.
+        """
+        return replace(self, precision=_checked_precision(precision, len(self.layer_index), self.n_layers))
 
     @property
     def structure(self) -> PriorStructure:
@@ -124,6 +123,23 @@ class GaussianPrior:
         if self.structure == "scalar":
             return len(self.layer_index) * self.precision.double().log()
         return self.vector().double().log().sum()
+
+
+def _checked_precision(precision: float | Tensor, n: int, layers: int) -> Tensor:
+    precision = as_hyperparameter(precision)
+    precision = precision.squeeze() if precision.numel() == 1 else precision
+    if precision.shape not in ((), (layers,), (n,)):
+        raise ConfigurationError(
+            "The prior precision has a wrong shape.",
+            expected=f"a scalar, one for each of {layers} layers or one for each of {n} parameters",
+            got=f"shape {tuple(precision.shape)}",
+        )
+    low, high = precision.detach().aminmax()  # NaN is both
+    if not 0 < low.item() <= high.item() < float("inf"):
+        raise ConfigurationError(
+            "The prior precision is not proper.", expected="positive, finite precisions", got=_extent(precision)
+        )
+    return precision
 
 
 def _extent(values: Tensor) -> str:

@@ -67,6 +67,28 @@ class Backend(ABC):
             UnsupportedError: The backend cannot do this combination; the message names one that can.
         """
 
+    def accumulate(
+        self,
+        total: Curvature | None,
+        network: Network,
+        likelihood: Likelihood,
+        batch: Batch,
+        structure: Structure,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Curvature, Tensor]:
+        """Add one batch's curvature to a sum in place; None begins one.
+
+        Returns:
+            The sum, and the outputs as :meth:`curvature` returns them.
+
+        Raises:
+            UnsupportedError: As :meth:`curvature`.
+            DataError: The network used its parameters differently than in earlier batches; the sum is then spoilt.
+        """
+        curvature, outputs = self.curvature(network, likelihood, batch, structure, generator=generator)
+        return curvature if total is None else total.add_(curvature), outputs
+
     def correct(
         self,
         network: Network,

@@ -1,16 +1,14 @@
-"""What a parametric call computes: one rule for each function that a network may call.
+"""What a parametric call computes.
 
-A rule looks at a call's arguments and returns a :class:`Call`, which knows in which ``[G, o, i]`` array the weights lie
-and how input and output gradient make the stack of per-example gradients of that array. The bias is the last column:
-its input is the constant one, so weight and bias share a Kronecker factor with their covariance kept.
+A :class:`Call` knows in which ``[G, o, i]`` array the weights lie and how input and output gradient make the stack of
+per-example gradients of that array. The bias is the last column: its input is the constant one, so that weight and bias
+share a Kronecker factor with their covariance kept. Calls are made by :mod:`laplace_plus.curvature.rules`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -204,8 +202,13 @@ class ConvolutionCall(Call):
             value = value.unfold(2 + d, extent, self.stride[d])[..., :: self.dilation[d]]
         value = value.unflatten(1, (self.groups, -1))  # [br, G, C/G, *out, *k]
         value = value.movedim((1, 2), (1 + dimensions, 2 + dimensions))  # [br, *out, G, C/G, *k]
-        value = value.flatten(1, dimensions).flatten(3)  # [br, S, G, C/G·k]
-        return self._columns(value).unflatten(0, (n, -1)).flatten(1, 2)
+        if self.weight is None:
+            return self._columns(value.flatten(1, dimensions).flatten(3)).unflatten(0, (n, -1)).flatten(1, 2)
+        # Written once, into an array of ones: the bias's column is what is left of it.
+        lead, width = value.shape[: 2 + dimensions], value.shape[2 + dimensions :].numel()
+        rows = value.new_ones(*lead, width + (self.bias is not None))
+        rows[..., :width].unflatten(-1, value.shape[2 + dimensions :]).copy_(value)
+        return rows.flatten(1, dimensions).unflatten(0, (n, -1)).flatten(1, 2)
 
     def _positions(self, gradient: Tensor) -> Tensor:
         """Output gradients ``[V, b, r, O, *out]`` as rows ``[V, b, r·S, G, O/G]``."""
@@ -267,148 +270,34 @@ class NormalisationCall(Call):
         return DenseStack(torch.stack(parts, -1)[:, :, :, None])
 
 
-# -- rules: arguments of a function -> Call, or None where the call is of a kind that the rule does not describe ----
+@dataclass
+class BroadcastCall(Call):
+    """A parameter that enters every example alike: added or multiplied to the input, or expanded over the batch.
 
-Finder = Callable[[Any], ParameterRows | None]
+    Class tokens, tables of positions and layer scales are used so. With ``value`` the parameter multiplies it, so that
+    an example's gradient is the output gradient times the value, summed over the axes along which it was broadcast.
 
+    Attributes:
+        scales: Whether the parameter multiplies ``value``.
+        shape: The parameter's shape.
+    """
 
-def _linear(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
-        if find(input) is not None:
-            return None
-        return LinearCall(
-            find(weight), find(bias), input, -1, tuple(range(input.ndim - 1)), True, weight_shape=weight.shape
-        )
+    scales: bool = False
+    shape: torch.Size = torch.Size()
 
-    return call(*args, **kwargs)
+    @override
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        assert self.weight is not None
+        return positions[self.weight.name].flatten()[None, None]
 
-
-def _addmm(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call | None:
-        if find(mat1) is not None or beta != 1 or alpha != 1 or input.ndim != 1:
-            return None
-        return LinearCall(find(mat2), find(input), mat1, -1, (0,), True, transposed=True)
-
-    return call(*args, **kwargs)
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    return (int(value),) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
-
-
-def _convolution(find: Finder, args: Any, kwargs: Any, *, dimensions: int) -> Call | None:
-    def call(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Call | None:
-        if find(input) is not None or input.ndim != dimensions + 2:
-            return None
-        kernel, spread = tuple(weight.shape[2:]), _tuple(dilation, dimensions)
-        if padding == "same":
-            totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
-            pads = tuple((total // 2, total - total // 2) for total in totals)
-        else:
-            pads = tuple((p, p) for p in _tuple(0 if padding == "valid" else padding, dimensions))
-        return ConvolutionCall(
-            find(weight),
-            find(bias),
-            input,
-            1,
-            (0,),
-            True,
-            False,
-            kernel,
-            _tuple(stride, dimensions),
-            pads,
-            spread,
-            groups,
-        )
-
-    return call(*args, **kwargs)
-
-
-def _embedding(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Call | None:
-        if max_norm is not None or scale_grad_by_freq or weight.ndim != 2:
-            return None
-        n_rows = weight.shape[0]
-        padding = None if padding_idx is None else padding_idx % n_rows
-        return EmbeddingCall(find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding)
-
-    return call(*args, **kwargs)
-
-
-def _layer_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(
-        input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-    ) -> Call | None:
-        n = len(normalized_shape)
-        value = F.layer_norm(input, normalized_shape, eps=eps)
-        return NormalisationCall(find(weight), find(bias), value, -1, tuple(range(input.ndim - n)), channels_last=n)
-
-    return call(*args, **kwargs)
-
-
-def _rms_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Call | None:
-        n = len(normalized_shape)
-        value = F.rms_norm(input, normalized_shape, eps=eps)
-        return NormalisationCall(find(weight), None, value, -1, tuple(range(input.ndim - n)), channels_last=n)
-
-    return call(*args, **kwargs)
-
-
-def _batch_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Call | None:
-        if training or running_mean is None:
-            return None
-        value = F.batch_norm(input, running_mean, running_var, eps=eps)
-        return NormalisationCall(find(weight), find(bias), value, 1)
-
-    return call(*args, **kwargs)
-
-
-def _group_norm(find: Finder, args: Any, kwargs: Any) -> Call | None:
-    def call(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Call | None:
-        return NormalisationCall(find(weight), find(bias), F.group_norm(input, num_groups, eps=eps), 1)
-
-    return call(*args, **kwargs)
-
-
-Rule = Callable[[Finder, Any, Any], Call | None]
-
-RULES: dict[Any, Rule] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    F.conv1d: partial(_convolution, dimensions=1),
-    F.conv2d: partial(_convolution, dimensions=2),
-    F.conv3d: partial(_convolution, dimensions=3),
-    F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.batch_norm: _batch_norm,
-    F.group_norm: _group_norm,
-}
-"""Every function whose use of parameters is described by a rule."""
+    @override
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        gradient = gradient.to(dtype) * self.value if self.scales else gradient.to(dtype)
+        values = by_example(gradient, n_examples, where, lead=1).sum(2)  # [V, B, …], without the examples' own axis
+        values = values.unsqueeze(2 + where.axis)
+        missing = values.ndim - 2 - len(self.shape)
+        values = values.sum(tuple(range(2, 2 + missing))) if missing else values
+        spread = [2 + d for d, size in enumerate(self.shape) if size == 1 and values.shape[2 + d] != 1]
+        values = values.sum(spread, keepdim=True) if spread else values
+        return DenseStack(values.reshape(*values.shape[:2], 1, 1, -1))

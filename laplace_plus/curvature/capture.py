@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.calls import RULES, Call, ParameterRows
+from laplace_plus.curvature.calls import Call, ParameterRows
+from laplace_plus.curvature.rules import RULES
 from laplace_plus.network import Network
 from laplace_plus.selection import layer_of
 
@@ -60,6 +61,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
         super().__init__()
+        self.n_bytes = 0
         self.rows = {id(tensor): ParameterRows(name, None, 0) for name, tensor in parameters.items()}
         # Ids are only unique among living tensors: hold on to everything that was ever registered.
         self.alive: list[Tensor] = list(parameters.values())
@@ -71,7 +73,12 @@ class _Recorder(TorchFunctionMode):
         self.packed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        output = self._watched(func, args, kwargs or {})
+        if isinstance(output, Tensor) and output.requires_grad and not output._is_view():
+            self.n_bytes += output.numel() * output.element_size()
+        return output
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.multi_head_attention_forward:
             return self._attention(args, kwargs)
         used = [rows for rows in map(self._find, _tensors((args, kwargs))) if rows is not None]
@@ -159,6 +166,7 @@ class Capture:
         pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
             backward pass is needed and positions do not depend on each other.
         last_used: Name of the last parameter used.
+        n_bytes: What the results of the forward pass take that derivatives may need, about.
     """
 
     def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
@@ -190,6 +198,7 @@ class Capture:
         with torch.enable_grad():
             self.graph_outputs = arranged.flatten(0, -2) if self.pointwise else arranged
         self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
+        self.n_bytes = recorder.n_bytes
 
     @property
     def n_examples(self) -> int:
@@ -245,6 +254,10 @@ class Capture:
     def _zeros(recorded: _Recorded, n_directions: int) -> Tensor:
         shape = (n_directions, *recorded.output_shape)
         return torch.zeros(shape, dtype=recorded.output_dtype, device=recorded.output_device)
+
+    def direction_bytes(self) -> int:
+        """Memory that one direction's backward pass takes: the gradients of all recorded outputs, and as much again."""
+        return 2 * sum(r.output_shape.numel() * r.output_dtype.itemsize for r in self._recorded)
 
     def activation_elements(self) -> int:
         """Number of elements in all recorded outputs, which is what one direction's backward pass returns."""

@@ -9,19 +9,20 @@ diagonal and Kronecker curvature, functional variance – is made of these stack
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from laplace_plus import batches
-from laplace_plus.curvature.calls import Call, EmbeddingCall, ExampleAxis, NormalisationCall, by_example
+from laplace_plus import _memory, batches
+from laplace_plus.curvature.calls import BroadcastCall, Call, EmbeddingCall, ExampleAxis, NormalisationCall, by_example
 from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.layouts import CHANNELS, EMBEDDING, GENERAL, MATRIX, Layout, whole_layout
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.stacks import (
-    CHUNK_BYTES,
     DenseStack,
     JoinedStack,
     OneHotStack,
@@ -31,54 +32,13 @@ from laplace_plus.linalg.stacks import (
     concatenate,
 )
 from laplace_plus.network import Network
+from laplace_plus.selection import Selected
+
+_DIRECTION_BYTES = 512 * 2**20
+"""What the gradients of the directions that go backwards together may take: more would not be quicker."""
 
 _MAX_PROBES = 16
 """How many pairs of examples are tried before a call is left to the general path."""
-
-MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a block's ``[G, o, i]`` array lies in the parameter vector.
-
-    Attributes:
-        key: Identifies the block within its network.
-        names: The parameters that it covers, wholly or in part.
-        rule: How its gradients come about: ``"matrix"``, ``"embedding"``, ``"per channel"`` or ``"general"``.
-        index: ``[G, o, i]`` positions in the parameter vector; −1 for entries that are not selected.
-    """
-
-    key: str
-    names: tuple[str, ...]
-    rule: str
-    index: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """``(G, o, i)``."""
-        return tuple(self.index.shape)  # type: ignore[return-value]
-
-    def selected(self) -> Layout:
-        """The layout itself, or, where only some of its entries are selected, those as one row."""
-        flat = self.index.flatten()
-        if bool((flat >= 0).all()):
-            return self
-        return Layout(self.key, self.names, GENERAL, flat[flat >= 0][None, None])
-
-    def gather(self, vector: Tensor) -> Tensor:
-        """The block's part of ``[…, P]`` vectors, ``[…, G, o, i]``."""
-        return vector[..., self.index.to(vector.device)]
-
-    def scatter_(self, vector: Tensor, values: Tensor) -> None:
-        """Write ``[…, G, o, i]`` values to their places in ``[…, P]`` vectors."""
-        vector[..., self.index.to(vector.device)] = values.to(vector.dtype)
-
-
-def whole_layout(network: Network) -> Layout:
-    """One block that covers the parameter vector in its own order."""
-    return Layout("all", network.parameter_names, GENERAL, torch.arange(network.n_parameters)[None, None])
-
 
 class Gradients:
     """Per-example gradients for the batch behind a capture.
@@ -207,7 +167,7 @@ class Gradients:
         self.general = tuple(name for name in self.network.parameter_names if name in general)
         for name in self.general:
             self._layouts[name] = self._layout(name, (name,), GENERAL, None)
-        self.layouts = tuple(self._layouts[key].selected() for key in (*self._members, *self.general))
+        self.layouts = tuple(self._layouts[key].selected for key in (*self._members, *self.general))
         self._check_partition()
 
     def _is_clean(
@@ -226,34 +186,29 @@ class Gradients:
                     return False
         return True
 
-    def _positions(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """For some of the parameters, the places of its entries in the parameter vector (−1 for unselected ones)."""
-        result = {}
-        offsets = self.network.offsets()
-        for item in self.network.selected:
-            if item.name not in names:
-                continue
-            if item.mask is None:
-                place = torch.arange(item.size) + offsets[item.name]
-            else:
-                place = torch.full((item.shape.numel(),), -1)
-                place[item.mask.cpu()] = torch.arange(item.size) + offsets[item.name]
-            result[item.name] = place.view(item.shape)
-        return result
-
     def _layout(self, key: str, names: tuple[str, ...], rule: str, call: Call | None) -> Layout:
         """The block's layout, kept on the network: it only depends on what identifies it here."""
         identity = (key, rule, None if call is None else call.signature)
         if identity not in self.network.layouts:
-            positions = self._positions(names)
-            flat = positions[names[0]].flatten()
-            index = flat[flat >= 0][None, None] if call is None else call.index(positions)
-            self.network.layouts[identity] = Layout(f"{key} ({rule})", names, rule, index)
+            self.network.layouts[identity] = self._new_layout(f"{key} ({rule})", names, rule, call)
         layout: Layout = self.network.layouts[identity]
         return layout
 
+    def _new_layout(self, key: str, names: tuple[str, ...], rule: str, call: Call | None) -> Layout:
+        items = tuple(item for item in self.network.selected if item.name in names)
+        offsets = self.network.offsets()
+        if call is None:
+            flat = _positions(items, offsets)[names[0]].flatten()
+            return Layout(key, names, rule, flat[flat >= 0][None, None])
+        if any(item.mask is not None for item in items):
+            return Layout(key, names, rule, call.index(_positions(items, offsets)))
+        shape = call.index({item.name: torch.empty(item.shape, device="meta") for item in items}).shape
+        # Without the captured input, which must not be kept alive.
+        placing = replace(call, value=call.value.new_empty(0))
+        return Layout(key, names, rule, partial(_index, placing, items, offsets), tuple(shape))
+
     def _check_partition(self) -> None:
-        total = sum(layout.index.numel() for layout in self.layouts)
+        total = sum(layout.n_entries for layout in self.layouts)
         if total != self.network.n_parameters:
             raise UnsupportedError(
                 "The network used its parameters differently from one batch to the next.",
@@ -315,22 +270,36 @@ class Gradients:
             if mask is None:
                 return layout, stack
             return layout, SubsetStack(stack, mask.to(stack.device).nonzero().squeeze(-1))
-        selected = layout.selected()
-        if selected is layout:
+        if layout.is_whole:
             return layout, stack
-        chosen = (layout.index.flatten() >= 0).nonzero().squeeze(-1)
-        return selected, SubsetStack(stack, chosen.to(stack.device))
+        return layout.selected, SubsetStack(stack, layout.chosen.to(stack.device))
 
     def direction_chunks(self, n_directions: int) -> Iterator[slice]:
         """Slices of the directions whose gradients, all calls together, are of bounded size."""
-        each = self.capture.activation_elements() * 4
+        each = self.capture.direction_bytes()
         for name in self.general:
             each += 4 * self.capture.n_examples * sum(self._layouts[name].shape[2:])
-        step = max(1, self.memory_budget // max(1, each))
+        step = max(1, min(_DIRECTION_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
         for start in range(0, n_directions, step):
             yield slice(start, min(start + step, n_directions))
 
-    memory_budget: int = 2 * CHUNK_BYTES
+
+
+def _positions(items: Sequence[Selected], offsets: dict[str, int]) -> dict[str, Tensor]:
+    """For each parameter, the places of its entries in the parameter vector (−1 for unselected ones)."""
+    result = {}
+    for item in items:
+        if item.mask is None:
+            place = torch.arange(item.size) + offsets[item.name]
+        else:
+            place = torch.full((item.shape.numel(),), -1)
+            place[item.mask.cpu()] = torch.arange(item.size) + offsets[item.name]
+        result[item.name] = place.view(item.shape)
+    return result
+
+
+def _index(call: Call, items: Sequence[Selected], offsets: dict[str, int]) -> Tensor:
+    return call.index(_positions(items, offsets))
 
 
 def _doubled(inputs: Any, axis: int) -> Any:
@@ -357,6 +326,8 @@ def _examples_come_first(inputs: Any, n_examples: int) -> list[bool]:
 def _rule_of(call: Call) -> str:
     if isinstance(call, EmbeddingCall):
         return EMBEDDING
+    if isinstance(call, BroadcastCall):
+        return GENERAL
     return CHANNELS if isinstance(call, NormalisationCall) else MATRIX
 
 

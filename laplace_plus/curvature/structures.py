@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from laplace_plus.curvature.gradients import Layout
+from laplace_plus.curvature.layouts import Layout
 from laplace_plus.errors import DataError
 from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
+from laplace_plus.linalg.head_block import HeadBlock
+from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
+
+DENSE_OUTPUTS = 4096
+"""With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,21 @@ class KroneckerStructure:
             2018), which takes a second pass over the data.
         dense_limit: Parameters that no Kronecker rule covers get an exact dense block up to this size, and an exact
             diagonal one above.
+        output_factor: How the output factor of a last layer is kept: ``"dense"``; ``"diagonal"``, without covariances
+            between outputs; or ``"auto"``, dense up to ``DENSE_OUTPUTS`` outputs and diagonal beyond.
     """
 
     weight_sharing: Literal["expand", "reduce"] = "expand"
     eigenvalue_corrected: bool = False
     dense_limit: int = 512
+    output_factor: Literal["auto", "dense", "diagonal"] = "auto"
     name: str = field(default="KFAC", init=False)
+
+    def keeps_diagonal(self, n_outputs: int) -> bool:
+        """Whether the factor of so many outputs is kept as its diagonal."""
+        if self.output_factor == "auto":
+            return n_outputs > DENSE_OUTPUTS and not self.eigenvalue_corrected
+        return self.output_factor == "diagonal"
 
 
 @dataclass(frozen=True)
@@ -70,8 +84,8 @@ class Curvature:
     def __iter__(self) -> Iterator[tuple[Layout, Block]]:
         return iter(self.blocks)
 
-    def add_(self, other: Curvature) -> None:
-        """Add the curvature of further data in place.
+    def add_(self, other: Curvature) -> Curvature:
+        """Add the curvature of further data in place, and return the sum.
 
         Raises:
             DataError: The two treat some parameter differently.
@@ -79,51 +93,27 @@ class Curvature:
         mine, theirs = {lay.key: block for lay, block in self}, {lay.key: block for lay, block in other}
         if mine.keys() != theirs.keys() or any(type(mine[key]) is not type(theirs[key]) for key in mine):
             changed = sorted(mine.keys() ^ theirs.keys()) or [k for k in mine if type(mine[k]) is not type(theirs[k])]
-            raise DataError(
-                "The network used its parameters differently in one batch than in another.",
-                expected="every batch to use every selected parameter in the same way",
-                got=f"differences in {', '.join(changed[:4])}",
-                fix="Exclude these parameters from the selection, or feed batches of one kind.",
-            )
+            raise used_differently(changed)
         for key, block in mine.items():
             block.add_(theirs[key])
-
-    def get(self, key: str) -> Block | None:
-        """The block of that key, if there is one yet."""
-        return next((block for layout, block in self if layout.key == key), None)
+        return self
 
     def clone(self) -> Curvature:
         """A copy that further data may be added to."""
-        return Curvature(
-            [
-                (
-                    layout,
-                    block_from_tensors(block.storage, block.shape, {k: t.clone() for k, t in block.tensors().items()}),
-                )
-                for layout, block in self
-            ]
-        )
+        return Curvature([(layout, block.clone()) for layout, block in self])
 
     def corrected(self, weights: Tensor) -> Curvature:
         """The same curvature with the eigenvalues of its Kronecker blocks set to zero, to be measured anew."""
         return Curvature(
             [
-                (layout, block.with_correction(weights.to(block.left)) if isinstance(block, KroneckerBlock) else block)
+                (layout, block.with_correction(weights) if isinstance(block, KroneckerBlock) else block)
                 for layout, block in self
             ]
         )
 
-    def add_block_(self, layout: Layout, block: Block) -> None:
-        """Add to one block, or begin it."""
-        begun = self.get(layout.key)
-        if begun is None:
-            self.blocks.append((layout, block))
-        else:
-            begun.add_(block)
-
     def dense(self, weights: Tensor) -> Tensor:
         """The whole matrix written out at component weights ``[K]``, ``[P, P]``; only for small P."""
-        total = sum(layout.index.numel() for layout, _ in self)
+        total = sum(layout.n_entries for layout, _ in self)
         result: Tensor | None = None
         for layout, block in self:
             values = block.dense(weights)
@@ -136,8 +126,18 @@ class Curvature:
         return result
 
     def n_bytes(self) -> int:
-        """Memory that the blocks' tensors take."""
-        return sum(t.numel() * t.element_size() for _, block in self for t in block.tensors().values())
+        """Memory that the blocks take."""
+        return sum(block.n_bytes() for _, block in self)
+
+
+def used_differently(keys: Sequence[str]) -> DataError:
+    """The error for blocks that some batch does not treat as another one did."""
+    return DataError(
+        "The network used its parameters differently in one batch than in another.",
+        expected="every batch to use every selected parameter in the same way",
+        got=f"differences in {', '.join(keys[:4])}",
+        fix="Exclude these parameters from the selection, or feed batches of one kind.",
+    )
 
 
 def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[str, Tensor]) -> Block:
@@ -149,6 +149,10 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[
     if storage == LowRankBlock.storage:
         rest = SampledSpectrum(tensors["nodes"], tensors["node_weights"])
         return LowRankBlock(tensors["values"], tensors["vectors"], rest)
+    if storage == HeadBlock.storage:
+        return HeadBlock.from_tensors(tensors, shape)
+    if storage == DiagonalOutputBlock.storage:
+        return DiagonalOutputBlock(tensors["left"], tensors["right"], tensors["count"])
     return KroneckerBlock(
         tensors["left"], tensors["right"], tensors["count"], tensors.get("corrected"), tensors.get("basis_weights")
     )

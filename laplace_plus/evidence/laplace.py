@@ -4,22 +4,29 @@ With curvature H of the negative log-likelihood, posterior precision ``Λ = H/T 
 
     log Z = log p(D|θ̂)/T − ½ (θ̂−μ₀)ᵀ P₀ (θ̂−μ₀) − ½ log det Λ + ½ log det P₀        (MacKay, 1992)
 
-All constants of the likelihood are included. H is diagonalised once; each evaluation after that costs one pass over its
-eigenvalues.
+All constants of the likelihood are included. H is diagonalised once, and all sums over parameters that do not depend on
+a hyperparameter are taken once; each evaluation after that costs one pass over eigenvalues at most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from laplace_plus import _memory
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Factor
+from laplace_plus.linalg.blocks import EigenBlock
+from laplace_plus.linalg.log_determinants import WORTHWHILE, JoinedSpectra
+from laplace_plus.linalg.placements import Placement
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 
 
@@ -46,8 +53,72 @@ class LaplaceModel:
     backend: Backend
 
     def prior(self, precision: Any) -> GaussianPrior:
-        """The prior at a precision (0-d, ``[L]`` or ``[P]``)."""
-        return GaussianPrior.create(as_hyperparameter(precision), self.prior_mean, self.layer_index)
+        """The prior at a precision (0-d, ``[L]`` or ``[P]``).
+
+        Raises:
+            ConfigurationError: A precision of another shape, or one that is not positive and finite.
+        """
+        return self._unit_prior.with_precision(as_hyperparameter(precision))
+
+    @property
+    def n_layers(self) -> int:
+        """L, the number of precisions of a layer-wise prior."""
+        return self._unit_prior.n_layers
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Where each block lies in the parameter vector, by layout key."""
+        return {layout.key: layout.placement for layout, _ in self.curvature}
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many entries each layer has, ``[L]`` float64."""
+        return torch.bincount(self.layer_index, minlength=self.n_layers).to(self.vector.device, torch.float64)
+
+    def scatter(self, structure: str) -> Tensor:
+        """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64.
+
+        Args:
+            structure: ``"scalar"``, ``"layerwise"`` or ``"diagonal"``.
+        """
+        known = {} if self.prior_mean.requires_grad else self._known_scatter  # a derivative's graph is used up by one
+        if structure not in known:
+            squares = self._unit_prior.deviation(self.vector).double().square()
+            if structure == "scalar":
+                squares = squares.sum()
+            elif structure == "layerwise":
+                empty = torch.zeros(self.n_layers, dtype=torch.float64, device=squares.device)
+                squares = empty.index_add(0, self.layer_index.to(squares.device), squares)
+            known[structure] = squares
+        return known[structure]
+
+    @cached_property
+    def _known_scatter(self) -> dict[str, Tensor]:
+        return {}
+
+    @cached_property
+    def _unit_prior(self) -> GaussianPrior:
+        return GaussianPrior.create(1.0, self.prior_mean, self.layer_index)
+
+    @cached_property
+    def _layers(self) -> dict[str, int | Tensor]:
+        """By layout key the layer that a block is part of, or, where there are several, that of each of its entries."""
+        result: dict[str, int | Tensor] = {}
+        for key, placement in self.placements.items():
+            layers = placement.gather(self.layer_index)
+            low, high = layers.aminmax()
+            result[key] = int(low) if low == high else layers.to(self.vector.device)
+        return result
+
+    def diagonals(self, prior: GaussianPrior) -> dict[str, Tensor]:
+        """By layout key the prior precision of a block, 0-d or ``[G, o, i]``, float64."""
+        precision = prior.precision.to(self.vector.device, torch.float64)
+        if prior.structure == "scalar":
+            return dict.fromkeys(self.placements, precision)
+        if prior.structure == "diagonal":
+            return {key: placement.gather(precision) for key, placement in self.placements.items()}
+        single = precision.unbind()
+        return {key: single[at] if isinstance(at, int) else precision[at] for key, at in self._layers.items()}
 
     def weights(self, noise_std: Any = None) -> Tensor:
         """The curvature's component weights ``[K]`` at a noise level, float64."""
@@ -60,12 +131,33 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        prior = self.prior(precision)
-        weights = (self.weights(noise_std) / as_hyperparameter(temperature).to(self.vector.device)).to(self.vector)
-        return {
-            layout.key: block.factor(weights, prior.on(layout.index).to(self.vector))
-            for layout, block in self.curvature
-        }
+        return dict(FactorsOnDemand(self, precision, temperature, noise_std))
+
+    def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> Sequence[Mapping[str, Factor]]:
+        """As :meth:`factors`, for several hyperparameters with which the same stacks of gradients are to be weighed.
+
+        Factors that share a basis are preferred, and those of many eigenvalues are computed whenever they are used if
+        all of them would take too much memory.
+
+        Args:
+            points: Pairs of a prior precision and a noise level.
+            temperature: That of all points.
+
+        Raises:
+            UnsupportedError: The structure does not take this prior.
+            NotPositiveDefiniteError: The precision is not positive definite.
+        """
+        blocks = [block for _, block in self.curvature]
+        fixed = [block for block in blocks if isinstance(block, EigenBlock) and block.n_components == 1]
+        unit = torch.ones(1, dtype=self.vector.dtype, device=self.vector.device)
+        for block in fixed:
+            block.eigen(unit)
+        sets = [FactorsOnDemand(self, precision, temperature, noise) for precision, noise in points]
+        n_bytes = len(points) * len(self.vector) * self.vector.element_size()
+        definite = len(fixed) == len(blocks) and all(block.spectrum(unit).is_definite for block in fixed)
+        if definite and n_bytes > _memory.budget(self.vector.device) // 4:
+            return sets
+        return [dict(factors) for factors in sets]
 
     def log_likelihood(self, noise_std: Any = None) -> Tensor:
         """``log p(D|θ̂)``, 0-d float64."""
@@ -79,20 +171,83 @@ class LaplaceModel:
             NotPositiveDefiniteError: The posterior precision is not positive definite.
         """
         prior = self.prior(precision)
+        precision = prior.precision.to(self.vector.device, torch.float64)
         temperature = as_hyperparameter(temperature).to(self.vector.device, torch.float64)
         weights = self.weights(noise_std) / temperature
-        deviation = prior.deviation(self.vector).double()
-        scatter = (prior.vector().to(deviation) * deviation.square()).sum()
-        log_determinant = torch.zeros((), dtype=torch.float64, device=self.vector.device)
-        for layout, block in self.curvature:
-            diagonal = prior.on(layout.index).to(weights)
-            log_determinant = log_determinant + block.log_determinant(weights, diagonal).double()
-        fit = self.log_likelihood(noise_std).to(deviation.device) / temperature
-        return fit - (scatter + log_determinant - prior.log_determinant().to(deviation)) / 2
+        scatter = (precision * self.scatter(prior.structure)).sum()
+        sizes = {"scalar": len(self.vector), "layerwise": self.sizes, "diagonal": 1}[prior.structure]
+        prior_log_determinant = (precision.log() * sizes).sum()
+        log_determinant = self._log_determinant(prior, weights)
+        fit = self.log_likelihood(noise_std).to(scatter.device) / temperature
+        return fit - (scatter + log_determinant - prior_log_determinant) / 2
 
-    def variances(self, factors: dict[str, Factor]) -> Tensor:
+    def _log_determinant(self, prior: GaussianPrior, weights: Tensor) -> Tensor:
+        """``log det Λ``, 0-d float64."""
+        joined = self._joined(prior.structure, weights)
+        if joined is not None:
+            shifts = prior.precision.to(self.vector.device, torch.float64)
+            return joined.log_determinant(weights[0], shifts.view(-1))
+        total = torch.zeros((), dtype=torch.float64, device=self.vector.device)
+        diagonals = self.diagonals(prior)
+        for layout, block in self.curvature:
+            total = total + block.log_determinant(weights, diagonals[layout.key]).double()
+        return total
+
+    def _joined(self, structure: str, weights: Tensor) -> JoinedSpectra | None:
+        """All blocks in one, where that is possible and as many evaluations were asked for as it costs."""
+        count, found = self._evaluations.get(structure, (0, None))
+        if count == WORTHWHILE:
+            found = self._join(structure, weights.detach())
+        self._evaluations[structure] = count + 1, found
+        return found
+
+    @cached_property
+    def _evaluations(self) -> dict[str, tuple[int, JoinedSpectra | None]]:
+        return {}
+
+    def _join(self, structure: str, weights: Tensor) -> JoinedSpectra | None:
+        blocks = [block for _, block in self.curvature if isinstance(block, EigenBlock) and block.n_components == 1]
+        layers = [layer for layer in self._layers.values() if isinstance(layer, int)]
+        groups = [0] * len(blocks) if structure == "scalar" else layers
+        complete = len(blocks) == len(groups) == len(self.placements)
+        if structure == "diagonal" or not complete:
+            return None
+        spectra = [block.spectrum(weights) for block in blocks]
+        return None if any(spectrum.nodes() is None for spectrum in spectra) else JoinedSpectra(spectra, groups)
+
+    def variances(self, factors: Mapping[str, Factor]) -> Tensor:
         """Posterior variance of each entry, ``[P]``."""
         result = torch.zeros_like(self.vector)
-        for layout, _ in self.curvature:
-            layout.scatter_(result, factors[layout.key].variances())
+        for key, placement in self.placements.items():
+            placement.scatter_(result, factors[key].variances())
         return result
+
+
+class FactorsOnDemand(Mapping[str, Factor]):
+    """The factors of a posterior precision by layout key, computed whenever one is asked for.
+
+    Args:
+        model: What they are factors of.
+        precision: As for :meth:`LaplaceModel.factors`.
+        temperature: As there.
+        noise_std: As there.
+    """
+
+    def __init__(self, model: LaplaceModel, precision: Any, temperature: Any, noise_std: Any):
+        vector = model.vector
+        weights = model.weights(noise_std) / as_hyperparameter(temperature).to(vector.device)
+        self._weights = weights.to(vector)
+        self._diagonals = model.diagonals(model.prior(precision))
+        self._blocks = {layout.key: block for layout, block in model.curvature}
+
+    @override
+    def __getitem__(self, key: str) -> Factor:
+        return self._blocks[key].factor(self._weights, self._diagonals[key].to(self._weights))
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._blocks)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,8 +55,7 @@ class Objective:
     @property
     def n_precisions(self) -> int:
         """How many prior precisions there are."""
-        layers = self.model.layer_index
-        return {"scalar": 1, "layerwise": int(layers.max()) + 1, "diagonal": len(layers)}[self.structure]
+        return {"scalar": 1, "layerwise": self.model.n_layers, "diagonal": len(self.model.vector)}[self.structure]
 
     @property
     def n_noise(self) -> int:
@@ -102,24 +102,32 @@ class Objective:
 
         Where the search starts does not decide where it ends, but far away from the optimum the evidence is flat.
         """
-        centre = self._centre()
+        centre = self._centre
         grid = torch.linspace(min(math.log(1e-6), centre - 5), max(math.log(1e8), centre + 5), 29, dtype=torch.float64)
         shifts = (-1.0, 0.0, 0.7) if self.tune_noise else (0.0,)
         noises = [self.residual_noise() + shift if self.tune_noise else None for shift in shifts]
-        points = [self.pack(level, noise) for level in grid.tolist() for noise in noises]
+        # One precision for all: the evidence is that of a scalar prior, whatever the structure.
+        alike = replace(self, structure="scalar")
+        points = [(level, noise) for level in grid.tolist() for noise in noises]
         with torch.no_grad():
-            return max(points, key=lambda point: self.value(point).item())
+            return self.pack(*max(points, key=lambda point: alike.value(alike.pack(*point)).item()))
 
+    @cached_property
     def _centre(self) -> float:
         """Logarithm of the precision that the parameters' size alone suggests."""
-        squares = self.model.prior(torch.ones(())).deviation(self.model.vector).double().square().mean()
+        squares = self.model.scatter("scalar").detach() / len(self.model.vector)
         return -math.log(squares.clamp(1e-16, 1e26).item())
 
     def bounds(self) -> list[tuple[float, float]]:
         """Box in which the search stays, wide on the scale of the parameters."""
-        centre = self._centre()
+        centre = self._centre
         precision = (max(min(LOW, centre - 30), -SPAN), min(max(HIGH, centre + 30), SPAN))
         result = [precision] * self.n_precisions
         if self.tune_noise:
             result += [(noise.item() - 12, noise.item() + 8) for noise in self.residual_noise()]
         return result
+
+    @cached_property
+    def box(self) -> Tensor:
+        """The least and the greatest point of :meth:`bounds`, ``[2, n]``."""
+        return torch.tensor(self.bounds(), dtype=torch.float64).T

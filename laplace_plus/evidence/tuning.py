@@ -157,14 +157,11 @@ def _fixed_point(
     and EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to ``σ² = SSE / (N − T γ)``.
     """
     model, n, point = objective.model, objective.n_precisions, objective.start()
-    prior = model.prior(torch.ones(()))
-    squares = prior.deviation(model.vector).double().square().cpu()
-    group = torch.arange(len(squares)) if objective.structure == "diagonal" else model.layer_index
-    if objective.structure == "scalar":
-        group = torch.zeros_like(model.layer_index)
-    scatter = torch.zeros(n, dtype=torch.float64).index_add_(0, group, squares).clamp_min(1e-30)
-    size = torch.zeros(n, dtype=torch.float64).index_add_(0, group, torch.ones_like(squares))
-    low, high = torch.tensor(objective.bounds(), dtype=torch.float64).T
+    scatter = model.scatter(objective.structure).detach().cpu().view(n).clamp_min(1e-30)
+    size = torch.ones(n, dtype=torch.float64)
+    if objective.structure != "diagonal":
+        size = model.sizes.cpu() if objective.structure == "layerwise" else size * len(model.vector)
+    low, high = objective.box
     temperature = objective.temperature.double().cpu()
     for iteration in range(1, max_iterations + 1):
         next(ticks)
@@ -191,7 +188,7 @@ def _fixed_point(
 
 def _free_gradient(objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
     """The gradient without the entries that only press against a bound."""
-    low, high = torch.tensor(objective.bounds(), dtype=torch.float64).T
+    low, high = objective.box
     pressing = ((point <= low + 1e-9) & (gradient < 0)) | ((point >= high - 1e-9) & (gradient > 0))
     return gradient.masked_fill(pressing, 0.0)
 

@@ -92,7 +92,7 @@ def validate(
     else:
         candidates = [likelihood]
     points = [(base * level, candidate) for level in levels for candidate in candidates]
-    factor_sets = [model.factors(precision, objective.temperature, like.noise_std) for precision, like in points]
+    factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], objective.temperature)
     totals, count = torch.zeros(len(points), dtype=torch.float64), 0
     source = "cpu" if generator is None else generator.device
     with torch.no_grad():

@@ -16,11 +16,12 @@ Which one runs is decided by device, type and size; :func:`use` overrides it, se
 from laplace_plus.kernels.convolution import averaged_patches, convolution_factor
 from laplace_plus.kernels.eigen import eigen_many, symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
-from laplace_plus.kernels.reductions import inner, inner_products, vector_norm
+from laplace_plus.kernels.reductions import all_finite, inner, inner_products, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
 __all__ = [
+    "all_finite",
     "averaged_patches",
     "choices",
     "convolution_factor",

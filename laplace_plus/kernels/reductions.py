@@ -61,6 +61,17 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
     return total.to(left.dtype)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN or infinity, from one pass without intermediate results."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    if tensor.dtype.itemsize == 1:  # eight-bit floats cannot be compared
+        tensor = tensor.float()
+    # NaN is the least and the greatest of values among which it is.
+    low, high = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def _is_long(vectors: Tensor) -> bool:
     narrow = torch.finfo(vectors.dtype).eps > torch.finfo(torch.float64).eps
     return narrow and vectors.device.type == "cpu" and vectors.shape[-1] > 2 * _SEGMENT

@@ -286,10 +286,10 @@ def _blocked_update(total: Tensor, rows: Tensor, alpha: float) -> None:
 def _prefers_blas(total: Tensor) -> bool:
     """Whether SciPy's syrk is chosen on the CPU: see the measurements above."""
     least = 128 if total.dtype == torch.float32 else 64
-    return total.shape[-1] >= least and total[0].is_contiguous() and torch.get_num_threads() == 1 and _blas_is_serial()
+    return total.shape[-1] >= least and total[0].is_contiguous() and torch.get_num_threads() == 1 and blas_is_serial()
 
 
-def _blas_is_serial() -> bool:
+def blas_is_serial() -> bool:
     """Whether SciPy's BLAS runs on one thread, like torch: it must not take more cores than torch was given."""
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     return any(os.environ.get(name) == "1" for name in names) or os.cpu_count() == 1

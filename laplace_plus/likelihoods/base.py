@@ -50,6 +50,28 @@ class Marginal:
     information: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class OutputCurvature:
+    """Hessians of a particular form: ``Λ_n = diag(s_n)``, or ``diag(s_n) − s_n s_nᵀ`` with ``Σ_c s_nc = 1``.
+
+    Attributes:
+        scales: ``s [N, C]``, non-negative; rows of zeros for rows that do not count.
+        diagonal: ``Λ_n,cc [N, C]``, without cancellation.
+        coupled: Whether the outer product is taken away, as softmax does.
+    """
+
+    scales: Tensor
+    diagonal: Tensor
+    coupled: bool
+
+    def sum(self) -> Tensor:
+        """``Σ_n Λ_n``, ``[C, C]``."""
+        diagonal = self.diagonal.sum(0)
+        if not self.coupled:
+            return torch.diag(diagonal)
+        return torch.diagonal_scatter(-self.scales.mT @ self.scales, diagonal)
+
+
 class Likelihood(ABC):
     """How targets are distributed given a network's outputs. Objects are immutable.
 
@@ -223,10 +245,12 @@ class Likelihood(ABC):
             hessian = torch.stack(columns, dim=-1)
         return (hessian + hessian.mT) / 2
 
-    def hessian_sums(self, outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Weighted sum of the rows' Hessians ``[C, C]`` and their weighted diagonals ``[N, C]``, at unit noise.
+    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
+        """The rows' Hessians at unit noise, where they are of a form that needs no ``[N, C, C]``; None for all others.
 
-        For likelihoods of many outputs that know them without writing ``[N, C, C]`` out; None for all others.
+        Args:
+            outputs: ``[N, C]``.
+            weight: ``[N]``, 0 for rows that do not count and 1 for the others.
         """
         return None
 

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods import sampling
-from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link
+from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link
 from laplace_plus.likelihoods.checks import align_targets, check_outputs, check_tensor, shape_text, widen
 from laplace_plus.likelihoods.normal import variance_of
 
@@ -86,6 +86,12 @@ class Bernoulli(Likelihood):
         """``diag √(p (1 - p))``, ``[N, C, C]``."""
         outputs = widen(outputs)
         return torch.diag_embed((0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp())
+
+    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
+        """``diag p (1 - p)`` of the rows that count."""
+        outputs = widen(outputs)
+        scales = weight.to(outputs.dtype).unsqueeze(-1) * (logsigmoid(outputs) + logsigmoid(-outputs)).exp()
+        return OutputCurvature(scales, scales, coupled=False)
 
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
         """Bernoulli distributions with batch shape ``[..., C]``."""

@@ -24,7 +24,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods import sampling
-from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link
+from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link
 from laplace_plus.likelihoods.checks import check_outputs, check_tensor, shape_text, widen
 from laplace_plus.likelihoods.normal import is_full, variance_of
 
@@ -115,12 +115,11 @@ class Categorical(Likelihood):
         p, complement = _probabilities(outputs)
         return _with_diagonal(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement)
 
-    def hessian_sums(self, outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """``Σ_n w_n (diag p_n - p_n p_nᵀ)``, and ``w_n p_n (1 - p_n)``."""
+    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
+        """``diag p - p pᵀ`` of the rows that count."""
         p, complement = _probabilities(outputs)
         weight = weight.to(p.dtype).unsqueeze(-1)
-        diagonal = weight * p * complement
-        return _with_diagonal(-(weight * p).mT @ p, diagonal.sum(0)), diagonal
+        return OutputCurvature(weight * p, weight * p * complement, coupled=True)
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag √p - p √pᵀ``, ``[N, C, C]``."""

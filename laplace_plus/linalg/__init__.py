@@ -30,11 +30,13 @@ from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, arnoldi
 from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
-from laplace_plus.linalg.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from laplace_plus.linalg.blocks import Block, DenseBlock, DiagonalBlock
 from laplace_plus.linalg.callables import as_operator, from_scipy
 from laplace_plus.linalg.cg import CGSolution, cg
 from laplace_plus.linalg.diagonals import diagonal
 from laplace_plus.linalg.factor import Factor
+from laplace_plus.linalg.factor_sums import FactorSum
+from laplace_plus.linalg.kronecker import KroneckerBlock
 from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos, tridiagonal
 from laplace_plus.linalg.low_rank import LowRankBlock
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
@@ -68,6 +70,7 @@ __all__ = [
     "DiagonalBlock",
     "Estimate",
     "Factor",
+    "FactorSum",
     "FunctionValue",
     "Identity",
     "IdentityBasis",

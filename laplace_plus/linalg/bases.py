@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus._memory import budget
+from laplace_plus.linalg.head_stack import HeadStack
 from laplace_plus.linalg.stacks import CHUNK_BYTES, DenseStack, MappedStack, OneHotStack, OuterStack, Stack
+from laplace_plus.linalg.stacks.contractions import times
 
 
 class Rotation(ABC):
@@ -67,28 +69,21 @@ class KroneckerBasis(Basis):
     @override
     def rotate(self, stack: Stack) -> Stack:
         left, right = self.left.to(stack.dtype), None if self.right is None else self.right.to(stack.dtype)
+        if isinstance(stack, HeadStack) and right is not None:
+            return stack.rotated(left[0], right[0])
         if isinstance(stack, OneHotStack) and right is None:
             return OneHotStack(stack.index, stack.left.to(stack.dtype) @ left[0], stack.n_columns)
         if isinstance(stack, OuterStack) and right is not None:
             if stack.n_positions == 1:  # small: rotate once, for however many weightings follow
-                source = stack.expand_left(stack.raw_left[:, :1] if stack.is_shared else stack.raw_left)
-                rotated = torch.einsum("vbsgo,gop->vbsgp", source.to(left.dtype), left)
+                source, _ = stack.sides(slice(0, 1 if stack.is_shared else stack.n_examples))
+                rotated = times(source, left)
                 return OuterStack(
-                    torch.einsum("bsgi,gij->bsgj", stack.right(slice(0, stack.n_examples)).to(left.dtype), right),
+                    times(stack.right(slice(0, stack.n_examples)), right),
                     rotated.expand(-1, stack.n_examples, -1, -1, -1),
                 )
-            # Otherwise the rows stay in their raw form until a chunk of them is asked for.
-            expand_left, expand_right = stack.expand_left, stack.expand_right
-
-            def rotated_left(x: Tensor) -> Tensor:
-                return torch.einsum("vbsgo,gop->vbsgp", expand_left(x).to(left.dtype), left)
-
-            def rotated_right(x: Tensor) -> Tensor:
-                return torch.einsum("bsgi,gij->bsgj", expand_right(x).to(left.dtype), right)
-
-            return OuterStack(stack.raw_right, stack.raw_left, rotated_right, rotated_left, left.dtype)
-        values = torch.einsum("gop,vbgoi->vbgpi", left, stack.dense(slice(0, stack.n_examples)))
-        return DenseStack(values if right is None else torch.einsum("vbgpi,gij->vbgpj", values, right))
+            return stack.turned(left, right)
+        values = left.mT @ stack.dense(slice(0, stack.n_examples))
+        return DenseStack(values if right is None else values @ right)
 
     @override
     def expand(self, coordinates: Tensor) -> Tensor:
@@ -118,16 +113,18 @@ class DenseBasis(Basis):
 
     @override
     def rotate(self, stack: Stack) -> Stack:
+        if isinstance(stack, HeadStack):
+            return DenseStack(stack.mapped(self._matrix()[0].to(stack.dtype)).unflatten(-1, stack.shape))
         mapped = MappedStack(stack, self._matrix())
-        if stack.n_bytes() > CHUNK_BYTES:
+        if stack.n_bytes() > min(CHUNK_BYTES, budget(stack.device) // 4):
             return mapped
         return DenseStack(mapped.dense(slice(0, stack.n_examples)))  # small: map once, for however many weightings
 
     @override
     def expand(self, coordinates: Tensor) -> Tensor:
         flat = coordinates.flatten(2)
-        return torch.einsum("gnm,kgm->kgn", self._matrix(), flat).view_as(coordinates)
+        return (self._matrix() @ flat.movedim(0, -1)).movedim(-1, 0).reshape(coordinates.shape)
 
     @override
     def spread(self, variances: Tensor) -> Tensor:
-        return torch.einsum("gnm,gm->gn", self._matrix().square(), variances.flatten(1)).view_as(variances)
+        return (self._matrix().square() @ variances.flatten(1)[..., None]).view_as(variances)

@@ -8,7 +8,9 @@ stream by, are diagonalised once, and never know which network they came from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -16,49 +18,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.errors import NonFiniteError, UnsupportedError
-from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.linalg import inverse_roots
+from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis
 from laplace_plus.linalg.factor import EigenFactor, Factor, not_positive_definite
+from laplace_plus.linalg.factor_sums import (
+    EigenPairs,
+    FactorSum,
+    combine,
+    eigen_together,
+    require_finite,
+    symmetric_eigen,
+)
+from laplace_plus.linalg.log_determinants import Spectrum, log_determinant
 
 # Rounding makes eigenvalues of a semi-definite matrix slightly negative, by about n · eps of the largest one.
 ROUNDING = 64.0
-
-
-def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[..., n]`` and vectors ``[..., n, n]`` of symmetric matrices, computed in float64.
-
-    Kronecker factors are often rank-deficient, with rows of exact zeros (padding, dead units), and float32 solvers fail
-    to converge on them; float64 costs twice the time and has not failed. Rows and columns that are exactly zero are
-    taken out first where there is one matrix, because they are eigenvectors already.
-
-    Raises:
-        NonFiniteError: The matrix has NaN or infinite entries.
-    """
-    if not torch.isfinite(matrix).all():
-        raise NonFiniteError(
-            "A curvature factor is not finite.",
-            expected="finite activations and output gradients",
-            got=f"NaN or Inf in a factor of shape {tuple(matrix.shape)}",
-            fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
-        )
-    wide = matrix.double()
-    wide = (wide + wide.mT) / 2
-    alive = (wide != 0).any(-1).flatten(0, -2).any(0) if wide.ndim > 2 else (wide != 0).any(-1)
-    if alive.all() or not alive.any():
-        return _eigh(wide, matrix.dtype)
-    n, keep, dead = wide.shape[-1], alive.nonzero().squeeze(-1), (~alive).nonzero().squeeze(-1)
-    values, vectors = _eigh(wide[..., keep[:, None], keep], matrix.dtype)
-    all_values = values.new_zeros(*values.shape[:-1], n)
-    all_values[..., len(dead) :] = values
-    all_vectors = values.new_zeros(*values.shape[:-1], n, n)
-    all_vectors[..., dead, torch.arange(len(dead), device=dead.device)] = 1
-    all_vectors[..., keep[:, None], torch.arange(len(dead), n, device=dead.device)] = vectors
-    return all_values, all_vectors
-
-
-def _eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values, vectors = kernels.symmetric_eigen(matrix)
-    return values.to(dtype), vectors.to(dtype)
 
 
 def clamp_rounding(values: Tensor) -> Tensor:
@@ -111,9 +86,27 @@ class Block(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What makes up the block, for storage."""
 
+    @abstractmethod
+    def clone(self) -> Block:
+        """A copy that further data may be added to."""
+
+    def parts(self) -> list[Tensor]:
+        """The tensors that hold the block as it is now, whatever their form."""
+        return list(self.tensors().values())
+
+    def is_finite(self) -> bool:
+        """Whether there are no NaNs or infinities."""
+        return all(kernels.all_finite(tensor) for tensor in self.parts())
+
+    def n_bytes(self) -> int:
+        """Memory that the block takes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.parts())
+
 
 class EigenBlock(Block):
     """A block that is diagonal in a known basis."""
+
+    _spectrum: tuple[Tensor, int, Spectrum] | None = None
 
     @abstractmethod
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
@@ -123,6 +116,10 @@ class EigenBlock(Block):
             weights: Component weights ``w [K]``, whose type the diagonal takes; the result is differentiable in them
                 only where K = 1.
         """
+
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        """The diagonal ``[G, o, i]`` alone, which takes less than :meth:`eigen` where no basis is asked for."""
+        return self.eigen(weights)[1]
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
@@ -138,12 +135,26 @@ class EigenBlock(Block):
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        if diagonal.ndim and not isinstance(self.eigen(weights)[0], IdentityBasis):
+        if diagonal.ndim:
             return self.factor(weights, diagonal).log_determinant()
-        values = self.eigen(weights)[1].double() + diagonal.double()
-        if not (values.detach() > 0).all():
-            raise not_positive_definite(values.detach().min().item())
-        return values.log().sum()
+        if self.n_components > 1:
+            return log_determinant(self.eigenvalues(weights).flatten()[None], torch.ones_like(weights[:1]), diagonal)
+        return self.spectrum(weights).log_determinant(weights[0], diagonal)
+
+    def spectrum(self, weights: Tensor) -> Spectrum:
+        """Where K = 1, the eigenvalues at a weight of one, prepared for determinants; kept until the block changes."""
+        kept = self._kept_eigenvalues(weights)
+        version = -1 if kept.is_inference() else kept._version
+        if self._spectrum is None or self._spectrum[0] is not kept or self._spectrum[1] != version:
+            self._spectrum = kept, version, self._make_spectrum(kept)
+        return self._spectrum[2]
+
+    @abstractmethod
+    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
+        """Where K = 1, the diagonal at a weight of one: the same tensor until the block changes."""
+
+    def _make_spectrum(self, values: Tensor) -> Spectrum:
+        return Spectrum(values)
 
 
 @dataclass
@@ -178,6 +189,16 @@ class DiagonalBlock(EigenBlock):
         return EigenFactor(basis, values + diagonal)
 
     @override
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        if diagonal.ndim == 0 and self.n_components == 1:
+            return EigenBlock.log_determinant(self, weights, diagonal)
+        return log_determinant(self.values.flatten(1), weights, diagonal.flatten() if diagonal.ndim else diagonal)
+
+    @override
+    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
+        return self.values
+
+    @override
     def dense(self, weights: Tensor) -> Tensor:
         return torch.diag_embed(self.eigen(weights)[1].flatten(1))
 
@@ -185,56 +206,156 @@ class DiagonalBlock(EigenBlock):
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
 
+    @override
+    def clone(self) -> DiagonalBlock:
+        return DiagonalBlock(self.values.clone())
 
-class _OnceDiagonalised(EigenBlock):
+
+class Diagonalised:
+    """The diagonal form of a matrix, with a basis that is only written out when it is asked for.
+
+    Args:
+        values: ``[G, o, i]``.
+        make_basis: Gives the basis.
+    """
+
+    def __init__(self, values: Tensor, make_basis: Callable[[], Basis]):
+        self.values = values
+        self._make_basis = make_basis
+
+    @cached_property
+    def basis(self) -> Basis:
+        """The basis."""
+        return self._make_basis()
+
+
+class OnceDiagonalised(EigenBlock):
     """Shared by the blocks whose eigendecomposition is worth keeping."""
 
-    _cache: tuple[Tensor, Basis, Tensor] | None = None
+    _cache: tuple[Tensor, Diagonalised] | None = None
     dtype: torch.dtype
 
+    @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        # With one component the weight only scales the eigenvalues, so the decomposition is that of the bare matrix.
-        single = self.n_components == 1
-        key = (torch.ones_like(weights) if single else weights.detach()).to(self.dtype)
-        if self._cache is None or not torch.equal(self._cache[0], key):
-            self._cache = (key, *self._decompose(key))
-        _, basis, values = self._cache
-        values = values.to(weights.dtype)
-        return basis, values * weights[0] if single else values
+        return self._diagonalised(weights).basis, self.eigenvalues(weights)
+
+    @override
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        values = self._diagonalised(weights).values.to(weights.dtype)
+        return values * weights[0] if self.n_components == 1 else values
+
+    @override
+    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
+        return self._diagonalised(weights).values
 
     @abstractmethod
-    def _decompose(self, weights: Tensor) -> tuple[Basis, Tensor]: ...
+    def factors(self, weights: Tensor) -> list[FactorSum]:
+        """The sums whose eigendecompositions :meth:`eigen` is made of; with one component, at a weight of one."""
+
+    @abstractmethod
+    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
+        """The diagonal form that follows from the eigendecompositions of :meth:`factors`."""
+
+    def is_diagonalised(self, weights: Tensor) -> bool:
+        """Whether the eigendecomposition at these weights is there already."""
+        return self._cache is not None and torch.equal(self._cache[0], self._key(weights))
+
+    def adopt_eigen(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> None:
+        """Take the eigendecompositions of :meth:`factors`, as if they had been computed here."""
+        self._cache = (self._key(weights), self.diagonalise(self._key(weights), pairs))
+
+    def changed(self) -> None:
+        """Forget the eigendecomposition, after something was added to a sum."""
+        self._cache = None
+
+    def _key(self, weights: Tensor) -> Tensor:
+        # With one component the weight only scales the eigenvalues, so the decomposition is that of the bare matrix.
+        return (torch.ones_like(weights) if self.n_components == 1 else weights.detach()).to(self.dtype)
+
+    def _diagonalised(self, weights: Tensor) -> Diagonalised:
+        if not self.is_diagonalised(weights):
+            self.adopt_eigen(weights, [factor.eigen() for factor in self.factors(self._key(weights))])
+        assert self._cache is not None
+        return self._cache[1]
 
 
-@dataclass
-class DenseBlock(_OnceDiagonalised):
+def _dense_basis(pairs: EigenPairs) -> Basis:
+    return DenseBasis(pairs.vectors)
+
+
+def diagonalise_together(blocks: Iterable[Block], weights: Tensor) -> None:
+    """Diagonalise all blocks that are not yet; matrices of equal size are decomposed in one call."""
+    waiting = [b for b in blocks if isinstance(b, OnceDiagonalised) and not b.is_diagonalised(weights)]
+    factors = [block.factors(block._key(weights)) for block in waiting]
+    pairs = iter(eigen_together([factor for own in factors for factor in own]))
+    for block, own in zip(waiting, factors, strict=True):
+        block.adopt_eigen(weights, [next(pairs) for _ in own])
+
+
+class DenseBlock(OnceDiagonalised):
     """G dense matrices.
 
-    Attributes:
-        matrix: ``[K, G, n, n]``.
+    Args:
+        matrix: ``[K, G, n, n]``, or for each component the sum that makes it up.
         shape: ``[G, o, i]`` with o·i = n.
     """
 
-    matrix: Tensor
-    shape: tuple[int, int, int]
-
     storage: ClassVar[str] = "dense"
-    _semi_definite: Tensor | None = field(default=None, init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __init__(self, matrix: Tensor | Sequence[FactorSum], shape: tuple[int, int, int]):
+        self.sums = [FactorSum.of(m) for m in matrix] if isinstance(matrix, Tensor) else list(matrix)
+        self.shape = shape
         self.kind = "dense"
-        self.dtype = self.matrix.dtype
-        self.n_components = self.matrix.shape[0]
+        self.dtype = self.sums[0].dtype
+        self.n_components = len(self.sums)
+        self.changed()
+
+    @property
+    def matrix(self) -> Tensor:
+        """The components ``[K, G, n, n]``."""
+        if self.n_components == 1:
+            return self.sums[0].matrix()[None]
+        return torch.stack([part.matrix() for part in self.sums])
 
     @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, DenseBlock)
-        self.matrix += other.matrix
-        self._cache = self._semi_definite = None
+        for mine, theirs in zip(self.sums, other.sums, strict=True):
+            mine.add_(theirs)
+        self.changed()
 
-    def _decompose(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        values, vectors = symmetric_eigen(self._combined(weights))
-        return DenseBasis(vectors), clamp_rounding(values).view(self.shape)
+    @override
+    def changed(self) -> None:
+        self._cache = None
+        self._semi_definite: Tensor | None = None
+        self._values_alone: Tensor | None = None
+        self._n_roots = 0
+
+    def _avoids_vectors(self, weights: Tensor) -> bool:
+        """Whether eigenvectors would cost much more than what can be had without."""
+        n = self.shape[1] * self.shape[2]
+        thin = self.n_components == 1 and self.sums[0].is_thin
+        return n >= inverse_roots.LARGE and not thin and not self.is_diagonalised(weights)
+
+    @override
+    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
+        if self._values_alone is None and not self._avoids_vectors(weights):
+            return OnceDiagonalised._kept_eigenvalues(self, weights)
+        if self._values_alone is None:
+            matrix = self.sums[0].matrix()
+            require_finite(matrix)
+            values = inverse_roots.eigenvalues(matrix)
+            self._values_alone = clamp_rounding(values).view(self.shape)
+        return self._values_alone
+
+    @override
+    def factors(self, weights: Tensor) -> list[FactorSum]:
+        return [self.sums[0] if self.n_components == 1 else combine(self.sums, weights)]
+
+    @override
+    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
+        (only,) = pairs
+        return Diagonalised(clamp_rounding(only.values).view(self.shape), partial(_dense_basis, only))
 
     def _without_rounding(self) -> Tensor:
         """The components in float64, without the slightly negative eigenvalues that rounding gave them.
@@ -242,9 +363,10 @@ class DenseBlock(_OnceDiagonalised):
         A Cholesky decomposition of H plus a tiny diagonal would stumble over them.
         """
         if self._semi_definite is None:
-            values, vectors = symmetric_eigen(self.matrix)
-            vectors = vectors.double()
-            self._semi_definite = (vectors * clamp_rounding(values).double()[..., None, :]) @ vectors.mT
+            values, vectors = symmetric_eigen(self.matrix.double())
+            limit = ROUNDING * values.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)
+            values = torch.where(values.abs() <= limit, values.clamp(min=0), values)
+            self._semi_definite = (vectors * values[..., None, :]) @ vectors.mT
         return self._semi_definite
 
     def _combined(self, weights: Tensor) -> Tensor:
@@ -252,6 +374,11 @@ class DenseBlock(_OnceDiagonalised):
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
+        if self._avoids_vectors(weights) and (diagonal.ndim or self._n_roots < inverse_roots.PATIENCE):
+            root = inverse_roots.inverse_root(self._combined(weights), diagonal, self.shape)
+            if root is not None:
+                self._n_roots += 1
+                return root
         if diagonal.ndim == 0:
             return EigenBlock.factor(self, weights, diagonal)
         # H + D = D^½ (D^-½ H D^-½ + I) D^½; the inner matrix is diagonalised for this D.
@@ -280,101 +407,10 @@ class DenseBlock(_OnceDiagonalised):
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
 
-
-@dataclass
-class KroneckerBlock(_OnceDiagonalised):
-    """Kronecker products ``H_k = left_k ⊗ right / count``, group by group.
-
-    With ``corrected`` the eigenvalues are those measured in the Kronecker eigenbasis instead (EKFAC, George et al.,
-    2018), ``H_k = U diag(corrected_k) Uᵀ``.
-
-    Attributes:
-        left: ``[K, G, o, o]``, sums of ``g gᵀ``.
-        right: ``[G, i, i]``, sums of ``a aᵀ``; or ``[G, i]`` where that sum is diagonal (an embedding's).
-        count: 0-d float64: the number of rows in ``right``'s sum.
-        corrected: ``[K, G, o, i]`` or None.
-        basis_weights: The weights at which the eigenbasis of ``corrected`` was fixed, ``[K]``.
-    """
-
-    left: Tensor
-    right: Tensor
-    count: Tensor
-    corrected: Tensor | None = None
-    basis_weights: Tensor | None = None
-    storage: ClassVar[str] = "Kronecker"
-
-    def __post_init__(self) -> None:
-        self.kind = "Kronecker" if self.corrected is None else "eigenvalue-corrected Kronecker"
-        self.n_components = self.left.shape[0]
-        self.dtype = self.left.dtype
-        self.shape = (self.left.shape[1], self.left.shape[2], self.right.shape[1])
+    @override
+    def clone(self) -> DenseBlock:
+        return DenseBlock([part.clone() for part in self.sums], self.shape)
 
     @override
-    def add_(self, other: Block) -> None:
-        assert isinstance(other, KroneckerBlock)
-        if self.corrected is not None:  # the basis stays what it is; what is measured in it comes by add_corrected_
-            return
-        self.left += other.left
-        self.right += other.right
-        self.count = self.count + other.count
-        self._cache = None
-
-    def add_corrected_(self, squares: Tensor) -> None:
-        """Add squared gradients ``[K, G, o, i]``, measured in :meth:`kronecker_basis`, to the corrected eigenvalues."""
-        assert self.corrected is not None
-        self.corrected += squares
-
-    def with_correction(self, weights: Tensor) -> KroneckerBlock:
-        """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
-        empty = self.left.new_zeros(self.n_components, *self.shape)
-        return KroneckerBlock(self.left, self.right, self.count, empty, weights.detach().clone())
-
-    def kronecker_basis(self) -> Basis:
-        """The eigenbasis of the Kronecker factors, fixed where the eigenvalues are corrected."""
-        assert self.basis_weights is not None
-        return self._eigenbasis(self.basis_weights)[0]
-
-    @override
-    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        if self.corrected is None:
-            return _OnceDiagonalised.eigen(self, weights)
-        return self.kronecker_basis(), torch.einsum("k,kgoi->goi", weights, self.corrected.to(weights.dtype))
-
-    def _eigenbasis(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        if self._cache is None:  # the weights are fixed with the basis
-            self._cache = (weights, *self._decompose(weights))
-        return self._cache[1:]
-
-    def _decompose(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        left_values, left = symmetric_eigen(torch.einsum("k,kgop->gop", weights, self.left))
-        if self.right.ndim == 2:
-            right_values, right = self.right, None
-        else:
-            right_values, right = symmetric_eigen(self.right)
-        values = left_values.clamp(min=0)[:, :, None] * right_values.clamp(min=0)[:, None, :]
-        return KroneckerBasis(left, right), values / self.count.to(values)
-
-    @override
-    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        if self.n_components == 1 or self.corrected is not None or not weights.requires_grad:
-            return EigenBlock.log_determinant(self, weights, diagonal)
-        # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
-        left = torch.linalg.eigvalsh(torch.einsum("k,kgop->gop", weights, self.left.to(weights.dtype))).clamp(min=0)
-        right = self.right.to(left.dtype)
-        right = (right if right.ndim == 2 else torch.linalg.eigvalsh(right)).clamp(min=0)
-        return torch.log(left[:, :, None] * right[:, None, :] / self.count.to(left) + diagonal).sum()
-
-    @override
-    def dense(self, weights: Tensor) -> Tensor:
-        basis, values = self.eigen(weights)
-        n = self.shape[1] * self.shape[2]
-        identity = torch.eye(n, dtype=values.dtype, device=values.device).view(n, 1, *self.shape[1:])
-        vectors = basis.expand(identity.expand(n, *self.shape)).flatten(2)  # [n, G, n]: rows are basis vectors
-        return torch.einsum("ngi,gn,ngj->gij", vectors, values.flatten(1), vectors)
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        stored = {"left": self.left, "right": self.right, "count": self.count}
-        if self.corrected is not None and self.basis_weights is not None:
-            stored |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
-        return stored
+    def parts(self) -> list[Tensor]:
+        return [tensor for part in self.sums for tensor in part.parts()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.linalg.bases import Basis, Rotation
+from laplace_plus.linalg.bases import Basis, DenseBasis, KroneckerBasis, Rotation
+from laplace_plus.linalg.placements import Placement
 from laplace_plus.linalg.stacks import Stack
 
 
@@ -44,6 +46,21 @@ class Factor(ABC):
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
         """Draws from N(0, M⁻¹) for standard normal ``noise [n, G, o, i]``."""
+
+    @property
+    def reads_matrices(self) -> bool:
+        """Whether :meth:`sample` reads matrices larger than a draw, so that many draws at a time are quicker."""
+        return True
+
+    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: Placement) -> None:
+        """Add draws to vectors, at the places of this matrix's entries.
+
+        Args:
+            batches: Pairs of standard normal ``noise [n, G, o, i]``, which may be overwritten, and vectors ``[n, P]``.
+            placement: The places.
+        """
+        for noise, vectors in batches:
+            placement.add_(vectors, self.sample(noise))
 
     @abstractmethod
     def variances(self) -> Tensor:
@@ -91,6 +108,27 @@ class EigenFactor(Factor):
     @override
     def sample(self, noise: Tensor) -> Tensor:
         return self.basis.expand(noise * self.values.rsqrt())
+
+    @property
+    @override
+    def reads_matrices(self) -> bool:
+        return isinstance(self.basis, DenseBasis)
+
+    @override
+    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: Placement) -> None:
+        deviations, basis = self.values.rsqrt(), self.basis
+        for noise, vectors in batches:
+            noise *= deviations
+            if isinstance(basis, KroneckerBasis) and noise.shape[:2] == (1, 1) and placement.is_contiguous:
+                # One large matrix: the second product is added in place, without a result of its own.
+                rows = basis.left[0] @ noise[0, 0]
+                for columns, view in placement.views(vectors):
+                    if basis.right is None:
+                        view[0, 0] += rows[:, columns]
+                    else:
+                        view[0, 0].addmm_(rows, basis.right[0, columns].mT)
+            else:
+                placement.add_(vectors, basis.expand(noise))
 
     @override
     def variances(self) -> Tensor:

@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.bases import Rotation
-from laplace_plus.linalg.blocks import Block, symmetric_eigen
+from laplace_plus.linalg.blocks import Block
 from laplace_plus.linalg.factor import Factor, not_positive_definite
+from laplace_plus.linalg.factor_sums import symmetric_eigen
 from laplace_plus.linalg.sampled_spectrum import SampledSpectrum
 from laplace_plus.linalg.stacks import Stack, slices
 
@@ -121,6 +122,10 @@ class LowRankBlock(Block):
             "nodes": self.rest.nodes,
             "node_weights": self.rest.weights,
         }
+
+    @override
+    def clone(self) -> LowRankBlock:
+        return LowRankBlock(self.values.clone(), self.vectors.clone(), self.rest)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The posteriors, one method in one file."""
 
-from laplace_plus.posteriors.base import Posterior, Summary
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -8,6 +8,7 @@ from laplace_plus.posteriors.kfac import KFAC
 from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
 from laplace_plus.posteriors.registry import get_posterior, register
+from laplace_plus.posteriors.summary import Summary
 
 register("Full", Full)
 register("KFAC", KFAC)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from laplace_plus import io
+from laplace_plus._memory import budget, parse_bytes
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature import Backend, resolve_backend
+from laplace_plus.distributed import Distributed, Group, OwnedSum, resolve_group
 from laplace_plus.errors import (
     CheckpointError,
     ConfigurationError,
@@ -24,10 +24,18 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network import Network
+from laplace_plus.posteriors.methods import check_count, exactly, positive
+from laplace_plus.posteriors.ranks import agree, save_once, session
 from laplace_plus.posteriors.registry import name_of
+from laplace_plus.posteriors.summary import Summary
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
+from laplace_plus.predictive.linearized import (
+    FunctionalPosterior,
+    Outputs,
+    covariance_bytes,
+    functional_samples,
+)
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import Selection
 
@@ -38,48 +46,6 @@ N_TANGENTS = 100
 
 MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances."""
-
-
-P = TypeVar("P", bound="Posterior")
-Rest = ParamSpec("Rest")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Which parameter is treated how; prints as a table.
-
-    Attributes:
-        title: One line about the posterior.
-        rows: For each parameter its name, number of selected entries, layer and treatment.
-    """
-
-    title: str
-    rows: tuple[tuple[str, int, str, str], ...]
-
-    def __str__(self) -> str:
-        table = [("parameter", "entries", "layer", "treatment")]
-        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
-        return "\n".join([self.title, *lines])
-
-
-def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
-    """Run a posterior's method outside of autocast and inference mode; see :func:`network.exact_arithmetic`."""
-
-    @wraps(method)
-    def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        with exact_arithmetic(self.network):
-            return method(self, *args, **kwargs)
-
-    return wrapped
-
-
-def check_count(value: Any, name: str) -> None:
-    """Raise :class:`ConfigurationError` unless a value is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError("There is no such number.", expected=f"{name}: an integer >= 1", got=repr(value))
 
 
 class Posterior(ABC):
@@ -98,6 +64,9 @@ class Posterior(ABC):
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.
         backend: ``"native"``, ``"backpack"``, ``"curvlinops"``, or an instance with options.
+        memory_budget: Bytes, or a text such as ``"2 GiB"``, that intermediate results may take, on top of the network,
+            the data and what is returned; work is cut into chunks accordingly. By default a quarter of the memory that
+            is free on the network's device.
 
     Raises:
         ConfigurationError: An argument that is not of these kinds.
@@ -106,6 +75,9 @@ class Posterior(ABC):
     """
 
     default_method: Method = "linearized"
+
+    over_ranks: bool = False
+    """Whether ``_fit`` sums over the ranks in ``_group``; a class that does not is refused several."""
 
     def __init__(
         self,
@@ -117,20 +89,23 @@ class Posterior(ABC):
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
         self.network = Network(model, parameters, self.likelihood.arrange)
         self.backend = resolve_backend(backend)
+        self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
         self._prior_precision = as_hyperparameter(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean)
-        self._temperature = _positive(temperature, "temperature")
+        self._temperature = positive(temperature, "temperature")
         if self._is_last_layer():  # its size is only certain once a batch has gone through the network
             GaussianPrior.create(self._prior_precision.flatten()[:1], 0.0, torch.zeros(1, dtype=torch.long))
         else:
-            self.prior()
+            self._check_prior()
         self.n_data = 0
         self.n_outputs = 0
         self._vector: Tensor | None = None
+        self._group: Group | None = None
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
@@ -190,6 +165,10 @@ class Posterior(ABC):
         """What :meth:`save` stores besides the constructor's arguments."""
         raise ConfigurationError(f"{type(self).__name__} cannot be saved.")
 
+    def owned_sums(self) -> list[OwnedSum]:
+        """What lies on one rank each, in an order that all ranks share."""
+        return []
+
     def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Take up what :meth:`_state` returned."""
         raise ConfigurationError(f"{type(self).__name__} cannot be loaded.")
@@ -197,15 +176,25 @@ class Posterior(ABC):
     # -- what it gets --------------------------------------------------------------------------------------------------
 
     @exactly
-    def fit(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        distributed: Distributed = None,
+    ) -> Self:
         """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
 
         Args:
             data: An iterable of batches: ``(x, y)`` tuples, nested tuples, or mappings with labels.
             progress: Whether to show a progress bar.
-            generator: Source of randomness, for methods that use any.
+            generator: Source of randomness, for methods that use any; of several ranks, that of rank 0 counts.
+            distributed: Which ranks of ``torch.distributed`` share the data, each with a loader of its own: None for
+                all there are, False for this process alone, or a process group. Every one of them makes the same call.
 
         Raises:
+            DistributedError: Another rank failed, or disagrees on the network or on settings.
             EmptyDataError: No data came.
             DataError: A batch of a form that cannot be used.
             LabelError: Targets that do not fit the likelihood.
@@ -213,21 +202,44 @@ class Posterior(ABC):
             NonFiniteError: NaN or Inf in parameters or outputs.
             UnsupportedError: A curvature that the backend cannot compute.
         """
-        self.network.check_finite()
-        self._run_fit(data, update=False, progress=progress, generator=generator)
+        group = resolve_group(distributed)
+        with session(group):
+            self.network.refresh()
+            self.network.check_finite()
+            self._run_fit(data, group, update=False, progress=progress, generator=generator)
         return self
 
     @exactly
-    def update(self, data: Iterable[Any], *, progress: bool = False, generator: torch.Generator | None = None) -> Self:
+    def update(
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        distributed: Distributed = None,
+    ) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`."""
         if self._vector is None:
-            return self.fit(data, progress=progress, generator=generator)
-        self._require_fit()
-        self._run_fit(data, update=True, progress=progress, generator=generator)
+            return self.fit(data, progress=progress, generator=generator, distributed=distributed)
+        group = resolve_group(distributed)
+        with session(group):
+            self._require_fit()
+            self._run_fit(data, group, update=True, progress=progress, generator=generator)
         return self
 
-    def _run_fit(self, data: Iterable[Any], **options: Any) -> None:
+    def _run_fit(self, data: Iterable[Any], group: Group | None, **options: Any) -> None:
         """Call the method's own fit with those of the options that it takes."""
+        before, self._group = self._group, group
+        try:
+            if group is not None:
+                options["generator"] = agree(self, group, options["generator"], update=options["update"])
+                options["progress"] = options["progress"] and group.rank == 0
+            self._call_fit(data, **options)
+        except BaseException:
+            self._group = before
+            raise
+
+    def _call_fit(self, data: Iterable[Any], **options: Any) -> None:
         taken = signature(self._fit).parameters
         if options["update"] and "update" not in taken:
             raise UnsupportedError(
@@ -282,6 +294,10 @@ class Posterior(ABC):
         check_count(n_samples, "n_samples")
         chosen = self.default_method if method is None else method
         if chosen == "linearized":
+            if (link or self.likelihood.links[0]) == "mc" and self.n_outputs > MANY_OUTPUTS and not differentiable:
+                samples = self._functional_samples(x, n_samples, joint, generator)
+                if samples is not None:
+                    return from_samples(self.likelihood, samples, generator=generator, joint=joint)
             # The probit link only looks at variances, and with many outputs covariances cost many times as much.
             many = self.n_outputs > MANY_OUTPUTS and not joint and (link or self.likelihood.links[0]) == "probit"
             outputs: Outputs = "diagonal" if many else None
@@ -307,6 +323,18 @@ class Posterior(ABC):
             outputs = torch.stack(list(self._sampled_outputs(x, n_samples, generator)))
             return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
+    def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+        """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
+        x = self.network.receive(x)
+        shape = self.network.forward(x).shape
+        if covariance_bytes(shape, joint=joint) <= budget(self.network.device) // 2:
+            return None
+        step = max(1, min(n, 2**26 // max(1, self.network.n_parameters)))
+        counts = [min(step, n - start) for start in range(0, n, step)]
+        with torch.no_grad():
+            chunks = (self.sample(count, generator=generator) - self.mean for count in counts)
+            return functional_samples(self.network, chunks, x)[1]
+
     def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         x = self.network.receive(x)
         # A few parameter vectors at a time: all of them may be many times the network's size.
@@ -329,6 +357,13 @@ class Posterior(ABC):
         """The prior at the current precision."""
         return GaussianPrior.create(self._prior_precision, self._prior_mean, self.network.layer_index())
 
+    def _check_prior(self) -> None:
+        """Refuse a prior whose shape does not fit; a single number fits any, without looking at every entry."""
+        if self._prior_precision.numel() == self._prior_mean.numel() == 1:
+            GaussianPrior.create(self._prior_precision, self._prior_mean, torch.zeros(1, dtype=torch.long))
+        else:
+            self.prior()
+
     @property
     def prior_precision(self) -> Tensor:
         """Inverse prior variance: 0-d, ``[L]`` (one for each of ``layer_names``) or ``[P]``."""
@@ -346,7 +381,7 @@ class Posterior(ABC):
 
     @temperature.setter
     def temperature(self, value: float | Tensor) -> None:
-        self._temperature = _positive(value, "temperature")
+        self._temperature = positive(value, "temperature")
 
     @property
     def noise_std(self) -> Tensor | None:
@@ -391,13 +426,29 @@ class Posterior(ABC):
         assert self._vector is not None
         return self._vector
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, distributed: Distributed = None) -> None:
         """Write the posterior to a folder: tensors as safetensors, the rest as JSON, nothing pickled.
+
+        A posterior that was fitted over several ranks is written by the first of them; the others wait until it is
+        there. Rank 0 waits for nobody, and may also be the only one that ever saves to a path.
+
+        Args:
+            path: The folder.
+            distributed: Which ranks save together: None for those of the fit, otherwise as for :meth:`fit`.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
             CheckpointError: The folder holds something else.
+            DistributedError: Rank 0 failed to write it, or has other hyperparameters than this rank.
         """
+        group = self._group if distributed is None else resolve_group(distributed)
+        if group is None or not group.is_alive():
+            self.write(path)
+        else:
+            save_once(self, group, path)
+
+    def write(self, path: str | Path) -> None:
+        """What :meth:`save` does on the one process that writes."""
         self._require_fit()
         header, tensors = self._state()
         masks = {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
@@ -446,10 +497,3 @@ class Posterior(ABC):
     def __repr__(self) -> str:
         state = f"fitted to {self.n_data} examples" if self._vector is not None else "not fitted"
         return f"{type(self).__name__}({self.likelihood!r}, P={self.n_parameters:,}, {state})"
-
-
-def _positive(value: float | Tensor, name: str) -> Tensor:
-    tensor = as_hyperparameter(value)
-    if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
-        raise ConfigurationError(f"The {name} is a positive number.", expected=f"{name} > 0", got=str(value))
-    return tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from laplace_plus.curvature import FullStructure
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.head_block import require_dense
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 
 
@@ -19,6 +18,13 @@ class Full(GaussianPosterior):
 
     The most faithful Gaussian, for small networks, last layers and subnetworks: memory is P² numbers and factorising
     takes P³ operations, so P should stay below some ten thousand. Takes scalar, layer-wise and diagonal priors.
+
+    A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows
+    (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
+    N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (:mod:`laplace_plus.linalg.heads`).
+
+    Raises:
+        ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.
 
     Example:
         >>> import laplace_plus as lp
@@ -35,20 +41,8 @@ class Full(GaussianPosterior):
 
     @override
     def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
-        needed = 3 * self.n_parameters**2 * torch.finfo(self.network.dtype).bits / 8  # H, its vectors and work space
-        available = _memory(self.network.device)
-        if needed > available:
-            raise ConfigurationError(
-                f"A full covariance of {self.n_parameters:,} parameters does not fit into memory.",
-                expected=f"at most about {int((available / needed) ** 0.5 * self.n_parameters):,} selected entries",
-                got=f"{self.n_parameters:,}, for which {needed / 2**30:,.0f} GiB would be needed",
-                fix="Use lp.KFAC or lp.Diagonal, or select fewer parameters, such as parameters='last_layer'.",
-            )
+        # Whether one layer is a linear head is only known once a batch has gone through the network.
+        may_be_head = len(self.network.layers) == 1 and (self.backend.name, self.backend.kind) == ("native", "ggn")
+        if not may_be_head:
+            require_dense(self.n_parameters, self.network.dtype, self.network.device)
         GaussianPosterior._fit(self, data, update=update, progress=progress, generator=generator)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes of memory that a device has."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -13,38 +13,25 @@ from typing_extensions import override
 
 from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
-from laplace_plus.curvature.gradients import Layout
+from laplace_plus.curvature.layouts import Layout
 from laplace_plus.curvature.structures import block_from_tensors
+from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import DataError, EmptyDataError, InputError, NonFiniteError
 from laplace_plus.evidence import LaplaceModel, tune
 from laplace_plus.linalg import Factor
-from laplace_plus.posteriors.base import Posterior, Summary, check_count, exactly
+from laplace_plus.linalg.sampling import add_draws_
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.fit_sums import FitSums
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.rank_sums import (
+    corrected_eigenvalues,
+    diagonalise_over_ranks,
+    owned_sums,
+    require_owners,
+    sum_over_ranks,
+)
+from laplace_plus.posteriors.summary import Summary
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
-
-
-@dataclass(frozen=True)
-class FitSums:
-    """What a fit adds up over the data.
-
-    Attributes:
-        curvature: H at unit noise.
-        statistics: The likelihood's additive statistics.
-        n_data: Number of examples seen.
-        n_outputs: C.
-    """
-
-    curvature: Curvature
-    statistics: Tensor
-    n_data: int
-    n_outputs: int
-
-    def plus(self, other: FitSums) -> FitSums:
-        """The sums over both data sets; neither is changed."""
-        curvature = self.curvature.clone()
-        curvature.add_(other.curvature)
-        return replace(
-            self, curvature=curvature, statistics=self.statistics + other.statistics, n_data=self.n_data + other.n_data
-        )
 
 
 class GaussianPosterior(Posterior):
@@ -53,8 +40,11 @@ class GaussianPosterior(Posterior):
     A subclass only names the structure; evidence, tuning, sampling and the linearised predictive come with it.
     """
 
+    over_ranks = True
+
     _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
+    _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
 
     @property
     @abstractmethod
@@ -69,8 +59,9 @@ class GaussianPosterior(Posterior):
         corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
-        sums = self._accumulate(data, progress=progress, generator=generator)
-        seen = sums.n_data
+        before = self._require_sums().curvature if update else None
+        require_owners(self._group, [] if before is None else owned_sums(before))
+        sums, seen = self._total(data, before, progress=progress, generator=generator)
         if update:
             assert self._sums is not None
             sums = self._sums.plus(sums)
@@ -78,19 +69,62 @@ class GaussianPosterior(Posterior):
             weights = self.backend.component_weights(self.likelihood)
             sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
-            name = f"{type(self).__name__}: eigenvalues"
-            again = 0
-            for batch in self._batches(data, progress=progress, description=name):
-                again += self.backend.correct(self.network, self.likelihood, batch, sums.curvature, generator=generator)
-            if again != seen:
-                raise DataError(
-                    "The data changed from the first pass to the second.",
-                    expected=f"{seen} examples again",
-                    got=f"{again}",
-                    fix="Pass a loader that yields the same data each time.",
-                )
+            self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
         _require_finite(sums.curvature)
+        if self._group is not None:
+            diagonalise_over_ranks(self._group, sums.curvature, self._component_weights())
         self._adopt(sums, self.network.vector())
+
+    def _total(
+        self, data: Iterable[Any], before: Curvature | None, *, progress: bool, generator: torch.Generator | None
+    ) -> tuple[FitSums, int]:
+        """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this one."""
+        if self._group is None:
+            sums = self._accumulate(data, progress=progress, generator=generator)
+            return sums, sums.n_data
+        try:
+            own: FitSums | None = self._accumulate(data, progress=progress, generator=generator)
+        except EmptyDataError:  # somebody else has data, or this is raised once more
+            own = None
+        seen = 0 if own is None else own.n_data
+        return sum_over_ranks(self._group, own, self.network, before), seen
+
+    def _correct(
+        self,
+        data: Iterable[Any],
+        curvature: Curvature,
+        seen: int,
+        *,
+        progress: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Add the data to the corrected eigenvalues, in place."""
+        group, again = self._group, 0
+        if group is not None:
+            diagonalise_over_ranks(group, curvature, self._component_weights())
+            if group.rank > 0:  # what was there before counts once
+                for values in corrected_eigenvalues(curvature):
+                    values.zero_()
+        name = f"{type(self).__name__}: eigenvalues"
+        for batch in self._batches(data, progress=progress, description=name) if seen else ():
+            again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
+        if again != seen:
+            raise DataError(
+                "The data changed from the first pass to the second.",
+                expected=f"{seen} examples again",
+                got=f"{again}",
+                fix="Pass a loader that yields the same data each time.",
+            )
+        if group is not None:
+            sum_(group, corrected_eigenvalues(curvature))
+
+    @override
+    def owned_sums(self) -> list[OwnedSum]:
+        return [] if self._sums is None else owned_sums(self._sums.curvature)
+
+    def _component_weights(self) -> Tensor:
+        """The weights ``[K]`` at which the curvature is decomposed first."""
+        return (self.backend.component_weights(self.likelihood) / self._temperature.detach()).to(self.network.vector())
 
     def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> FitSums:
         """Curvature and statistics summed over the data."""
@@ -99,8 +133,13 @@ class GaussianPosterior(Posterior):
         for batch in self._batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
             shapes = describe(batch.inputs)
             try:
-                curvature, outputs = self.backend.curvature(
-                    self.network, self.likelihood, batch, self.structure, generator=generator
+                curvature, outputs = self.backend.accumulate(
+                    None if sums is None else sums.curvature,
+                    self.network,
+                    self.likelihood,
+                    batch,
+                    self.structure,
+                    generator=generator,
                 )
             except InputError as error:
                 if sums is None or shapes == first:
@@ -113,14 +152,13 @@ class GaussianPosterior(Posterior):
                 continue
             if sums.n_outputs != part.n_outputs:
                 raise _changed(f"{sums.n_outputs} outputs", f"{part.n_outputs} outputs")
-            sums.curvature.add_(curvature)
             sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + part.n_data)
         if sums is None:
             raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
         return sums
 
     def _adopt(self, sums: FitSums, vector: Tensor) -> None:
-        self.prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
+        self._check_prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
         self._sums, self._vector, self._factor_cache = sums, vector, None
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
@@ -132,15 +170,22 @@ class GaussianPosterior(Posterior):
     def laplace_model(self) -> LaplaceModel:
         """What the evidence is a function of, apart from the hyperparameters."""
         sums = self._require_sums()
-        return LaplaceModel(
-            curvature=sums.curvature,
-            vector=self.mean,
-            prior_mean=self._prior_mean,
-            layer_index=self.network.layer_index(),
-            likelihood=self.likelihood,
-            statistics=sums.statistics,
-            backend=self.backend,
-        )
+        mean, prior_mean, layers = self._vector, self._prior_mean, self.network.layer_index()
+        assert mean is not None
+        # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
+        key = (sums, mean, prior_mean, prior_mean._version, layers, self.likelihood)
+        if self._model_cache is None or any(a is not b for a, b in zip(self._model_cache[0], key, strict=True)):
+            model = LaplaceModel(
+                curvature=sums.curvature,
+                vector=mean,
+                prior_mean=prior_mean,
+                layer_index=layers,
+                likelihood=self.likelihood,
+                statistics=sums.statistics,
+                backend=self.backend,
+            )
+            self._model_cache = (key, model)
+        return self._model_cache[1]
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
@@ -250,13 +295,11 @@ class GaussianPosterior(Posterior):
             ConfigurationError: A number of draws that is not a positive integer.
         """
         check_count(n, "n")
-        mean, factors = self.mean, self._factors()
-        result = torch.zeros(n, len(mean), dtype=mean.dtype, device=mean.device)
-        source = mean.device if generator is None else generator.device
-        for layout, _ in self._require_sums().curvature:
-            noise = torch.randn(n, *layout.shape, dtype=mean.dtype, device=source, generator=generator)
-            layout.scatter_(result, factors[layout.key].sample(noise.to(mean.device)))
-        return result.add_(mean)
+        model, factors = self.laplace_model(), self._factors()
+        result = model.vector.expand(n, -1).clone()
+        for key, placement in model.placements.items():
+            add_draws_(result, factors[key], placement, generator)
+        return result
 
     @override
     @exactly
@@ -366,7 +409,7 @@ def _changed(expected: str, got: str) -> DataError:
 
 def _require_finite(curvature: Curvature) -> None:
     for layout, block in curvature:
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
+        if not block.is_finite():
             raise NonFiniteError(
                 f"The curvature of {', '.join(layout.names)} is not finite.",
                 expected="finite activations and output gradients",

@@ -44,7 +44,8 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
     inner = unwrap(model)
     io.compare_fingerprint(header["network"], inner)
     masks = {name.removeprefix("mask."): value for name, value in tensors.items() if name.startswith("mask.")}
-    hyper = {name.removeprefix("hyper."): value for name, value in tensors.items() if name.startswith("hyper.")}
+    hyper: dict[str, Any] = {}
+    hyper |= {name.removeprefix("hyper."): value for name, value in tensors.items() if name.startswith("hyper.")}
     parameters: Any = header["parameters"]
     if masks:
         shapes = {name: parameter.shape for name, parameter in inner.named_parameters()}

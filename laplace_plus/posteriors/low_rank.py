@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus.curvature import Curvature, LowRankStructure
 from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.gradients import whole_layout
+from laplace_plus.curvature.layouts import whole_layout
+from laplace_plus.distributed import Group, SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
-from laplace_plus.linalg import Estimate, LowRankBlock, Operator, SampledSpectrum, eigsh, lanczos
+from laplace_plus.linalg import Block, Estimate, LowRankBlock, Operator, SampledSpectrum, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.base import check_count, exactly
-from laplace_plus.posteriors.gaussian import FitSums, GaussianPosterior, require_restartable
+from laplace_plus.posteriors.fit_sums import FitSums
+from laplace_plus.posteriors.gaussian import GaussianPosterior, require_restartable
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.rank_sums import block_of_rank_zero, sum_over_ranks
 
 
 class LowRank(GaussianPosterior):
@@ -118,7 +121,9 @@ class LowRank(GaussianPosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> FitSums:
+    def _total(
+        self, data: Iterable[Any], before: Curvature | None, *, progress: bool, generator: torch.Generator | None
+    ) -> tuple[FitSums, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         if self.likelihood.n_noise > 1:
             raise UnsupportedError(
@@ -127,11 +132,40 @@ class LowRank(GaussianPosterior):
                 got=f"{self.likelihood.n_noise}",
                 fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
             )
+        if self._group is not None:
+            return self._total_over_ranks(self._group, data, progress=progress, generator=generator)
         statistics, n_data, n_outputs = self._statistics(data, progress=progress)
         operator = self.backend.operator(self.network, self.likelihood, data, generator=generator, progress=progress)
         with torch.no_grad():
             block = self._block(operator, generator)
-        return FitSums(Curvature([(whole_layout(self.network), block)]), statistics, n_data, n_outputs)
+        return FitSums(Curvature([(whole_layout(self.network), block)]), statistics, n_data, n_outputs), n_data
+
+    def _total_over_ranks(
+        self, group: Group, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None
+    ) -> tuple[FitSums, int]:
+        """Rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others."""
+        try:
+            own: FitSums | None = FitSums(Curvature([]), *self._statistics(data, progress=progress))
+        except EmptyDataError:
+            own = None
+        sums = sum_over_ranks(group, own, self.network)
+        operator = None
+        if own is not None:
+            operator = self.backend.operator(
+                self.network, self.likelihood, data, generator=generator, progress=progress
+            )
+        summed = SummedOperator(
+            group, operator, self.network.n_parameters, dtype=self.network.dtype, device=self.network.device
+        )
+        block: Block | None = None
+        with torch.no_grad():
+            if group.rank == 0:
+                block = self._block(summed, generator)
+                summed.finish()
+            else:
+                summed.serve()
+        curvature = Curvature([(whole_layout(self.network), block_of_rank_zero(group, block, self.network.device))])
+        return replace(sums, curvature=curvature), 0 if own is None else own.n_data
 
     def _statistics(self, data: Iterable[Any], *, progress: bool) -> tuple[Tensor, int, int]:
         """The likelihood's additive statistics, the number of data and of outputs, from one pass without gradients."""

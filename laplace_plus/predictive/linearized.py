@@ -7,17 +7,23 @@ only built where one dense block covers all parameters.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from laplace_plus import batches
+from laplace_plus._memory import budget
 from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.gradients import GENERAL, Gradients, Layout
+from laplace_plus.curvature.last_layer import head_stack
+from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.linalg import Factor
+from laplace_plus.linalg import Factor, Stack
+from laplace_plus.linalg.stacks import require_room, slices
 from laplace_plus.network import Network
 
 WHOLE = "all"
@@ -25,14 +31,20 @@ WHOLE = "all"
 
 Outputs = Literal["diagonal"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
 
+_LEAST_EXAMPLES = 8
+"""Variances of many outputs are computed a few outputs at a time rather than for fewer examples than this."""
+
+_QUICK_BYTES = 512 * 2**20
+"""On a CPU, more output gradients at a time than this only cost new pages of memory."""
+
 
 class FunctionalPosterior(NamedTuple):
     """Gaussian over the linearised network's outputs.
 
     Attributes:
-        mean: ``[B, *, C]``.
+        mean: ``[B, *, C]``; of K chosen outputs ``[B, *, K]``.
         covariance: ``[B, *, C, C]``; variances ``[B, *, C]`` if only the diagonal was asked for; with ``joint=True``
-            ``[B, *, C, B, *, C]``.
+            ``[B, *, C, B, *, C]``; of K chosen outputs K in place of C.
     """
 
     mean: Tensor
@@ -41,7 +53,7 @@ class FunctionalPosterior(NamedTuple):
 
 def functional_posteriors(
     network: Network,
-    factor_sets: Sequence[dict[str, Factor]],
+    factor_sets: Sequence[Mapping[str, Factor]],
     inputs: Any,
     *,
     joint: bool = False,
@@ -56,13 +68,15 @@ def functional_posteriors(
         factor_sets: For each covariance, the factors of the posterior precision's blocks by layout key.
         inputs: A batch's inputs.
         joint: Whether to give the covariance across inputs too.
-        outputs: None for all outputs, ``"diagonal"`` for variances only, or some outputs: their indices, a slice, or a
-            bool mask ``[C]``.
+        outputs: None for all outputs, ``"diagonal"`` for variances only, or some outputs: their indices, a slice, a
+            bool mask ``[C]``, or integers ``[B, *, K]`` that choose K outputs for each example and position by itself,
+            such as its most probable classes. Only chosen outputs are differentiated.
         differentiable: Whether gradients flow to the inputs.
         expected_outputs: C, where it is known.
 
     Raises:
-        ConfigurationError: Outputs that the network does not have.
+        ConfigurationError: Outputs that the network does not have, or a memory budget that does not hold the gradients
+            of one output.
         DataError: Inputs on which the network takes another path than while fitting.
     """
     capture = Capture(network, inputs, differentiable=differentiable)
@@ -76,7 +90,6 @@ def functional_posteriors(
     gradients = Gradients(network, capture)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     shape = capture.output_shape
-    n_outputs = shape[-1]
     diagonal = isinstance(outputs, str)
     if diagonal and (outputs != "diagonal" or joint):
         raise ConfigurationError(
@@ -84,31 +97,78 @@ def functional_posteriors(
             expected='None, "diagonal" (not with joint=True) or indices',
             got=f"{outputs!r} with joint={joint}",
         )
-    chosen = torch.arange(n_outputs) if outputs is None or isinstance(outputs, str) else _indices(outputs, n_outputs)
+    chosen = (torch.arange(shape[-1]) if outputs is None or isinstance(outputs, str) else _indices(outputs, shape)).to(
+        mean.device
+    )
     mode = "joint" if joint else "diagonal" if diagonal else "full"
+    n_chosen = chosen.shape[-1]
     flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
-    if joint:
-        pairs = [(m, int(c)) for m in range(flat.shape[1]) for c in chosen]
-        covariances = _quadratics(gradients, factor_sets, _unit(flat, pairs).view(-1, *mean.shape), mode)
+    own = chosen.ndim > 1
+    # Of a linear head the outputs' gradients are known, without a unit vector for each of them.
+    head = None if WHOLE in factor_sets[0] else head_stack(gradients, chosen.reshape(len(mean), -1) if own else chosen)
+    if head is not None:
+        covariances = _weighed([head], factor_sets, mode)
     else:
-        by_position: list[list[Tensor]] = [[] for _ in factor_sets]
-        for position in range(flat.shape[1]):
-            pairs = [(position, int(c)) for c in chosen]
-            cotangents = _unit(flat, pairs).view(-1, *mean.shape)
-            # Variances need no two directions at once, covariances need all of a position's.
-            chunks = list(gradients.direction_chunks(len(pairs))) if diagonal else [slice(0, len(pairs))]
-            parts = [_quadratics(gradients, factor_sets, cotangents[chunk], mode) for chunk in chunks]
-            for number in range(len(factor_sets)):
-                by_position[number].append(torch.cat([part[number] for part in parts], -1))
-        covariances = [torch.stack(blocks, 1) for blocks in by_position]  # [B, M, C(, C)]
-    kept = (*shape[:-1], len(chosen))
-    final = (*kept, *kept) if joint else kept if diagonal else (*kept, len(chosen))
-    chosen = chosen.to(mean.device)
-    return [FunctionalPosterior(mean.view(shape)[..., chosen], c.reshape(final).to(mean.dtype)) for c in covariances]
+        directions = _Directions(gradients, flat, chosen.view(*flat.shape[:2], n_chosen) if own else chosen)
+        pieces = [] if joint else directions.pieces(diagonal)
+        if len(pieces) > 1:
+            del capture, gradients, directions
+            parts = [
+                functional_posteriors(
+                    network,
+                    factor_sets,
+                    _some(inputs, piece),
+                    outputs=chosen[piece] if own else outputs,
+                    differentiable=differentiable,
+                )
+                for piece in pieces
+            ]
+            return [FunctionalPosterior(*map(torch.cat, zip(*part, strict=True))) for part in zip(*parts, strict=True)]
+        covariances = directions.quadratics(factor_sets, mode)
+    kept = (*shape[:-1], n_chosen)
+    final = (*kept, *kept) if joint else kept if diagonal else (*kept, n_chosen)
+    picked = mean.view(shape).gather(-1, chosen) if own else mean.view(shape)[..., chosen]
+    return [FunctionalPosterior(picked, covariance.reshape(final).to(mean.dtype)) for covariance in covariances]
 
 
-def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, n_outputs: int) -> Tensor:
-    """Indices, a slice or a mask as indices ``[K]`` from 0 to C−1."""
+def functional_samples(
+    network: Network, deviations: Iterable[Tensor], inputs: Any, *, ways: Ways | None = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs of the linearised network at sampled parameters, ``f(θ̂, x) + J(x) (θ − θ̂)``.
+
+    With many outputs this takes far less than their covariance: a derivative in forward mode for each sample, about the
+    cost of a forward pass, and no ``[C, C]`` matrix (Immer et al., 2021; numbers of samples do not depend on C).
+
+    Args:
+        network: The network.
+        deviations: Chunks ``[n, P]`` of ``θ − θ̂`` for sampled θ.
+        inputs: A batch's inputs.
+        ways: What is known so far about the network's derivatives.
+
+    Returns:
+        Mean ``[B, *, C]`` and samples ``[S, B, *, C]``, which for Gaussian deviations are draws from the functional
+        posterior over all inputs jointly.
+    """
+    linear = Linearization(network, network.vector(), inputs, Ways() if ways is None else ways)
+    mean = linear.outputs.to(torch.promote_types(linear.outputs.dtype, torch.float32))
+    parts = []
+    for chunk in deviations:
+        # Forward mode holds two or three activations of each sample at a time; outputs say how large those may be.
+        each = 4 * len(chunk[0]) * chunk.element_size() + 64 * mean.numel() * mean.element_size()
+        for some in slices(len(chunk), each, min(_QUICK_BYTES, budget(mean.device) // 2)):
+            parts.append(linear.push(chunk[some].to(linear.outputs)).to(mean.dtype))
+    return mean, mean + torch.cat(parts)
+
+
+def covariance_bytes(mean_shape: Sequence[int], *, joint: bool = False) -> int:
+    """What the full covariance of outputs ``[B, *, C]`` takes in float64, with the factor that sampling needs."""
+    size = torch.Size(mean_shape).numel()
+    return 2 * 8 * size * (size if joint else mean_shape[-1])
+
+
+def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
+    """Indices, a slice or a mask as indices ``[K]`` from 0 to C−1; those of each example as they are, ``[B, *, K]``."""
+    n_outputs = shape[-1]
     try:
         chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -116,8 +176,14 @@ def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, n_outputs
     if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
         chosen = chosen.nonzero().squeeze(-1)
     integers = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
-    if chosen.ndim != 1 or not len(chosen) or not integers:
+    if not chosen.ndim or not chosen.numel() or not integers:
         raise _no_outputs(outputs, n_outputs)
+    if chosen.ndim > 1 and chosen.shape[:-1] != shape[:-1]:
+        raise ConfigurationError(
+            "The choice of outputs for each example does not fit the network's outputs.",
+            expected=f"integers {[*shape[:-1], 'K']} below {n_outputs}",
+            got=f"integers {list(chosen.shape)}",
+        )
     chosen = chosen.long()
     if int(chosen.min()) < -n_outputs or int(chosen.max()) >= n_outputs:
         raise _no_outputs(outputs, n_outputs)
@@ -132,21 +198,131 @@ def _no_outputs(outputs: Any, n_outputs: int) -> ConfigurationError:
     )
 
 
-def _unit(flat: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-    """One-hot cotangents ``[V, B, M, C]`` for pairs of a position and an output, one memory for all examples."""
-    cotangents = torch.zeros(len(pairs), *flat.shape[1:], dtype=flat.dtype, device=flat.device)
-    for direction, (position, output) in enumerate(pairs):
-        cotangents[direction, position, output] = 1
-    return cotangents[:, None].expand(-1, flat.shape[0], -1, -1)
+@dataclass
+class _Directions:
+    """One-hot cotangents for the chosen outputs of each position, and the quadratic forms of their gradients.
+
+    Direction ``m K + k`` is the k-th chosen output of position m.
+
+    Attributes:
+        gradients: The batch's gradients.
+        flat: Outputs ``[B, M, C]``.
+        chosen: ``[K]``, or ``[B, M, K]`` where each example has its own.
+    """
+
+    gradients: Gradients
+    flat: Tensor
+    chosen: Tensor
+
+    def cotangents(self, which: Tensor) -> Tensor:
+        """``[V, *outputs.shape]`` for directions ``which [V]``; one memory for all examples where they share them."""
+        n, positions, n_outputs = self.flat.shape
+        position, number = which // self.chosen.shape[-1], which % self.chosen.shape[-1]
+        row = torch.arange(len(which), device=which.device)
+        if self.chosen.ndim == 1:
+            units = self.flat.new_zeros(len(which), positions, n_outputs)
+            units[row, position, self.chosen[number]] = 1
+            units = units[:, None].expand(-1, n, -1, -1)
+        else:
+            units = self.flat.new_zeros(len(which), n, positions, n_outputs)
+            example = torch.arange(n, device=which.device)[:, None]
+            units[row, example, position, self.chosen[example, position, number]] = 1
+        return units.reshape(len(which), *self.gradients.capture.outputs.shape)
+
+    def quadratics(self, factor_sets: Sequence[Mapping[str, Factor]], mode: str) -> list[Tensor]:
+        """For each set of factors ``[B, M, K, K]``, ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint)."""
+        each, total = self.chosen.shape[-1], self.flat.shape[1] * self.chosen.shape[-1]
+        capacity = self._capacity()
+        if mode == "joint":
+            return self._of(torch.arange(total), factor_sets, mode)
+        if mode == "diagonal":
+            parts = [self._of(which, factor_sets, mode) for which in torch.arange(total).split(capacity)]
+            return [torch.cat(part, 1) for part in zip(*parts, strict=True)]
+        blocks = []
+        if each <= capacity:
+            # Several positions' outputs go backwards together and are weighed by themselves.
+            for which in torch.arange(total).split(capacity // each * each):
+                blocks.append(self._of(which, factor_sets, mode, each))
+        else:
+            for which in torch.arange(total).split(each):
+                blocks.append(self._by_pairs(which, factor_sets, capacity))
+        return [torch.cat(part, 1) for part in zip(*blocks, strict=True)]
+
+    def _of(
+        self, which: Tensor, factor_sets: Sequence[Mapping[str, Factor]], mode: str, block: int | None = None
+    ) -> list[Tensor]:
+        cotangents = self.cotangents(which.to(self.flat.device))
+        whole = WHOLE in factor_sets[0]
+        stacks = [self.gradients.whole(cotangents)] if whole else self.gradients.stacks(cotangents)
+        return _weighed(stacks, factor_sets, mode, block)
+
+    def _by_pairs(self, which: Tensor, factor_sets: Sequence[Mapping[str, Factor]], capacity: int) -> list[Tensor]:
+        """One position's ``[B, 1, K, K]`` where the gradients of its outputs do not fit: any two chunks meet once."""
+        cuts = which.split(max(1, capacity // 2))
+        n, size = self.flat.shape[0], len(which)
+        results = [self.flat.new_zeros(n, size, size) for _ in factor_sets]
+        for first in range(len(cuts)):
+            for second in range(first):
+                both = torch.cat([cuts[second], cuts[first]])
+                place = both - which[0]
+                for result, part in zip(results, self._of(both, factor_sets, "full"), strict=True):
+                    result[:, place[:, None], place] = part.to(result.dtype)
+        return [result[:, None] for result in results]
+
+    def pieces(self, diagonal: bool) -> list[slice]:
+        """Slices of the examples that are better looked at one after the other; one or none where all go together."""
+        needed, n = self.chosen.shape[-1], self.flat.shape[0]
+        capture = self.gradients.capture
+        if capture.pointwise or not _examples_come_first(capture.inputs, n):
+            return []
+        count = -(-needed // max(1, self._room() // max(1, self._bytes_each())))
+        if diagonal:
+            count = min(count, n // _LEAST_EXAMPLES)
+        return list(slices(n, 1, -(-n // max(1, min(count, n)))))
+
+    def _capacity(self) -> int:
+        """How many directions' gradients may be alive at a time."""
+        each = self._bytes_each()
+        require_room(each, "the gradients of one output", self.flat.device)
+        return max(1, self._room() // max(1, each))
+
+    def _room(self) -> int:
+        quick = _QUICK_BYTES if self.flat.device.type == "cpu" else budget(self.flat.device)
+        return min(quick, budget(self.flat.device) // 2)
+
+    def _bytes_each(self) -> int:
+        """What one direction's gradients take, over all examples."""
+        general = sum(layout.n_entries for layout in self.gradients.layouts if layout.rule == GENERAL)
+        size = self.gradients.capture.activation_elements() + self.flat.shape[0] * general
+        return size * self.flat.element_size()
 
 
-def _quadratics(
-    gradients: Gradients, factor_sets: Sequence[dict[str, Factor]], cotangents: Tensor, mode: str
+def _examples_come_first(inputs: Any, n_examples: int) -> bool:
+    """Whether the first axis of every tensor of the inputs runs over the examples."""
+    leaves, _ = batches.flatten(inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    others = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+    return bool(tensors) and not others and all(leaf.shape[0] == n_examples for leaf in tensors)
+
+
+def _some(inputs: Any, examples: slice) -> Any:
+    """Inputs of some of the examples, which come first in every tensor."""
+    leaves, rebuild = batches.flatten(inputs)
+    return rebuild([leaf[examples] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves])
+
+
+def _weighed(
+    stacks: Iterable[tuple[Layout, Stack]],
+    factor_sets: Sequence[Mapping[str, Factor]],
+    mode: str,
+    block: int | None = None,
 ) -> list[Tensor]:
-    """``J Σ Jᵀ`` for each set of factors, summed over blocks; every block's gradients are rotated once."""
+    """``J Σ Jᵀ`` for each set of factors, summed over blocks; every block's gradients are rotated once.
+
+    With ``block``, the directions are taken so many at a time, each with their own: ``[B, V/block, block, block]``.
+    """
     totals: list[Tensor | None] = [None] * len(factor_sets)
-    whole = WHOLE in factor_sets[0]
-    for layout, stack in [gradients.whole(cotangents)] if whole else gradients.stacks(cotangents):
+    for layout, stack in stacks:
         rotated: dict[int, Any] = {}
         for number, factors in enumerate(factor_sets):
             if layout.key not in factors:
@@ -159,7 +335,16 @@ def _quadratics(
             factor = factors[layout.key]
             if id(factor.basis) not in rotated:
                 rotated[id(factor.basis)] = factor.basis.rotate(stack)
-            part = factor.weigh(rotated[id(factor.basis)], mode)
+            part = _by_block(factor, rotated[id(factor.basis)], mode, block)
             total = totals[number]
             totals[number] = part if total is None else total + part
     return [total for total in totals if total is not None]
+
+
+def _by_block(factor: Factor, rotated: Stack, mode: str, block: int | None) -> Tensor:
+    if block is None:
+        return factor.weigh(rotated, mode)
+    if rotated.n_directions == block:
+        return factor.weigh(rotated, mode)[:, None]
+    directions = torch.arange(rotated.n_directions, device=rotated.device)
+    return torch.stack([factor.weigh(rotated.select(own), mode) for own in directions.split(block)], 1)

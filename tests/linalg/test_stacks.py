@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laplace_plus.linalg import DenseStack, OneHotStack, OuterStack, stacks
+from laplace_plus.linalg import DenseStack, OneHotStack, OuterStack
 from laplace_plus.linalg.stacks import JoinedStack, MappedStack, SubsetStack, concatenate
+from laplace_plus.linalg.stacks import sizes as chunking
 
 EVERY = slice(None)
 
@@ -54,7 +55,7 @@ sizes = st.integers(1, 3)
 @given(sizes, sizes, sizes, sizes, sizes, sizes, st.sampled_from([1, 300, 10**9]), st.integers(0, 99))
 def test_a_stack_is_its_matrices(v, b, s, g, o, i, chunk_bytes, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacks, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(chunking, "CACHE_BYTES", chunk_bytes)
         for stack, dense in cases(v, b, s, g, o, i, seed):
             assert stack.shape == tuple(dense.shape[2:])
             torch.testing.assert_close(stack.dense(EVERY), dense)

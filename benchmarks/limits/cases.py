@@ -1,0 +1,370 @@
+"""Fits, predictions, samples and evidence: what is compared with what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import limits_factors as factors
+import limits_predictive as predictive
+import peers
+import torch
+from models import Problem, build
+from tasks import Target, Task
+from torch import Tensor
+
+import laplace_plus as lp
+
+BATCHED = "1 forward + C backward to layer outputs"
+
+
+def _relative(ours: Tensor, limit: Tensor) -> float:
+    return ((ours - limit).norm() / limit.norm()).item()
+
+
+def _fit(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> lp.GaussianPosterior:
+    return kind(problem.model, problem.likelihood, **options).fit(problem.batches)
+
+
+def _fit_and_factorise(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> None:
+    _fit(problem, kind, **options)._factors()  # decompositions wait until they are asked for
+
+
+def _by_hand(
+    problem: Problem, kind: type[lp.GaussianPosterior], x: Tensor, precision: float = 1.0
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The limit's prediction at x, by a posterior of its own."""
+    if kind is lp.KFAC:
+        return partial(predictive.kronecker_predictive, problem, predictive.decomposed(problem, precision), x)
+    variances = [1 / (diagonal + precision) for diagonal in predictive.diagonal_curvature(problem)]
+    return partial(predictive.diagonal_predictive, problem, variances, x)
+
+
+def _agreement(problem: Problem, kind: type[lp.GaussianPosterior]) -> float:
+    """How far fits to some of the data and the predictions that follow are apart, in float64."""
+    part, precision = problem.take(256).double(), 1e-3  # the curvature must count
+    x = part.inputs[:8]
+    ours = _fit(part, kind, prior_precision=precision).functional_posterior(x).covariance
+    return _relative(ours, _by_hand(part, kind, x, precision)()[1])
+
+
+def _has_norms(problem: Problem) -> bool:
+    """Whether the limit, which knows linear and convolutional layers only, lacks something."""
+    known = sum(p.numel() for m in problem.model.modules() if isinstance(m, factors.LAYERS) for p in m.parameters())
+    return known != sum(p.numel() for p in problem.model.parameters())
+
+
+# -- fits --------------------------------------------------------------------------------------------------------------
+
+
+def kfac_fit(problem: Problem) -> Iterator[Task]:
+    """KFAC from the exact Gauss-Newton matrix, decomposed."""
+    yield Task(
+        "kfac_fit",
+        f"KFAC exact fit, N={len(problem.inputs)}",
+        problem,
+        lambda: _fit_and_factorise(problem, lp.KFAC),
+        lambda: factors.kronecker_fit(problem, monte_carlo=False),
+        f"{BATCHED} + Gram products + eigh",
+        Target(1.3 if _has_norms(problem) else 1.15),
+        {"factors only (limit)": lambda: factors.kronecker_factors(problem, monte_carlo=False)},
+        {
+            "laplace-torch": (peers.fit(problem, "kron"), 1),
+            "laplace-torch, BackPACK": (peers.fit(problem, "kron", backend="BackPackGGN"), 1),
+        },
+        None if _has_norms(problem) else partial(_agreement, problem, lp.KFAC),
+    )
+
+
+def kfac_mc_fit(problem: Problem) -> Iterator[Task]:
+    """KFAC from the Fisher matrix with sampled labels, decomposed."""
+    yield Task(
+        "kfac_mc_fit",
+        f"KFAC Monte Carlo fit, N={len(problem.inputs)}",
+        problem,
+        lambda: _fit_and_factorise(problem, lp.KFAC, backend=lp.Native("ggn_mc")),
+        lambda: factors.kronecker_fit(problem, monte_carlo=True),
+        "1 forward + 1 backward to layer outputs + Gram products + eigh",
+        Target(1.15),
+        {"factors only (limit)": lambda: factors.kronecker_factors(problem, monte_carlo=True)},
+        {"laplace-torch, stochastic": (peers.fit(problem, "kron", backend_kwargs={"stochastic": True}), 1)},
+    )
+
+
+def kfac_mc_factors(problem: Problem) -> Iterator[Task]:
+    """The sums alone, without decompositions, on the sizes that other packages were measured on."""
+    n, ratio = {"mlp1024": (512, 0.7), "resnet18": (64, 0.6), "vit_tiny": (32, 1.1)}[problem.name]
+    part = problem.take(n)
+
+    def streaming() -> list[Tensor]:
+        with factors.frozen(part.model):
+            return factors.streamed_factors(part)
+
+    yield Task(
+        "kfac_mc_factors",
+        f"KFAC Monte Carlo factors, N={n}",
+        part,
+        lambda: _fit(part, lp.KFAC, backend=lp.Native("ggn_mc")),
+        lambda: factors.kronecker_factors(part, monte_carlo=True),
+        "1 forward + 1 backward to layer outputs + Gram products",
+        Target(ratio, peak_ratio=1.0, peak_of="streaming"),
+        {"streaming": streaming},
+    )
+
+
+def ekfac_fit(problem: Problem) -> Iterator[Task]:
+    """Eigenvalue-corrected KFAC, in units of ordinary training."""
+    part = problem.take(512)
+    yield Task(
+        "ekfac_fit",
+        "EKFAC exact fit, N=512",
+        part,
+        lambda: _fit_and_factorise(part, lp.KFAC, eigenvalue_corrected=True),
+        part.epoch,
+        "1 forward + backward",
+        Target(8),
+        {"KFAC fit (ours)": lambda: _fit_and_factorise(part, lp.KFAC)},
+    )
+
+
+def diagonal_fit(problem: Problem) -> Iterator[Task]:
+    """The exact diagonal."""
+
+    def limit() -> None:
+        for inputs, _ in problem.batches:
+            factors.directions_to_weights(problem, inputs)
+
+    n = len(problem.inputs)
+    yield Task(
+        "diagonal_fit",
+        f"Diagonal fit, N={n}",
+        problem,
+        lambda: _fit(problem, lp.Diagonal),
+        limit,
+        "1 forward + C backward to weights",
+        Target({"mlp1024": 0.55}.get(problem.name, 1.0)),
+        {"by hand": lambda: predictive.diagonal_curvature(problem), "BackPACK": peers.backpack_diagonal(problem)},
+        {
+            "laplace-torch": (peers.fit(problem, "diag", n_data=problem.batch_size), n / problem.batch_size),
+            "laplace-torch, BackPACK": (peers.fit(problem, "diag", backend="BackPackGGN"), 1),
+        },
+        partial(_agreement, problem, lp.Diagonal),
+    )
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str, name: str) -> Iterator[Task]:
+    x = problem.probe(64)
+    batch = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1].expand(64)}))
+    posterior = _fit(problem, kind)
+    posterior._factors()
+    others = {
+        "functional_posterior": lambda: posterior.functional_posterior(x),
+        "variances only": lambda: posterior.functional_posterior(x, outputs="diagonal"),
+    }
+    quantity = f"Linearised {kind.__name__} predictive, B=64"
+    check: Callable[[], float] | None = None
+    if _has_norms(problem):
+        target = Target(4, peak_mb=3e3) if problem.name == "resnet18" else Target(3, peak_mb=4e3)
+        limit, limit_is = (lambda: factors.directions_to_outputs(problem, x)), BATCHED
+        others[f"{BATCHED.replace('layer outputs', 'weights')}"] = lambda: factors.directions_to_weights(problem, x)
+    else:
+        exact = kind is lp.KFAC
+        limit, limit_is = _by_hand(problem, kind, x), "exact C × C covariance layer by layer, no Jacobian"
+        target = Target(1.3, peak_ratio=2.0 if exact else None)
+        others[BATCHED] = lambda: factors.directions_to_outputs(problem, x)
+        check = partial(_agreement, problem, kind)
+
+    theirs = {"laplace-torch": (peers.predict(problem, structure, x), 1.0)}
+    if problem.name == "mlp1024" and structure == "diag":
+        theirs = {}  # its fit takes a quarter of an hour
+    yield Task(name, quantity, batch, lambda: posterior.predictive(x), limit, limit_is, target, others, theirs, check)
+
+
+def kfac_predict(problem: Problem) -> Iterator[Task]:
+    """Predictions with the exact covariance of all outputs."""
+    yield from _predict(problem, lp.KFAC, "kron", "kfac_predict")
+
+
+def diagonal_predict(problem: Problem) -> Iterator[Task]:
+    """The same with independent weights."""
+    yield from _predict(problem, lp.Diagonal, "diag", "diagonal_predict")
+
+
+# -- hyperparameters and samples ---------------------------------------------------------------------------------------
+
+
+def evidence(problem: Problem) -> Iterator[Task]:
+    """The evidence and its gradient at a hundred prior precisions."""
+    from laplace_plus.evidence.search import Objective  # noqa: PLC0415  -- not public: what tuning calls
+
+    kind = lp.Full if problem.name == "mlp50" else lp.KFAC
+    posterior = _fit(problem, kind)
+    posterior._factors()
+    curvature = posterior.laplace_model().curvature
+    one = torch.ones(1)
+    values = [block.eigen(one)[1].flatten().clone() for _, block in curvature]  # type: ignore[attr-defined]
+    points = torch.linspace(-3, 3, 100, dtype=torch.float64)
+    likely = posterior.laplace_model().log_likelihood().item()
+    by_hand = predictive.Evidence(values, posterior.mean.double().square().sum().item(), likely)
+    double = predictive.Evidence([v.double() for v in values], by_hand.squared_norm, likely)
+
+    def ours() -> list[tuple[float, float]]:
+        result = []
+        for point in points:
+            logarithm = point.clone().requires_grad_()
+            value = posterior.log_marginal_likelihood(logarithm.exp())
+            value.backward()
+            assert logarithm.grad is not None
+            result.append((value.item(), logarithm.grad.item()))
+        return result
+
+    def by_objective() -> list[Any]:
+        objective = Objective.create(posterior.laplace_model(), "scalar", torch.ones(()), False)
+        return [objective.value_and_gradient(point[None]) for point in points]
+
+    def hundred(what: predictive.Evidence) -> list[tuple[float, float]]:
+        return [what.value_and_gradient(point) for point in points.tolist()]
+
+    def check() -> float:
+        pairs = zip(ours(), hundred(double), strict=True)
+        return max(abs(a - b) / (1 + abs(b)) for first, second in pairs for a, b in zip(first, second, strict=True))
+
+    name = f"{kind.__name__} P={posterior.n_parameters}"
+    others = {"in float64 by hand": lambda: hundred(double)}
+    limit_is = "value and closed-form gradient from eigenvalues"
+    theirs = {"laplace-torch": (peers.tune(problem, "full" if kind is lp.Full else "kron", 100), 1.0)}
+    for words, call in (("log_marginal_likelihood + backward", ours), ("Objective.value_and_gradient", by_objective)):
+        yield Task(
+            "evidence",
+            f"100 evidence steps, {name}: {words}",
+            problem,
+            call,
+            lambda: hundred(by_hand),
+            limit_is,
+            Target(1.5),
+            others,
+            theirs if call is ours else {},
+            check if call is ours else None,
+        )
+    if kind is lp.Full:
+        matrix = posterior.precision_matrix() - torch.eye(posterior.n_parameters)
+
+        def with_decomposition() -> None:
+            torch.linalg.eigvalsh(matrix)
+            hundred(by_hand)
+
+        def ours_with_decomposition() -> None:
+            for _, block in curvature:
+                block._cache = None  # type: ignore[attr-defined]
+            by_objective()
+
+        yield Task(
+            "evidence",
+            f"100 evidence steps, {name}: eigendecomposition included",
+            problem,
+            ours_with_decomposition,
+            with_decomposition,
+            "eigvalsh (no vectors) + the same",
+            Target(1.5),
+            {
+                "eigh in float32": lambda: torch.linalg.eigh(matrix),
+                "eigh in float64": lambda: torch.linalg.eigh(matrix.double()),
+            },
+        )
+
+
+def kfac_samples(problem: Problem) -> Iterator[Task]:
+    """Draws from the posterior."""
+    posterior = _fit(problem, lp.KFAC)
+    posterior._factors()
+    known = predictive.decomposed(problem)
+
+    def check() -> float:
+        # In units of standard errors: the second moments of a few hundred entries, from draws that share no noise.
+        generator = torch.Generator().manual_seed(0)
+        mean, variance = posterior.mean[:256], posterior.variance()[:256]
+        drawn = torch.cat([posterior.sample(100, generator=generator)[:, :256] for _ in range(3)]) - mean
+        hand = torch.cat([predictive.kronecker_samples(problem, known, 100)[:, :256] for _ in range(3)]) - mean
+        error = math.sqrt(2 / (300 * 256))  # they are nearly independent
+        return max(abs((d.square() / variance).mean().item() - 1) / error for d in (drawn, hand))
+
+    yield Task(
+        "kfac_samples",
+        "100 KFAC samples",
+        problem,
+        lambda: posterior.sample(100),
+        lambda: predictive.kronecker_samples(problem, known, 100),
+        "white noise, scaled, and 2 products for each sample and layer",
+        Target(1.1),
+        peers={"laplace-torch": (peers.samples(problem, "kron", 100), 1)},
+        check=check,
+    )
+
+
+# -- many classes ------------------------------------------------------------------------------------------------------
+
+
+def last_layer(problem: Problem) -> Iterator[Task]:
+    """Fit and prediction with a last layer of a thousand classes."""
+    x = problem.probe(256)
+    for kind, structure in ((lp.KFAC, "kron"), (lp.Diagonal, "diag"), (lp.Full, "full")):
+
+        def fitted(kind: type[lp.GaussianPosterior] = kind) -> lp.GaussianPosterior:
+            return _fit(problem, kind, parameters="last_layer")
+
+        def factorised(fitted: Callable[[], lp.GaussianPosterior] = fitted) -> None:
+            fitted()._factors()
+
+        try:
+            posterior = fitted()
+            posterior._factors()
+        except (lp.errors.LaplacePlusError, RuntimeError) as error:
+            failure = error
+
+            def predict(error: Exception = failure) -> None:
+                raise error
+        else:
+
+            def predict(posterior: lp.GaussianPosterior = posterior) -> None:
+                for chunk in x.split(64):
+                    posterior.predictive(chunk)
+
+        for words, call, peer in (
+            ("fit", fitted, peers.fit(problem, structure, subset="last_layer")),
+            ("fit, decompositions included", factorised, None),
+            ("predict 256", predict, peers.predict(problem, structure, x, subset="last_layer")),
+        ):
+            yield Task(
+                "last_layer",
+                f"1000-class last layer, {kind.__name__}: {words}",
+                problem,
+                call,
+                problem.forward,
+                "1 forward over the same images",
+                Target(3, peak_mb=2e3),
+                peers={"laplace-torch": (peer, 1)} if peer else {},
+            )
+
+
+CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = {
+    "kfac_fit": (kfac_fit, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
+    "kfac_mc_fit": (kfac_mc_fit, ("mlp1024", "lenet")),
+    "kfac_mc_factors": (kfac_mc_factors, ("mlp1024", "resnet18", "vit_tiny")),
+    "ekfac_fit": (ekfac_fit, ("mlp1024",)),
+    "diagonal_fit": (diagonal_fit, ("mlp1024", "lenet")),
+    "kfac_predict": (kfac_predict, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
+    "diagonal_predict": (diagonal_predict, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
+    "evidence": (evidence, ("mlp50", "mlp1024")),
+    "kfac_samples": (kfac_samples, ("mlp1024",)),
+    "last_layer": (last_layer, ("resnet18_1000",)),
+}
+
+
+def tasks(case: str, model: str) -> Iterator[Task]:
+    """Everything of one case on one network, set up one after the other."""
+    yield from CASES[case][0](build(model))

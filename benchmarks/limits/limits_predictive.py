@@ -1,0 +1,128 @@
+"""Linearised predictions, samples and evidence as plain torch would compute them, layer by layer, without Jacobians."""
+
+from __future__ import annotations
+
+import torch
+from limits_factors import Factors, backward, gradient_rows, input_rows, kronecker_factors, recorded, roots
+from models import Problem
+from torch import Tensor
+
+Decomposed = list[tuple[Tensor, Tensor, Tensor]]
+
+
+def decomposed(problem: Problem, precision: float = 1.0) -> Decomposed:
+    """For each layer eigenvectors of both exact Kronecker factors and the posterior variances in their basis."""
+    result = []
+    for own in kronecker_factors(problem, monte_carlo=False):
+        left, u, right, v = Factors(own.left.double(), own.right.double(), own.count).eigen()
+        variances = 1 / (left[:, None] * right + precision)
+        result.append((u.to(own.left), v.to(own.left), variances.to(own.left)))
+    return result
+
+
+def diagonal_curvature(problem: Problem) -> list[Tensor]:
+    """The exact diagonal of every layer's curvature, ``[o, i]``."""
+    sums: list[Tensor] = []
+    for inputs, _ in problem.batches:
+        with recorded(problem.model) as calls:
+            outputs = problem.model(inputs)
+        gradients = backward(problem, outputs, [output for *_, output in calls], roots(problem, outputs))
+        for number, ((module, given, _), gradient) in enumerate(zip(calls, gradients, strict=True)):
+            squares = _squares(input_rows(module, given), gradient_rows(module, gradient))
+            if number == len(sums):
+                sums.append(squares)
+            else:
+                sums[number] += squares
+    return sums
+
+
+def _squares(a: Tensor, g: Tensor) -> Tensor:
+    """``Σ_vb (Σ_s g aᵀ)²``: a product of squares where there is one position."""
+    if a.shape[1] == 1:
+        return g[:, :, 0].square().sum(0).T @ a[:, 0].square()
+    total = g.new_zeros(g.shape[-1], a.shape[-1])
+    for direction in g:  # [B, S, o]
+        total += torch.bmm(direction.mT, a).square().sum(0)
+    return total
+
+
+def kronecker_predictive(problem: Problem, posterior: Decomposed, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and their exact covariance ``[B, C, C]``."""
+    with recorded(problem.model) as calls:
+        outputs = problem.model(x)
+    identity = torch.eye(problem.n_outputs, dtype=x.dtype)[:, None].expand(-1, *outputs.shape)
+    gradients = backward(problem, outputs, [output for *_, output in calls], identity)
+    total = outputs.new_zeros(*outputs.shape, problem.n_outputs)
+    with torch.no_grad():
+        for (module, given, _), gradient, (u, v, variances) in zip(calls, gradients, posterior, strict=True):
+            _add_covariance(total, input_rows(module, given) @ v, gradient_rows(module, gradient) @ u, variances)
+    return outputs.detach(), total
+
+
+def diagonal_predictive(problem: Problem, variances: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and their exact covariance ``[B, C, C]`` where weights are independent."""
+    with recorded(problem.model) as calls:
+        outputs = problem.model(x)
+    identity = torch.eye(problem.n_outputs, dtype=x.dtype)[:, None].expand(-1, *outputs.shape)
+    gradients = backward(problem, outputs, [output for *_, output in calls], identity)
+    total = outputs.new_zeros(*outputs.shape, problem.n_outputs)
+    with torch.no_grad():
+        for (module, given, _), gradient, own in zip(calls, gradients, variances, strict=True):
+            _add_covariance(total, input_rows(module, given), gradient_rows(module, gradient), own)
+    return outputs.detach(), total
+
+
+def _add_covariance(total: Tensor, a: Tensor, g: Tensor, variances: Tensor) -> None:
+    """Add ``Σ_oi P_c P_d D`` with ``P_c = Σ_s g_cs a_sᵀ``, for ``a [B, S, i]`` and ``g [C, B, S, o]``."""
+    if a.shape[1] == 1:
+        scale = a[:, 0].square() @ variances.T  # [B, o]
+        by_example = g[:, :, 0].movedim(0, 1)  # [B, C, o]
+        total.baddbmm_(by_example * scale[:, None], by_example.mT)
+        return
+    products = g.permute(1, 0, 3, 2).flatten(1, 2) @ a  # [B, C·o, i]
+    by_output = products.view(len(a), g.shape[0], -1)  # [B, C, o·i]
+    total.baddbmm_(by_output * variances.flatten(), by_output.mT)
+
+
+def kronecker_samples(problem: Problem, posterior: Decomposed, n: int) -> Tensor:
+    """N parameter vectors ``[n, P]``: scaled white noise and two products for each sample and layer."""
+    mean = torch.cat([parameter.detach().flatten() for parameter in problem.model.parameters()])
+    result = torch.empty(n, len(mean))
+    for sample in result:
+        start = 0
+        for u, v, variances in posterior:
+            drawn = u @ torch.randn_like(variances).mul_(variances.sqrt()) @ v.T  # [o, i], the bias in the last column
+            rows, columns = drawn.shape
+            weights = rows * (columns - 1)
+            sample[start : start + weights].view(rows, columns - 1).copy_(drawn[:, :-1])
+            sample[start + weights : start + weights + rows] = drawn[:, -1]
+            start += weights + rows
+        sample += mean
+    return result
+
+
+class Evidence:
+    """The log evidence and its closed-form derivative in the log prior precision, from the eigenvalues alone.
+
+    Args:
+        values: Eigenvalues of the curvature, in any number of tensors.
+        squared_norm: Of the weights.
+        log_likelihood: Of the data.
+    """
+
+    def __init__(self, values: list[Tensor], squared_norm: float, log_likelihood: float):
+        self.values, self.squared_norm, self.log_likelihood = values, squared_norm, log_likelihood
+        self.n_parameters = sum(value.numel() for value in values)
+
+    def value_and_gradient(self, log_precision: float) -> tuple[float, float]:
+        """Both, with sums in float64."""
+        level = torch.tensor(log_precision, dtype=torch.float64).exp().item()
+        log_determinant, inverse = 0.0, 0.0
+        for values in self.values:
+            shifted = values + level
+            inverse += shifted.reciprocal().sum(dtype=torch.float64).item()
+            log_determinant += shifted.log_().sum(dtype=torch.float64).item()
+        value = (
+            self.log_likelihood - (level * self.squared_norm + log_determinant - self.n_parameters * log_precision) / 2
+        )
+        return value, -(level * (self.squared_norm + inverse) - self.n_parameters) / 2

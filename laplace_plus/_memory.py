@@ -1,0 +1,72 @@
+"""How much memory intermediate results may take: one budget for everything that is computed in chunks.
+
+Public methods set the budget with :func:`memory_budget`; whatever writes out stacks of gradients, patches or directions
+asks :func:`budget` and cuts its work accordingly. The budget bounds what is computed on the way. What a method returns
+or keeps (factors, outputs), the network and its data come on top.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import psutil
+import torch
+
+from laplace_plus.errors import ConfigurationError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SHARE = 4
+"""One part in so many of the memory that is free may go to intermediate results."""
+_ceiling: ContextVar[int | None] = ContextVar("memory_budget", default=None)
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes, or a text such as ``"500 MB"`` or ``"2GiB"`` (units of 1024).
+
+    Raises:
+        ConfigurationError: Neither.
+
+    Example:
+        >>> parse_bytes("1.5 GiB") == 3 * 2**29
+        True
+    """
+    number: float = -1
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?)I?B?\s*", value.upper())
+        number = float(match[1]) * _UNITS[match[2]] if match else -1
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    if number < 1:
+        raise ConfigurationError(
+            "There is no such memory budget.",
+            expected='a positive number of bytes, or a text such as "500 MiB" or "2 GiB"',
+            got=repr(value),
+        )
+    return int(number)
+
+
+def default_budget(device: torch.device) -> int:
+    """A quarter of the memory that is free on the device, in bytes; processes of one launch share a CPU's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // _SHARE
+    return psutil.virtual_memory().available // (_SHARE * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+@contextmanager
+def memory_budget(n_bytes: int) -> Iterator[None]:
+    """Set the budget for what runs inside."""
+    token = _ceiling.set(n_bytes)
+    try:
+        yield
+    finally:
+        _ceiling.reset(token)
+
+
+def budget(device: torch.device | None = None) -> int:
+    """The budget in bytes: the one that was set, or the device's default."""
+    set_by_caller = _ceiling.get()
+    return default_budget(torch.device("cpu") if device is None else device) if set_by_caller is None else set_by_caller

@@ -1,0 +1,87 @@
+"""Batches cut into pieces whose forward graph and gradients fit the memory that they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from laplace_plus import _memory, batches
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.capture import Capture, capture_batch
+from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.network import Network
+
+_FEW = 2
+"""Number of examples that tell what one of them takes, and where examples lie in each call."""
+
+_QUICK_BYTES = 96 * 2**20
+"""On a CPU, larger graphs are not quicker: they only leave the caches for longer."""
+
+
+def gradient_pieces(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradients]]:
+    """A batch's gradients, piece by piece where the whole would take more memory than it should.
+
+    The first examples of a network's first batch are run by themselves, to see what one example takes. Inputs that do
+    not have their examples along the first axes stay together.
+
+    Raises:
+        ConfigurationError: The memory budget does not hold one example and one output direction.
+    """
+    size = batches.batch_size(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
+    if size <= _FEW or not batches.can_be_cut(batch.inputs, size):
+        yield batch, _captured(network, batch)
+        return
+    if network.can_cut is None:
+        network.can_cut = _survey(network, batch)
+    step = examples_together(network) if network.can_cut else size
+    for start in range(0, size, step):
+        piece = batch if step >= size else batches.cut(batch, slice(start, min(size, start + step)))
+        yield piece, _captured(network, piece)
+
+
+def _survey(network: Network, batch: Batch) -> bool:
+    """Look at what one example takes, and whether examples may be run apart from each other."""
+    try:
+        pair = _captured(network, batches.cut(batch, slice(0, _FEW))).capture
+        alone = network.forward(batches.cut(batch, slice(0, 1)).inputs)
+    except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
+        return False
+    together = pair.outputs.view(pair.output_shape)[:1]
+    return alone.shape == together.shape and torch.allclose(alone, together, rtol=1e-2, atol=1e-4)
+
+
+def examples_together(network: Network) -> int:
+    """How many examples go through the network together.
+
+    Raises:
+        ConfigurationError: The memory budget does not hold one example and one output direction.
+    """
+    each = network.bytes_per_example
+    if not each:
+        return 2**62
+    allowed = _memory.budget(network.device)
+    if each > allowed:
+        raise ConfigurationError(
+            "The memory budget does not hold one example and one output direction.",
+            expected=f"at least {each / 2**20:,.1f} MiB, which they take",
+            got=f"{allowed / 2**20:,.1f} MiB",
+            fix="Raise memory_budget, or select fewer parameters.",
+        )
+    quick = _QUICK_BYTES if network.device.type == "cpu" else allowed
+    return max(1, min(quick, allowed // 2) // each)
+
+
+def _captured(network: Network, batch: Batch) -> Gradients:
+    capture = capture_batch(network, batch)
+    note_bytes(network, capture)
+    return Gradients(network, capture)
+
+
+def note_bytes(network: Network, capture: Capture) -> None:
+    """Remember what an example takes: its share of the graph, and of one direction's gradients."""
+    own = 0 if capture.pointwise else capture.n_bytes + capture.direction_bytes()
+    each = -(-own // max(1, capture.output_shape[0]))
+    network.bytes_per_example = max(each, network.bytes_per_example or 0)

@@ -1,0 +1,256 @@
+"""The ranks that work together, and how they agree that all is well."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laplace_plus.errors import ConfigurationError, DistributedError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which ranks share the data, and what each of them keeps.
+
+    Attributes:
+        process_group: A ``torch.distributed.ProcessGroup``; None for all ranks.
+        shard_factors: Whether each Kronecker factor is kept by one rank alone, the one that decomposes it; all ranks
+            have the eigendecompositions in any case. It halves what a posterior takes on many ranks, and what is sent;
+            then all ranks have to :meth:`save` together.
+    """
+
+    process_group: Any = None
+    shard_factors: bool = False
+
+
+Distributed = bool | Ranks | Any | None
+"""What a user may pass as ``distributed=``: None, a bool, a ``torch.distributed.ProcessGroup``, or :class:`Ranks`."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank says at a meeting."""
+
+    stage: str
+    payload: Any
+    error: str | None
+
+
+def resolve_group(distributed: Distributed) -> Group | None:
+    """The ranks that a call is about; None for this process alone.
+
+    Args:
+        distributed: None for all ranks where ``torch.distributed`` is initialised with more than one, True for the same
+            with an error where it is not, False for this process alone, a process group, or :class:`Ranks`.
+
+    Raises:
+        ConfigurationError: Something else, a group that this rank is not in, or True without ``torch.distributed``.
+    """
+    if isinstance(distributed, Ranks):
+        group = resolve_group(distributed.process_group)
+        if group is not None:
+            group.shard_factors = distributed.shard_factors
+        return group
+    if distributed is False:
+        return None
+    ready = dist.is_available() and dist.is_initialized()
+    if distributed is None:
+        return Group(dist.group.WORLD) if ready and dist.get_world_size() > 1 else None
+    if distributed is True:
+        if not ready:
+            raise ConfigurationError(
+                "There are no ranks to distribute over.",
+                expected="torch.distributed to be initialised",
+                got="distributed=True in a process on its own",
+                fix="Launch with torchrun and call torch.distributed.init_process_group() first.",
+            )
+        return Group(dist.group.WORLD) if dist.get_world_size() > 1 else None
+    if not ready or not isinstance(distributed, dist.ProcessGroup) or dist.get_rank(distributed) < 0:
+        raise ConfigurationError(
+            "These are no ranks to distribute over.",
+            expected="None, True, False, Ranks(…) or a process group that this rank belongs to",
+            got=repr(distributed),
+        )
+    return Group(distributed) if dist.get_world_size(distributed) > 1 else None
+
+
+class Group:
+    """Some ranks that work together.
+
+    Args:
+        process_group: Theirs; this rank is one of them.
+
+    Attributes:
+        rank: This rank's number within the group.
+        size: How many there are.
+        shard_factors: See :class:`Ranks`.
+    """
+
+    def __init__(self, process_group: Any):
+        self.process_group = process_group
+        self.rank: int = dist.get_rank(process_group)
+        self.size: int = dist.get_world_size(process_group)
+        self.shard_factors = False
+        self._over = False
+        self._led: Counter[str] = _LED.setdefault(process_group, Counter())
+
+    def __repr__(self) -> str:
+        return f"Group(rank {self.rank} of {self.size})"
+
+    # Process groups are handles of this process: a copied object works with the same ranks, a pickled one with none.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nobody, ()
+
+    def is_alive(self) -> bool:
+        """Whether ``torch.distributed`` still knows these ranks."""
+        try:
+            return dist.is_initialized() and dist.get_rank(self.process_group) == self.rank
+        except ValueError:  # initialised anew
+            return False
+
+    # -- meetings ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A session: an error that this rank raises in it is raised, at their next meeting, on all other ranks, too.
+
+        It ends with a meeting of its own, so that no rank leaves it before all are done.
+
+        Raises:
+            DistributedError: Another rank failed.
+        """
+        self._over = False
+        try:
+            yield
+        except Exception as error:
+            if not self._over:  # else the others know: the meeting itself ended it
+                self._meet(_Report("", None, f"{type(error).__name__}: {error}"))
+            raise
+        self.exchange("the end")
+
+    def exchange(self, stage: str, payload: Any = None) -> list[Any]:
+        """Wait for all ranks, and give every rank's payload to all.
+
+        Args:
+            stage: What this meeting is about; ranks that come for different reasons are told.
+            payload: Something small that can be pickled.
+
+        Returns:
+            The payloads by rank.
+
+        Raises:
+            DistributedError: Another rank failed, or does not answer within the process group's timeout, or the ranks
+                are not at the same stage.
+        """
+        reports = self._meet(_Report(stage, payload, None))
+        failed = [rank for rank, report in enumerate(reports) if report.error is not None]
+        if failed:
+            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise DistributedError(f"Rank {failed[0]}{others} failed. {reports[failed[0]].error}")
+        lost = next((rank for rank, report in enumerate(reports) if report.stage != reports[0].stage), None)
+        if lost is not None:
+            self._over = True
+            raise DistributedError(
+                "The ranks do not make the same calls.",
+                expected=f"all ranks to be at the same point, as rank 0 is at {reports[0].stage}",
+                got=f"rank {lost} at {reports[lost].stage}",
+                fix="Call the same methods in the same order on every rank, or pass distributed=False.",
+            )
+        return [report.payload for report in reports]
+
+    def _meet(self, mine: _Report) -> list[_Report]:
+        reports: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(reports, mine, group=self.process_group)
+        except RuntimeError as error:
+            self._over = True
+            raise DistributedError(
+                "The other ranks do not answer.",
+                expected="every rank to make the same call within the process group's timeout",
+                got=" ".join(str(error).split()),
+                fix="Call it on every rank; raise init_process_group(timeout=…) where shards differ much in size; or "
+                "pass distributed=False to work on this rank alone.",
+            ) from error
+        self._over = any(report.error is not None for report in reports)
+        return reports
+
+    def check_agreement(self, description: Mapping[str, str]) -> None:
+        """Raise :class:`DistributedError`, naming rank and entry, unless all ranks describe themselves alike."""
+        reports = self.exchange("the comparison of settings", dict(description))
+        for rank, other in enumerate(reports):
+            name = next((name for name in {**reports[0], **other} if reports[0].get(name) != other.get(name)), None)
+            if name is not None:
+                raise DistributedError(
+                    f"Rank {rank} disagrees with rank 0 on {name}.",
+                    expected=f"{reports[0].get(name, 'none')} (rank 0)",
+                    got=f"{other.get(name, 'none')} (rank {rank})",
+                    fix="Give every rank the same network, settings and calls; only the data differ.",
+                )
+
+    def lead(self, name: str, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Rank 0 works while the others wait, through the group's store: rank 0 does not wait for anybody.
+
+        Each rank counts its calls of a name: its n-th waits for the n-th of rank 0.
+
+        Args:
+            name: What is done.
+            work: Done on rank 0; what it returns is returned on all ranks.
+
+        Raises:
+            DistributedError: On the other ranks, where rank 0 failed or never came.
+        """
+        self._led[name] += 1
+        store, key = self.process_group.get_group_store(), f"laplace_plus/{name}/{self._led[name]}"
+        if self.rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                raise
+            store.set(key, json.dumps({"result": result}))
+            return result
+        try:
+            store.wait([key], _WAIT)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"Rank 0 did not {name}.",
+                expected="rank 0 to make the same call as this one",
+                got=" ".join(str(error).split()),
+                fix="Make the call on every rank, or on rank 0 alone.",
+            ) from error
+        answer: dict[str, Any] = json.loads(store.get(key))
+        if "error" in answer:
+            raise DistributedError(f"Rank 0 failed. {answer['error']}")
+        return answer["result"]
+
+    # -- where tensors travel ------------------------------------------------------------------------------------------
+
+    def transport(self, device: torch.device) -> torch.device:
+        """The device on which tensors of that device can be communicated."""
+        served = {part.partition(":")[0] for part in dist.get_backend_config(self.process_group).split(",")}
+        if device.type in served or not served:
+            return device
+        return torch.device("cpu") if "cpu" in served else torch.device("cuda", torch.cuda.current_device())
+
+
+_LED: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+"""How often each process group was led through what."""
+
+_WAIT = timedelta(minutes=30)
+"""How long other ranks wait for rank 0: torch's own default for process groups on the CPU."""
+
+
+def _nobody() -> None:
+    """What is left of a group in another process."""

@@ -1,0 +1,143 @@
+"""Plain copies of models whose parameters are sharded over ranks.
+
+A model under FSDP2 (``torch.distributed.fsdp.fully_shard``) or with other DTensor parameters gathers weights during its
+forward pass, so all ranks would have to run it equally often, and none of the functions that it calls sees a plain
+weight. The whole weights are therefore gathered once, into a module of the same structure without any of the hooks that
+communicate.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus.errors import UnsupportedError
+
+_HOME = "torch.distributed."
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any of a model's parameters lie in pieces on several ranks, or may (FSDP2 between two passes).
+
+    Raises:
+        UnsupportedError: The first version of FSDP, which keeps no parameters but flat ones.
+    """
+    if "torch.distributed.tensor" not in sys.modules:  # then nothing can be made of its tensors
+        return False
+    for module in model.modules():
+        home = _origins(type(module))
+        if "FullyShardedDataParallel" in home:
+            raise UnsupportedError(
+                "The first version of FSDP flattens parameters.",
+                expected="a module sharded with torch.distributed.fsdp.fully_shard, or none",
+                got="a FullyShardedDataParallel module",
+                fix="Use fully_shard, or load the full state dict into a plain module.",
+            )
+        if "FSDPModule" in home:
+            return True
+    return any(_is_dtensor(tensor) for tensor in _tensors(model))
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The model itself, or, where it is sharded, a copy with whole parameters; then to be called on all ranks.
+
+    The model stays as it is but for weights that a forward pass had left gathered, which are let go.
+
+    Raises:
+        UnsupportedError: Something in the model cannot be copied.
+    """
+    if not is_sharded(model):
+        return model
+    _reshard(model)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _whole(buffer)
+    shells = {}
+    for module in model.modules():
+        cls: Any = next(cls for cls in type(module).__mro__ if not cls.__module__.startswith(_HOME))
+        shells[module] = memo[id(module)] = cls.__new__(cls)
+    for module, shell in shells.items():
+        try:
+            vars(shell).update(copy.deepcopy(_without_communication(vars(module)), memo))
+        except Exception as error:
+            raise UnsupportedError(
+                f"The sharded model cannot be copied: {error}.",
+                expected="modules that copy.deepcopy can copy",
+                got=type(module).__name__,
+                fix="Load the full state dict into a plain module and pass that one.",
+            ) from error
+    return shells[model]
+
+
+def sharded_source(model: nn.Module) -> weakref.ref[nn.Module] | None:
+    """The module, inside of any wrappers, whose parameters are sharded; None if there is none.
+
+    A weak reference: such models cannot be copied, and a posterior that holds one could not be, either.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        return sharded_source(inner)
+    return weakref.ref(model) if is_sharded(model) else None
+
+
+def refresh_(plain: nn.Module, source: weakref.ref[nn.Module] | None) -> None:
+    """Bring a :func:`plain_module` up to date with its :func:`sharded_source`; to be called on all ranks."""
+    model = None if source is None else source()
+    if model is None:
+        return
+    _reshard(model)
+    with torch.no_grad():
+        for mine, theirs in zip(_tensors(plain), _tensors(model), strict=True):
+            mine.copy_(_whole(theirs))
+
+
+def _tensors(model: nn.Module) -> Iterable[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _origins(cls: type) -> set[str]:
+    return {base.__name__ for base in cls.__mro__ if base.__module__.startswith(_HOME)}
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return "DTensor" in _origins(type(tensor))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    detached: Any = tensor.detach()
+    return (detached.full_tensor() if _is_dtensor(tensor) else detached).clone()
+
+
+def _reshard(model: nn.Module) -> None:
+    # Gathered weights may be of a lower precision than the ones that are kept in pieces.
+    for module in model.modules():
+        if "FSDPModule" in _origins(type(module)):
+            module.reshard()  # type: ignore[operator]
+
+
+def _without_communication(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes without what ``torch.distributed`` put there: hooks, and its own notes."""
+    kept: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, dict) and not name.startswith("__"):
+            kept[name] = type(value)((key, entry) for key, entry in value.items() if not _is_theirs(entry))
+        elif not name.startswith("__composable_api"):
+            kept[name] = value
+    return kept
+
+
+def _is_theirs(value: Any) -> bool:
+    if isinstance(value, (Tensor, nn.Module)):
+        return False
+    owner = getattr(value, "__self__", None)
+    home = getattr(value, "__module__", None) if owner is None else type(owner).__module__
+    return isinstance(home, str) and home.startswith(_HOME)

@@ -1,0 +1,181 @@
+"""Kronecker-factored blocks, with and without corrected eigenvalues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.linalg.bases import Basis, KroneckerBasis
+from laplace_plus.linalg.blocks import Block, Diagonalised, EigenBlock, OnceDiagonalised
+from laplace_plus.linalg.factor_sums import EigenPairs, FactorSum, combine
+from laplace_plus.linalg.log_determinants import Spectrum, log_determinant
+
+
+class KroneckerBlock(OnceDiagonalised):
+    """Kronecker products ``H_k = left_k ⊗ right / count``, group by group.
+
+    With ``corrected`` the eigenvalues are those measured in the Kronecker eigenbasis instead (EKFAC, George et al.,
+    2018), ``H_k = U diag(corrected_k) Uᵀ``.
+
+    Args:
+        left: ``[K, G, o, o]``, sums of ``g gᵀ``; or for each component the :class:`FactorSum`.
+        right: ``[G, i, i]``, sums of ``a aᵀ``, or the :class:`FactorSum`; or ``[G, i]`` where that sum is diagonal (an
+            embedding's).
+        count: 0-d float64: the number of rows in ``right``'s sum.
+        corrected: ``[K, G, o, i]`` or None.
+        basis_weights: The weights at which the eigenbasis of ``corrected`` was fixed, ``[K]``.
+    """
+
+    storage: ClassVar[str] = "Kronecker"
+
+    def __init__(
+        self,
+        left: Tensor | Sequence[FactorSum],
+        right: Tensor | FactorSum,
+        count: Tensor,
+        corrected: Tensor | None = None,
+        basis_weights: Tensor | None = None,
+    ):
+        self.left_sums = [FactorSum.of(part) for part in left] if isinstance(left, Tensor) else list(left)
+        self.right_sum = right if isinstance(right, FactorSum) or right.ndim == 2 else FactorSum.of(right)
+        self.count, self.corrected, self.basis_weights = count, corrected, basis_weights
+        self.kind = "Kronecker" if corrected is None else "eigenvalue-corrected Kronecker"
+        self.n_components = len(self.left_sums)
+        first = self.left_sums[0]
+        self.dtype = first.dtype
+        columns = self.right_sum.shape[1] if isinstance(self.right_sum, Tensor) else self.right_sum.size
+        self.shape = (first.groups, first.size, columns)
+
+    @property
+    def left(self) -> Tensor:
+        """The sums of ``g gᵀ``, ``[K, G, o, o]``."""
+        if self.n_components == 1:
+            return self.left_sums[0].matrix()[None]
+        return torch.stack([part.matrix() for part in self.left_sums])
+
+    @property
+    def right(self) -> Tensor:
+        """The sum of ``a aᵀ``, ``[G, i, i]``, or ``[G, i]`` where it is diagonal."""
+        return self.right_sum if isinstance(self.right_sum, Tensor) else self.right_sum.matrix()
+
+    @override
+    def add_(self, other: Block) -> None:
+        assert isinstance(other, KroneckerBlock)
+        if self.corrected is not None:  # the basis stays what it is; what is measured in it comes by add_corrected_
+            return
+        for mine, theirs in zip(self.left_sums, other.left_sums, strict=True):
+            mine.add_(theirs)
+        if isinstance(self.right_sum, Tensor):
+            self.right_sum += other.right
+        else:
+            assert isinstance(other.right_sum, FactorSum)
+            self.right_sum.add_(other.right_sum)
+        self.count = self.count + other.count
+        self.changed()
+
+    def add_corrected_(self, squares: Tensor) -> None:
+        """Add squared gradients ``[K, G, o, i]``, measured in :meth:`kronecker_basis`, to the corrected eigenvalues."""
+        assert self.corrected is not None
+        self.corrected += squares
+
+    def with_correction(self, weights: Tensor) -> KroneckerBlock:
+        """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
+        empty = torch.zeros(self.n_components, *self.shape, dtype=self.dtype, device=self.left_sums[0].device)
+        return KroneckerBlock(self.left_sums, self.right_sum, self.count, empty, weights.detach().to(empty))
+
+    def kronecker_basis(self) -> Basis:
+        """The eigenbasis of the Kronecker factors, fixed where the eigenvalues are corrected."""
+        assert self.basis_weights is not None
+        return self._diagonalised(self.basis_weights).basis
+
+    @override
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        basis = self.kronecker_basis() if self.corrected is not None else self._diagonalised(weights).basis
+        return basis, self.eigenvalues(weights)
+
+    @override
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        if self.corrected is None:
+            return OnceDiagonalised.eigenvalues(self, weights)
+        return torch.einsum("k,kgoi->goi", weights, self.corrected.to(weights.dtype))
+
+    @override
+    def factors(self, weights: Tensor) -> list[FactorSum]:
+        left = self.left_sums[0] if self.n_components == 1 else combine(self.left_sums, weights)
+        return [left, self.right_sum] if isinstance(self.right_sum, FactorSum) else [left]
+
+    @override
+    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
+        left, right = pairs[0], pairs[1] if len(pairs) > 1 else None
+        right_values = self.right if right is None else right.values
+        right_values = right_values.clamp(min=0)[:, None, :] / self.count.to(self.dtype)
+        return Diagonalised(left.values.clamp(min=0)[:, :, None] * right_values, partial(_basis, left, right))
+
+    @override
+    def _key(self, weights: Tensor) -> Tensor:
+        # A corrected block's basis stays where it was fixed, whatever the weights are now.
+        return OnceDiagonalised._key(self, weights) if self.basis_weights is None else self.basis_weights
+
+    @override
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        if self.corrected is not None and self.n_components > 1 and diagonal.ndim == 0:
+            return log_determinant(self.corrected.flatten(1), weights, diagonal)
+        if self.n_components == 1 or diagonal.ndim or not weights.requires_grad:
+            return EigenBlock.log_determinant(self, weights, diagonal)
+        # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
+        left = torch.linalg.eigvalsh(torch.einsum("k,kgop->gop", weights, self.left.to(weights.dtype))).clamp(min=0)
+        right = self.right.to(left.dtype)
+        right = (right if right.ndim == 2 else torch.linalg.eigvalsh(right)).clamp(min=0)
+        return torch.log(left[:, :, None] * right[:, None, :] / self.count.to(left) + diagonal).sum()
+
+    @override
+    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
+        return OnceDiagonalised._kept_eigenvalues(self, weights) if self.corrected is None else self.corrected
+
+    @override
+    def _make_spectrum(self, values: Tensor) -> Spectrum:
+        largest = values.amax()
+        if self.corrected is not None or len(values) > 1 or not bool(largest > 0):
+            return Spectrum(values)
+        # One outer product, whose sides are its largest row and column.
+        return Spectrum.of_products(values[0].amax(1).double(), values[0].amax(0).double() / largest.double())
+
+    @override
+    def dense(self, weights: Tensor) -> Tensor:
+        basis, values = self.eigen(weights)
+        n = self.shape[1] * self.shape[2]
+        identity = torch.eye(n, dtype=values.dtype, device=values.device).view(n, 1, *self.shape[1:])
+        vectors = basis.expand(identity.expand(n, *self.shape)).flatten(2)  # [n, G, n]: rows are basis vectors
+        return torch.einsum("ngi,gn,ngj->gij", vectors, values.flatten(1), vectors)
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        stored = {"left": self.left, "right": self.right, "count": self.count}
+        if self.corrected is not None and self.basis_weights is not None:
+            stored |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
+        return stored
+
+    @override
+    def clone(self) -> KroneckerBlock:
+        return KroneckerBlock(
+            [part.clone() for part in self.left_sums],
+            self.right_sum.clone(),
+            self.count.clone(),
+            None if self.corrected is None else self.corrected.clone(),
+            self.basis_weights,
+        )
+
+    @override
+    def parts(self) -> list[Tensor]:
+        result = [tensor for part in self.left_sums for tensor in part.parts()]
+        result += [self.right_sum] if isinstance(self.right_sum, Tensor) else self.right_sum.parts()
+        return result if self.corrected is None else [*result, self.corrected]
+
+
+def _basis(left: EigenPairs, right: EigenPairs | None) -> Basis:
+    return KroneckerBasis(left.vectors, None if right is None else right.vectors)

@@ -1,0 +1,60 @@
+"""What public methods of posteriors share: the arithmetic that they run in, and checks of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from laplace_plus._memory import default_budget, memory_budget
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.priors import as_hyperparameter
+
+
+class _HasNetwork(Protocol):
+    network: Network
+    memory_budget: int | None
+
+
+P = TypeVar("P", bound=_HasNetwork)
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
+    """Run a posterior's method outside of autocast and inference mode, within its memory budget.
+
+    See :func:`network.exact_arithmetic`.
+    """
+
+    @wraps(method)
+    def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        if self.network.ambient_autocast is not None:  # inside of another public method
+            return method(self, *args, **kwargs)
+        allowed = default_budget(self.network.device) if self.memory_budget is None else self.memory_budget
+        with exact_arithmetic(self.network), memory_budget(allowed):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def check_count(value: Any, name: str) -> None:
+    """Raise :class:`ConfigurationError` unless a value is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError("There is no such number.", expected=f"{name}: an integer >= 1", got=repr(value))
+
+
+def positive(value: float | Tensor, name: str) -> Tensor:
+    """A positive number as a tensor.
+
+    Raises:
+        ConfigurationError: Anything else.
+    """
+    tensor = as_hyperparameter(value)
+    if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
+        raise ConfigurationError(f"The {name} is a positive number.", expected=f"{name} > 0", got=str(value))
+    return tensor

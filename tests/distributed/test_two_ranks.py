@@ -1,0 +1,81 @@
+"""Fits over two ranks (gloo, on the CPU) against fits in one process; see worker.py for the checks themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus import errors
+from laplace_plus.distributed import Group, assign, is_sharded, plain_module, resolve_group
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def worker() -> ModuleType:
+    """The module beside this one; as a module of the tests it would be one of a package called distributed."""
+    specification = importlib.util.spec_from_file_location("two_ranks_worker", HERE / "worker.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_every_check_passes_on_two_ranks(tmp_path: Path) -> None:
+    """This process is rank 0, another one is rank 1."""
+    here = worker()
+    command = [sys.executable, str(HERE / "worker.py"), "1", "2", str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as other:
+        try:
+            here.take_part(0, 2, tmp_path)
+            said = other.communicate(timeout=120)[1]
+        finally:
+            other.kill()
+    for rank in range(2):
+        outcomes = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
+        failed = "\n".join(f"rank {rank}, {name}:\n{text}" for name, text in outcomes if text)
+        assert not failed, failed
+        assert [name for name, _ in outcomes] == list(here.CHECKS), f"a rank ended early: {said}"
+
+
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "configs/distributed_example.py", str(tmp_path / "saved")]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.search(r"fitted to 1001 examples.*accuracy (\S+) on 503 examples", done.stdout)
+    assert found is not None and float(found[1]) > 0.85, done.stdout
+    assert (tmp_path / "saved" / "posterior.json").exists()
+
+
+def test_work_is_shared_by_cost() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n_ranks in (1, 2, 3, 8):
+        costs = (torch.rand(20, generator=generator) * 100).tolist()
+        owners = assign(costs, n_ranks)
+        loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(n_ranks)]
+        least = max(max(costs), sum(costs) / n_ranks)  # no assignment does better
+        assert max(loads) <= 4 / 3 * least + 1e-9
+    assert assign([], 2) == [] and assign([3.0], 2) == [0]
+
+
+def test_one_process_is_no_group() -> None:
+    assert resolve_group(None) is None and resolve_group(False) is None
+    with pytest.raises(errors.ConfigurationError, match="torchrun"):
+        resolve_group(True)
+    with pytest.raises(errors.ConfigurationError, match="process group"):
+        lp.Diagonal(nn.Linear(2, 1), "regression").fit([], distributed=Group)
+    model = nn.Linear(2, 1)
+    assert not is_sharded(model) and plain_module(model) is model

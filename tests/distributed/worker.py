@@ -1,0 +1,540 @@
+"""What each of two ranks does in the tests: every check, one after the other, each with its outcome written down.
+
+Called as ``worker.py rank size folder [check …]``; the outcomes go to ``folder/rank.jsonl``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import laplace_plus as lp
+from laplace_plus import errors
+from laplace_plus.distributed import Group, Ranks, broadcast_, pack_symmetric, sum_, unpack_symmetric_
+
+Batches = list[tuple[Tensor, Tensor]]
+
+CHECKS: dict[str, Callable[[int, Path], None]] = {}
+
+
+def check(function: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# -- problems ----------------------------------------------------------------------------------------------------------
+
+
+def network(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """A small network with a convolution, normalisations, an unruled parameter's worth of layers, and a head."""
+    torch.manual_seed(seed)
+    layers = (
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.GroupNorm(1, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(48, 6),
+        nn.LayerNorm(6),
+        nn.Tanh(),
+        nn.Linear(6, 3),
+    )
+    return nn.Sequential(*layers).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(14, 1, 4, 4, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(3, (14,), generator=generator)
+
+
+def shard(rank: int, n_first: int, dtype: torch.dtype = torch.float64) -> Batches:
+    """The first ``n_first`` examples for rank 0, the others for rank 1, in batches of different sizes."""
+    x, y = data(dtype)
+    part = slice(0, n_first) if rank == 0 else slice(n_first, None)
+    size = 3 if rank == 0 else 5
+    return [batch for batch in zip(x[part].split(size), y[part].split(size), strict=True) if len(batch[0])]
+
+
+def whole(dtype: torch.dtype = torch.float64) -> Batches:
+    x, y = data(dtype)
+    return list(zip(x.split(4), y.split(4), strict=True))
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert actual.shape == expected.shape and error <= tolerance, f"relative error {float(error):.3g}"
+
+
+def assert_same(ours: Any, alone: Any, dtype: torch.dtype = torch.float64) -> None:
+    """Two posteriors with the same data, matrix, evidence and predictions."""
+    tolerance = 1e-10 if dtype is torch.float64 else 1e-6
+    assert (ours.n_data, ours.n_outputs) == (alone.n_data, alone.n_outputs)
+    close(ours.precision_matrix(), alone.precision_matrix(), tolerance)
+    close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), tolerance)
+    x = data(dtype)[0]
+    close(ours.functional_posterior(x).covariance, alone.functional_posterior(x).covariance, 10 * tolerance)
+    close(ours.predictive(x[:1]).mean, alone.predictive(x[:1]).mean, 10 * tolerance)
+
+
+def raised(kind: type[Exception], function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "kfac": lambda net: lp.KFAC(net, "classification", prior_precision=2.0),
+    "ekfac": lambda net: lp.KFAC(net, "classification", eigenvalue_corrected=True),
+    "diagonal": lambda net: lp.Diagonal(net, "classification"),
+    "full": lambda net: lp.Full(net, "classification", temperature=0.5),
+    "last layer": lambda net: lp.Full(net, "classification", parameters="last_layer"),
+    "kfac last layer": lambda net: lp.KFAC(net, "classification", parameters="last_layer"),
+    "masked": lambda net: lp.KFAC(net, "classification", parameters=torch.arange(count(net)) % 3 > 0),
+    "diagonal output": lambda net: lp.KFAC(net, "classification", parameters="last_layer", output_factor="diagonal"),
+    "empirical": lambda net: lp.Full(net, "classification", backend=lp.Native("empirical_fisher")),
+}
+
+
+def count(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+@check
+def messages(rank: int, folder: Path) -> None:
+    group = Group(dist.group.WORLD)
+    for n in range(1, 8):
+        square = torch.randn(2, 3, n, n, generator=torch.Generator().manual_seed(n + 10 * rank))
+        square = square + square.mT
+        packed, back = pack_symmetric(square), torch.full_like(square, torch.nan)
+        assert packed.shape[-1] == n * (n + 1) // 2
+        unpack_symmetric_(packed, back)
+        assert torch.equal(back, square)
+    tensors = [torch.eye(3) * (rank + 1), torch.full((2,), rank, dtype=torch.long), torch.empty(0), torch.ones(())]
+    sum_(group, tensors, [True, False, False, False])
+    assert torch.equal(tensors[0], 3 * torch.eye(3)) and tensors[1].tolist() == [1, 1] and tensors[3] == 2
+    broadcast_(group, tensors, 1)
+    value = torch.full((2,), float(rank))
+    broadcast_(group, [value], 1)
+    assert value.tolist() == [1.0, 1.0]
+    assert group.exchange("a test", rank * 10) == [0, 10]
+
+
+def equal_to_one_process(kind: str, rank: int) -> None:
+    net = network()
+    alone = KINDS[kind](net).fit(whole(), distributed=False)
+    for n_first in (9, 14, 0):  # uneven shards, and empty ones on either rank
+        assert_same(KINDS[kind](net).fit(shard(rank, n_first)), alone)
+
+
+for kind in KINDS:
+    CHECKS[f"{kind}, as in one process"] = lambda rank, folder, k=kind: equal_to_one_process(k, rank)
+
+
+@check
+def single_precision(rank: int, folder: Path) -> None:
+    for kind in ("kfac", "diagonal", "full"):
+        net = network(torch.float32)
+        ours = KINDS[kind](net).fit(shard(rank, 6, torch.float32))
+        assert_same(ours, KINDS[kind](net).fit(whole(torch.float32), distributed=False), torch.float32)
+
+
+@check
+def updates(rank: int, folder: Path) -> None:
+    for kind in ("kfac", "ekfac", "diagonal", "full"):
+        net = network()
+        x, y = data()
+        ours, alone = KINDS[kind](net), KINDS[kind](net)
+        ours.fit([(x[:3], y[:3])] if rank else [(x[3:8], y[3:8])]).update([(x[8:], y[8:])] if rank else [])
+        alone.fit([(x[:8], y[:8])], distributed=False).update([(x[8:], y[8:])], distributed=False)
+        assert_same(ours, alone)
+
+
+@check
+def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
+    net = network()
+    x, _ = data()
+    y = torch.randn(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    noise = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    ours = lp.KFAC(net, lp.Gaussian(noise_std=noise)).fit([(x[:5], y[:5])] if rank else [(x[5:], y[5:])])
+    alone = lp.KFAC(net, lp.Gaussian(noise_std=noise)).fit([(x, y)], distributed=False)
+    assert_same(ours, alone)
+    ours.fit_prior_precision()
+    alone.fit_prior_precision()
+    close(ours.noise_std, alone.noise_std, 1e-6)
+
+
+@check
+def ranks_have_the_same_bits(rank: int, folder: Path) -> None:
+    ours = lp.KFAC(network(), "classification", eigenvalue_corrected=True).fit(shard(rank, 5))
+    _, tensors = ours._state()
+    for name, tensor in tensors.items():
+        theirs = tensor.clone()
+        dist.broadcast(theirs, 0)
+        assert torch.equal(theirs, tensor), name
+
+
+@check
+def monte_carlo_labels_differ_between_ranks(rank: int, folder: Path) -> None:
+    net = network()
+    x, y = data()
+    backend = lp.Native("ggn_mc", n_samples=1)
+    ours = lp.Diagonal(net, "classification", backend=backend)
+    ours.fit([(x, y)], generator=torch.Generator().manual_seed(rank))  # the same data on both: only labels differ
+    again = lp.Diagonal(net, "classification", backend=backend)
+    again.fit([(x, y)], generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ours.variance(), again.variance())  # the generator of rank 0 counts
+    ((_, block),) = [pair for pair in ours._sums.curvature if pair[0].key.startswith("7.weight")]
+    single = lp.Diagonal(net, "classification", backend=backend)
+    single.fit([(x, y)], generator=torch.Generator().manual_seed(0), distributed=False)
+    ((_, one),) = [pair for pair in single._sums.curvature if pair[0].key.startswith("7.weight")]
+    assert not torch.allclose(block.values, 2 * one.values)
+    many = lp.Native("ggn_mc", n_samples=2000)
+    estimate = lp.Diagonal(net, "classification", backend=many).fit(shard(rank, 4), generator=torch.Generator())
+    exact = lp.Diagonal(net, "classification").fit(whole(), distributed=False)
+    a = torch.cat([b.values.flatten() for _, b in estimate._sums.curvature])
+    b = torch.cat([b.values.flatten() for _, b in exact._sums.curvature])
+    assert abs(a.sum() / b.sum() - 1) < 0.1  # the standard error is about 0.01
+
+
+def small_low_rank() -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
+    return lp.LowRank(net, "classification", rank=3, remainder_probes=2, remainder_depth=3, parameters=["1"])
+
+
+@check
+def low_rank(rank: int, folder: Path) -> None:
+    alone = small_low_rank().fit([data()], generator=torch.Generator(), distributed=False)
+    x = data()[0]
+    for n_first in (9, 0):
+        ours = small_low_rank().fit(shard(rank, n_first), generator=torch.Generator())
+        close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-8)
+        close(ours.functional_posterior(x).covariance, alone.functional_posterior(x).covariance, 1e-8)
+        assert ours.n_data == 14
+
+
+@check
+def data_parallel(rank: int, folder: Path) -> None:
+    inner = network()
+    wrapped = DistributedDataParallel(inner)
+    ours = lp.KFAC(wrapped, "classification").fit(shard(rank, 9))
+    assert_same(ours, lp.KFAC(inner, "classification").fit(whole(), distributed=False))
+    ours = lp.Full(wrapped, "classification", parameters=["module.7"]).fit(shard(rank, 9))
+    assert ours.parameter_names == ("7.weight", "7.bias")
+
+
+@check
+def fully_sharded(rank: int, folder: Path) -> None:
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        plain, sharded = network(), network()
+        for layer in (0, 4):
+            fully_shard(sharded[layer], mp_policy=policy)
+        fully_shard(sharded, mp_policy=policy)
+        names = {name: type(p) for name, p in sharded.named_parameters()}
+        with torch.no_grad():
+            sharded(data()[0])  # leaves the root's weights gathered, in the policy's type
+        for kind, n_first in (("kfac", 9), ("last layer", 14), ("diagonal", 0)):
+            ours = KINDS[kind](sharded).fit(shard(rank, n_first))
+            assert_same(ours, KINDS[kind](plain).fit(whole(), distributed=False))
+        assert {name: type(p) for name, p in sharded.named_parameters()} == names
+        if rank == 0:  # no rank has to wait for another one
+            ours.predictive(data()[0])
+        # Trained further, and fitted again.
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        sharded(data()[0]).square().sum().backward()
+        optimizer.step()
+        state = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in sharded.state_dict().items()}
+        plain.load_state_dict(state)
+        ours.fit(shard(rank, 5))
+        assert_same(ours, KINDS["diagonal"](plain).fit(whole(), distributed=False))
+        ours.save(folder / "sharded")
+        assert_same(lp.load(folder / "sharded", sharded), ours)
+        assert_same(lp.load(folder / "sharded", plain), ours)
+        dist.barrier()
+
+
+@check
+def tensor_parallel(rank: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    split = copy.deepcopy(plain)
+    plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+    parallelize_module(split, init_device_mesh("cpu", (2,)), plan)
+    ours = KINDS["kfac"](split).fit(shard(rank, 9))
+    assert_same(ours, KINDS["kfac"](plain).fit(whole(), distributed=False))
+
+
+@check
+def the_first_fsdp_is_refused(rank: int, folder: Path) -> None:
+    old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    assert "fully_shard" in raised(errors.UnsupportedError, lambda: lp.KFAC(old, "classification"))
+
+
+@check
+def sharded_factors(rank: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    ranks = Ranks(shard_factors=True)
+    for corrected in (False, True):
+        x, y = data()
+        ours, alone = (lp.KFAC(net, "classification", eigenvalue_corrected=corrected) for _ in range(2))
+        ours.fit(shard(rank, 9), distributed=ranks)
+        alone.fit(whole(), distributed=False)
+        assert_same(ours, alone)
+        bytes_here = torch.tensor(ours._sums.curvature.n_bytes())
+        dist.all_reduce(bytes_here)
+        assert bytes_here < 1.5 * alone._sums.curvature.n_bytes()  # not twice
+        close(ours.fit_prior_precision().prior_precision, alone.fit_prior_precision().prior_precision, 1e-6)
+        close(ours.variance(), alone.variance(), 1e-6)
+        ours.sample(2)
+        ours.update([(x[:4], y[:4])] if rank else [])
+        alone.update([(x[:4], y[:4])], distributed=False)
+        close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-8)
+        ours.save(folder / "sharded factors")
+        close(lp.load(folder / "sharded factors", net).variance(), ours.variance(), 1e-8)
+        assert ours.owned_sums() and all(part.is_here == (part.owner == rank) for part in ours.owned_sums())
+        missing = next(part for part in ours.owned_sums() if not part.is_here)
+        assert f"rank {1 - rank}" in raised(errors.DistributedError, missing.matrix)
+        one = [(x[:1], y[:1])]
+        assert "several ranks" in raised(errors.DistributedError, partial(ours.update, one, distributed=False))
+
+
+@check
+def one_rank_alone(rank: int, folder: Path) -> None:
+    if rank == 1:
+        posterior = lp.KFAC(network(), "classification").fit(whole(), distributed=False)
+        posterior.save(folder / "alone")
+        assert lp.load(folder / "alone", posterior.network.model).n_data == 14
+    single = dist.new_group([0])
+    if rank == 0:
+        assert lp.KFAC(network(), "classification").fit(whole(), distributed=single).n_data == 14
+    else:
+        assert "belongs to" in raised(
+            errors.ConfigurationError, lambda: lp.KFAC(network(), "binary").fit([], distributed=single)
+        )
+    assert "group" in raised(errors.ConfigurationError, lambda: lp.KFAC(network(), "binary").fit([], distributed=3))
+
+
+@check
+def saved_by_rank_zero(rank: int, folder: Path) -> None:
+    net = network()
+    ours = lp.KFAC(net, "classification").fit(shard(rank, 9)).fit_prior_precision()
+    ours.save(str(folder / "saved"))
+    loaded = lp.load(folder / "saved", net)
+    assert_same(loaded, ours)
+    ours.prior_precision = 1.0 + rank
+    message = (
+        raised(errors.DistributedError, lambda: ours.save(folder / "saved")) if rank else ours.save(folder / "saved")
+    )
+    assert rank == 0 or ("disagrees" in message and "prior_precision" in message)
+    (folder / "a file").write_text("")
+    kind = errors.DistributedError if rank else errors.CheckpointError
+    assert "a file" in raised(kind, lambda: ours.save(folder / "a file"))
+    if rank == 0:  # nobody else has to come
+        ours.save(folder / "again")
+    dist.barrier()
+
+
+class Failing:
+    """A loader that fails in one of its passes."""
+
+    def __init__(self, batches: Batches, at: int):
+        self.batches, self.at, self.passes = batches, at, 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        yield self.batches[0]
+        if self.passes == self.at:
+            raise OSError("the disk is gone")
+        yield from self.batches[1:]
+
+
+@check
+def a_rank_that_fails(rank: int, folder: Path) -> None:
+    started = time.perf_counter()
+    for kind, at in (("kfac", 1), ("ekfac", 1), ("ekfac", 2), ("full", 1)):
+        for culprit in (0, 1):
+            posterior = KINDS[kind](network())
+            loader = Failing(shard(rank, 9), at if rank == culprit else 0)
+            if rank == culprit:
+                assert raised(OSError, partial(posterior.fit, loader)) == "the disk is gone"
+            else:
+                message = raised(errors.DistributedError, partial(posterior.fit, loader))
+                assert f"Rank {culprit} failed." in message and "OSError: the disk is gone" in message
+            assert "not fitted" in repr(posterior)
+    x, y = data()
+    wrong = [(x, y + rank)]
+    assert (
+        "Rank 1"
+        in raised(
+            errors.LabelError if rank else errors.DistributedError,
+            lambda: lp.KFAC(network(), "classification").fit(wrong),
+        )
+        or rank
+    )
+    net = network()
+    for culprit in (0, 1):
+        loader = Failing(shard(rank, 9), 5 if rank == culprit else 0)
+        kind = OSError if rank == culprit else errors.DistributedError
+        message = raised(kind, partial(small_low_rank().fit, loader, generator=torch.Generator()))
+        assert "the disk is gone" in message
+    assert "no rank" in raised(errors.EmptyDataError, lambda: KINDS["kfac"](net).fit([])).lower()
+    fitted = KINDS["kfac"](net).fit(shard(rank, 9))
+    before = fitted.precision_matrix()
+    raised(
+        OSError if rank else errors.DistributedError, lambda: fitted.update(Failing(shard(rank, 9), 1 if rank else 0))
+    )
+    assert torch.equal(fitted.precision_matrix(), before) and fitted.n_data == 14
+    assert time.perf_counter() - started < 20
+
+
+@check
+def ranks_that_go_different_ways(rank: int, folder: Path) -> None:
+    group = Group(dist.group.WORLD)
+    call = partial(KINDS["kfac"](network()).fit, shard(rank, 9)) if rank == 0 else partial(group.exchange, "a walk")
+    message = raised(errors.DistributedError, call)
+    assert "rank 1 at a walk" in message
+    impatient = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        call = partial(KINDS["kfac"](network()).fit, shard(rank, 9), distributed=impatient)
+        assert "do not answer" in raised(errors.DistributedError, call)
+    dist.barrier()
+
+
+@check
+def copies(rank: int, folder: Path) -> None:
+    sharded = network()
+    fully_shard(sharded)
+    ours = KINDS["kfac"](sharded).fit(shard(rank, 9))
+    twin = copy.deepcopy(ours)
+    assert torch.equal(twin.variance(), ours.variance())
+    twin.update(shard(rank, 9))
+    assert twin.n_data == 28 and ours.n_data == 14
+    assert pickle.loads(pickle.dumps(Group(dist.group.WORLD))) is None
+
+
+@check
+def ranks_that_disagree(rank: int, folder: Path) -> None:
+    net = network()
+
+    def refused(make: Callable[[], Any], *words: str) -> None:
+        message = raised(errors.DistributedError, lambda: make().fit(shard(rank, 9)))
+        assert all(word in message for word in (*words, "rank 0", "rank 1")), message
+
+    refused(lambda: lp.KFAC(network(seed=rank), "classification"), "0.weight", "Rank 1")
+    refused(lambda: lp.KFAC(net, "classification", prior_precision=1.0 + rank), "prior_precision", "2.0")
+    refused(lambda: lp.KFAC(net, "classification", temperature=1.0 + rank), "temperature")
+    refused(lambda: lp.KFAC(net, "classification", parameters=["0", "4"] if rank else "all"), "selected parameters")
+    refused(lambda: (lp.KFAC if rank else lp.Diagonal)(net, "classification"), "class", "Diagonal")
+    refused(lambda: lp.KFAC(net, "classification", eigenvalue_corrected=bool(rank)), "options")
+    refused(lambda: lp.KFAC(net, "classification" if rank else "binary"), "likelihood")
+    refused(lambda: lp.KFAC(net, lp.Gaussian(noise_std=1.0 + rank)), "noise_std")
+    refused(lambda: lp.KFAC(net, "classification", backend=lp.Native("ggn_mc") if rank else "native"), "backend")
+    mask = torch.arange(count(net)) % 2 == rank
+    refused(lambda: lp.Diagonal(net, "classification", parameters=mask), "mask")
+    with_buffers = nn.Sequential(nn.BatchNorm2d(1), network()).double()
+    with_buffers[0].running_mean += rank
+    refused(lambda: lp.KFAC(with_buffers, "classification"), "buffer", "running_mean")
+    fitted = KINDS["kfac"](net).fit(shard(rank, 9))
+    call = fitted.fit if rank else fitted.update
+    assert "the call" in raised(errors.DistributedError, lambda: call(shard(rank, 9)))
+    # A batch that uses the network in another way.
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+            return self.first(x) + self.second(x) if bool(flag[0]) else self.first(x)
+
+    x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 0, 1])
+    batch = [(x, torch.full((4,), rank), y)]
+    message = raised(errors.DataError, lambda: lp.KFAC(Cut(), "classification").fit(batch))
+    assert "rank 1" in message and "second.weight" in message
+    # The group works on.
+    assert KINDS["kfac"](net).fit(shard(rank, 9)).n_data == 14
+
+
+@check
+def other_classes_are_refused(rank: int, folder: Path) -> None:
+    class Own(lp.Posterior):
+        def _fit(self, data: Any) -> None:
+            for _ in self._batches(data, progress=False, description=""):
+                pass
+            self.n_data = 1
+
+        def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+            return self.mean.expand(n, -1)
+
+    assert "distributed=False" in raised(errors.UnsupportedError, lambda: Own(network(), "classification").fit(whole()))
+    assert Own(network(), "classification").fit(whole(), distributed=False).n_data == 1
+
+
+@check
+def execution_order_tells_the_last_layer(rank: int, folder: Path) -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.head, self.body = nn.Linear(5, 3), nn.Linear(16, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x.flatten(1)).tanh())
+
+    net = Backwards().double()
+    for make in (lp.KFAC, lp.Full):
+        ours = make(net, "classification", parameters="last_layer").fit(shard(rank, 14))
+        assert ours.parameter_names == ("head.weight", "head.bias")
+        assert_same(ours, make(net, "classification", parameters="last_layer").fit(whole(), distributed=False))
+
+
+def take_part(rank: int, size: int, folder: Path, names: Sequence[str] = ()) -> None:
+    """Run some checks, or all of them, up to the first that fails on this rank."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    method = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        with warnings.catch_warnings(), (folder / f"{rank}.jsonl").open("w", buffering=1) as file:
+            warnings.simplefilter("error")
+            for name in names or CHECKS:
+                try:
+                    CHECKS[name](rank, folder)
+                    outcome = ""
+                except Exception:
+                    outcome = traceback.format_exc()
+                file.write(json.dumps([name, outcome]) + "\n")
+                if outcome:  # the ranks may be out of step
+                    break
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    take_part(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

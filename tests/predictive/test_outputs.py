@@ -1,0 +1,240 @@
+"""Functional posteriors of all or some outputs against dense ``J Σ Jᵀ``, on every kind of layer, in any chunking."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_reference import jacobian, relative_error
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.stacks import contractions
+from laplace_plus.linalg.stacks import sizes as chunking
+from laplace_plus.predictive import linearized
+from laplace_plus.predictive.linearized import covariance_bytes, functional_samples
+
+EXACT = 1e-10
+CLASSES = 3
+
+
+class Sentences(nn.Module):
+    """Embedding, attention, layer normalisation and a projection that is used twice; outputs for each token."""
+
+    def __init__(self, *, pool: bool):
+        super().__init__()
+        self.pool = pool
+        self.embedding = nn.Embedding(7, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.shared = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        x = self.shared(torch.tanh(self.shared(x)))
+        return self.head(x.mean(1) if self.pool else x)
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)), torch.randn(5, 4)
+
+
+def convolutions():
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 2, groups=4),
+        nn.Conv2d(4, 6, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(6, CLASSES),
+    )
+    return net, torch.randn(4, 2, 5, 5)
+
+
+def pooled():
+    return Sentences(pool=True), torch.randint(0, 7, (4, 5))
+
+
+def tokens():
+    return Sentences(pool=False), torch.randint(0, 7, (3, 4))
+
+
+PROBLEMS = {problem.__name__: problem for problem in (perceptron, convolutions, pooled, tokens)}
+POSTERIORS = {
+    "KFAC": lp.KFAC,
+    "EKFAC": lambda *args, **kwargs: lp.KFAC(*args, eigenvalue_corrected=True, **kwargs),
+    "Diagonal": lp.Diagonal,
+}
+
+
+@pytest.fixture(scope="module", params=[(p, k) for p in PROBLEMS for k in POSTERIORS], ids=lambda pair: "-".join(pair))
+def case(request):
+    """A fitted posterior, inputs, and the mean and dense covariance ``[B·M·C, B·M·C]`` of all outputs."""
+    name, kind = request.param
+    torch.manual_seed(0)
+    net, x = PROBLEMS[name]()
+    net = net.double().eval()
+    x = x.double() if x.is_floating_point() else x
+    with torch.no_grad():
+        shape = net(x).shape
+    posterior = POSTERIORS[kind](net, "classification").fit([(x, torch.randint(0, CLASSES, shape[:-1]))])
+    with sdpa_kernel(SDPBackend.MATH):  # the one that has a batching rule
+        jacobians = jacobian(net, x, list(posterior.parameter_names)).flatten(0, 1)
+    return posterior, x, net(x).detach(), jacobians @ posterior.covariance_matrix() @ jacobians.T
+
+
+def blocks(dense, shape):
+    """The covariance of each position, ``[B, *, C, C]``."""
+    size = shape[-1]
+    n = dense.shape[0] // size
+    return dense.view(n, size, n, size).diagonal(dim1=0, dim2=2).movedim(-1, 0).reshape(*shape, size)
+
+
+def check_all(posterior, x, mean, dense):
+    own = blocks(dense, mean.shape)
+    full = posterior.functional_posterior(x)
+    assert relative_error(full.mean, mean) < EXACT
+    assert relative_error(full.covariance, own) < EXACT
+    variances = posterior.functional_posterior(x, outputs="diagonal").covariance
+    assert relative_error(variances, own.diagonal(dim1=-2, dim2=-1)) < EXACT
+    joint = posterior.functional_posterior(x, joint=True).covariance
+    assert relative_error(joint, dense.view(*mean.shape, *mean.shape)) < EXACT
+    some = posterior.functional_posterior(x, outputs=[2, 0]).covariance
+    assert relative_error(some, own[..., [2, 0], :][..., [2, 0]]) < EXACT
+    best = mean.topk(2).indices
+    chosen = posterior.functional_posterior(x, outputs=best)
+    assert torch.equal(chosen.mean, full.mean.gather(-1, best))
+    rows = own.gather(-2, best[..., None].expand(*best.shape, mean.shape[-1]))
+    assert relative_error(chosen.covariance, rows.gather(-1, best[..., None, :].expand(*best.shape, 2))) < EXACT
+
+
+def test_structured_covariances_are_the_dense_ones(case):
+    check_all(*case)
+
+
+@pytest.mark.parametrize("form", ["stream", "gram"])
+def test_they_are_in_every_form_and_in_tiny_chunks(case, form, monkeypatch):
+    monkeypatch.setattr(contractions, "cheapest", lambda costs: form)
+    monkeypatch.setattr(chunking, "CACHE_BYTES", 1)
+    monkeypatch.setattr(linearized, "_QUICK_BYTES", 1)  # one example and two outputs at a time
+    check_all(*case)
+
+
+def test_chosen_outputs_of_each_example_across_inputs(case):
+    posterior, x, mean, dense = case
+    best = mean.topk(2).indices
+    index = (torch.arange(mean[..., 0].numel())[:, None] * CLASSES + best.reshape(-1, 2)).flatten()
+    joint = posterior.functional_posterior(x, joint=True, outputs=best).covariance
+    assert relative_error(joint, dense[index][:, index].view(*best.shape, *best.shape)) < EXACT
+
+
+def test_less_is_differentiated_when_less_is_asked_for(case, monkeypatch):
+    posterior, x, mean, _ = case
+    counts = []
+    before = linearized.Capture.gradients
+
+    def counted(self, cotangents, **options):
+        counts.append(len(cotangents))
+        return before(self, cotangents, **options)
+
+    monkeypatch.setattr(linearized.Capture, "gradients", counted)
+    posterior.functional_posterior(x, outputs=mean.argmax(-1, keepdim=True))
+    assert sum(counts) == mean[0, ..., 0].numel()  # one direction for each position, not one for each output
+
+
+def perceptron_posterior(**options):
+    torch.manual_seed(1)
+    net, x = perceptron()
+    net, x = net.double(), x.double()
+    return lp.KFAC(net, "classification", **options).fit([(x, torch.randint(0, CLASSES, (len(x),)))]), x
+
+
+@pytest.mark.parametrize("kind", ["KFAC", "Diagonal"])
+@pytest.mark.parametrize("problem", [perceptron, tokens])
+def test_outputs_of_a_linear_head_are_chosen_for_each_example(kind, problem):
+    torch.manual_seed(2)
+    net, x = problem()
+    net, x = net.double().eval(), x.double() if x.is_floating_point() else x
+    mean = net(x).detach()
+    posterior = POSTERIORS[kind](net, "classification", parameters="last_layer")
+    posterior.fit([(x, torch.randint(0, CLASSES, mean.shape[:-1]))])
+    best = mean.topk(2).indices
+    chosen = posterior.functional_posterior(x, outputs=best)
+    assert torch.equal(chosen.mean, mean.gather(-1, best))
+    full = posterior.functional_posterior(x).covariance
+    rows = full.gather(-2, best[..., None].expand(*best.shape, CLASSES))
+    assert relative_error(chosen.covariance, rows.gather(-1, best[..., None, :].expand(*best.shape, 2))) < EXACT
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        torch.zeros(4, 1, dtype=torch.long),
+        torch.zeros(5, 2, 1, dtype=torch.long),
+        torch.full((5, 1), 3),
+        torch.full((5, 1), -4),
+        torch.zeros(5, 0, dtype=torch.long),
+        torch.zeros(5, 1),
+        torch.ones(5, 3, dtype=torch.bool),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(outputs):
+    posterior, x = perceptron_posterior()
+    with pytest.raises(ConfigurationError, match="utputs") as error:
+        posterior.functional_posterior(x, outputs=outputs)
+    assert "below 3" in str(error.value)
+
+
+def test_negative_choices_count_from_the_end():
+    posterior, x = perceptron_posterior()
+    last = posterior.functional_posterior(x, outputs=torch.full((5, 1), -1))
+    assert torch.equal(last.covariance, posterior.functional_posterior(x, outputs=[2]).covariance)
+
+
+def test_gradients_flow_to_the_inputs_of_pieces(monkeypatch):
+    posterior, x = perceptron_posterior()
+
+    def slope():
+        point = x.clone().requires_grad_()
+        posterior.functional_posterior(point, differentiable=True).covariance.sum().backward()
+        return point.grad
+
+    whole = slope()
+    monkeypatch.setattr(linearized, "_QUICK_BYTES", 1)
+    assert relative_error(slope(), whole) < EXACT
+
+
+def test_a_budget_that_holds_no_output_is_named():
+    posterior, x = perceptron_posterior()
+    expected = posterior.functional_posterior(x)
+    small, _ = perceptron_posterior(memory_budget=3000)  # a few examples at a time
+    assert relative_error(small.functional_posterior(x).covariance, expected.covariance) < EXACT
+    posterior.memory_budget = 20
+    with pytest.raises(ConfigurationError, match="memory budget"):
+        posterior.functional_posterior(x)
+
+
+def test_samples_in_function_space_have_the_functional_posterior():
+    posterior, x = perceptron_posterior()
+    generator = torch.Generator().manual_seed(0)
+    n = 1500
+    deviations = posterior.sample(n, generator=generator) - posterior.mean
+    mean, samples = functional_samples(posterior.network, deviations.split(700), x)
+    assert samples.shape == (n, 5, CLASSES)
+    expected = posterior.functional_posterior(x, joint=True)
+    assert relative_error(mean, expected.mean) < EXACT
+    jacobians = jacobian(posterior.network.model, x).flatten(0, 1)
+    assert relative_error(samples - mean, (deviations @ jacobians.T).view_as(samples)) < EXACT
+    flat = (samples - mean).flatten(1)
+    products = flat[:, :, None] * flat[:, None]
+    error = (products.mean(0) - expected.covariance.view(15, 15)).abs()
+    assert bool((error < 5 * products.std(0) / n**0.5).all())
+
+
+def test_what_a_covariance_takes():
+    assert covariance_bytes((64, 1000)) == 2 * 8 * 64 * 1000**2
+    assert covariance_bytes((2, 3), joint=True) == 2 * 8 * 36
