@@ -51,16 +51,20 @@ def sampled(problem: Problem, outputs: Tensor) -> Tensor:
     return (p - nn.functional.one_hot(labels, p.shape[1]).to(p))[None]
 
 
-def backward(problem: Problem, outputs: Tensor, wanted: Sequence[Tensor], directions: Tensor) -> list[Tensor]:
-    """Gradients ``[V, …]`` of the outputs in V directions with respect to some tensors."""
+def chunks(problem: Problem, outputs: Tensor, wanted: Sequence[Tensor], directions: Tensor) -> Iterator[list[Tensor]]:
+    """Gradients of the outputs with respect to some tensors: ``[V, …]`` at once, or ``[1, …]`` V times."""
     if problem.batched and len(directions) > 1:
-        return list(torch.autograd.grad(outputs, wanted, directions, is_grads_batched=True))
+        yield list(torch.autograd.grad(outputs, wanted, directions, is_grads_batched=True))
+        return
     last = len(directions) - 1
-    parts = [
-        torch.autograd.grad(outputs, wanted, direction, retain_graph=number < last)
-        for number, direction in enumerate(directions)
-    ]
-    return [torch.stack(gradient) for gradient in zip(*parts, strict=True)]
+    for number, direction in enumerate(directions):
+        found = torch.autograd.grad(outputs, wanted, direction, retain_graph=number < last)
+        yield [gradient[None] for gradient in found]
+
+
+def backward(problem: Problem, outputs: Tensor, wanted: Sequence[Tensor], directions: Tensor) -> list[Tensor]:
+    """All of them together, ``[V, …]``."""
+    return [torch.cat(parts) for parts in zip(*chunks(problem, outputs, wanted, directions), strict=True)]
 
 
 def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
@@ -134,17 +138,18 @@ def kronecker_factors(problem: Problem, *, monte_carlo: bool) -> list[Factors]:
         with recorded(problem.model) as calls:
             outputs = problem.model(inputs)
         directions = sampled(problem, outputs) if monte_carlo else roots(problem, outputs)
-        gradients = backward(problem, outputs, [output for *_, output in calls], directions)
-        for number, ((module, given, _), gradient) in enumerate(zip(calls, gradients, strict=True)):
+        for number, (module, given, _) in enumerate(calls):
             a = input_rows(module, given).flatten(0, 1)
-            g = gradient_rows(module, gradient).flatten(0, 2)
             if number == len(factors):
-                factors.append(Factors(g.T @ g, a.T @ a, len(a)))
+                width = module.weight.shape[0]
+                factors.append(Factors(a.new_zeros(width, width), a.T @ a, len(a)))
             else:
-                own = factors[number]
+                factors[number].right.addmm_(a.T, a)
+                factors[number].count += len(a)
+        for gradients in chunks(problem, outputs, [output for *_, output in calls], directions):
+            for own, (module, *_), gradient in zip(factors, calls, gradients, strict=True):
+                g = gradient_rows(module, gradient).flatten(0, 2)
                 own.left.addmm_(g.T, g)
-                own.right.addmm_(a.T, a)
-                own.count += len(a)
         del outputs, calls, gradients
     return factors
 
@@ -199,7 +204,8 @@ def directions_to_outputs(problem: Problem, inputs: Tensor) -> None:
     with recorded(problem.model) as calls:
         outputs = problem.model(inputs)
     identity = torch.eye(problem.n_outputs)[:, None].expand(-1, *outputs.shape)
-    backward(problem, outputs, [output for *_, output in calls], identity)
+    for _ in chunks(problem, outputs, [output for *_, output in calls], identity):
+        pass
 
 
 def directions_to_weights(problem: Problem, inputs: Tensor) -> None:

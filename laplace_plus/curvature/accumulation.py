@@ -1,13 +1,16 @@
 """Adding up a batch's curvature, a chunk of directions at a time, into the sums of all data.
 
 Sums are updated in place. The inputs of a Kronecker factor are the same for every chunk of directions, so they enter
-with the first one.
+with the first one. Only where an attention mask hides tokens do they enter with the last one, when it is known that no
+direction reaches the masked positions: the inputs at these are then left out, of ``Σ a aᵀ`` and of its count (or of
+the mean over positions, where positions are summed first).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +28,7 @@ from laplace_plus.curvature.structures import (
     Structure,
     used_differently,
 )
+from laplace_plus.curvature.token_masks import Padding, has_tokens, token_mask
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg import (
     Block,
@@ -155,6 +159,21 @@ class FullAccumulation(Accumulation):
 class KroneckerAccumulation(Accumulation):
     """For :class:`KroneckerStructure`."""
 
+    def __init__(
+        self, gradients: Gradients, structure: Structure, n_components: int, used: Tensor, total: Curvature | None
+    ):
+        super().__init__(gradients, structure, n_components, used, total)
+        capture = gradients.capture
+        self._tokens = None if capture.pointwise else token_mask(capture.inputs, capture.n_examples)
+        self._waiting: dict[str, _Inputs] = {}
+
+    @override
+    def finish(self) -> Curvature:
+        for inputs in self._waiting.values():
+            self._add_right(inputs.block, inputs.stack, inputs.layout, inputs.padding.kept())
+        self._waiting.clear()
+        return super().finish()
+
     @override
     def add(self, cotangents: Tensor, components: Tensor) -> None:
         assert isinstance(self.structure, KroneckerStructure)
@@ -187,8 +206,7 @@ class KroneckerAccumulation(Accumulation):
         block.changed()
         for total, part in zip(block.left_sums, self.parts(stack, components), strict=True):
             _add_left(total, part, weight_sharing)
-        if is_new:
-            block.count = block.count + self._add_right(block, stack, weight_sharing, layout)
+        self._add_inputs(block, stack, layout, is_new)
 
     def _keeps_diagonal(self, layout: Layout) -> bool:
         """Whether this is the last layer, and so wide that its output factor is kept as a diagonal."""
@@ -213,39 +231,88 @@ class KroneckerAccumulation(Accumulation):
                 left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, 1, o]
                 left = left.sum(2, keepdim=True) if weight_sharing == "reduce" else left
                 block.left[number] += left.to(block.left.dtype).square().sum((0, 1, 2))
-        if is_new:
-            block.count = block.count + self._add_right(block, stack, weight_sharing, layout)
+        self._add_inputs(block, stack, layout, is_new)
+
+    def _add_inputs(
+        self, block: KroneckerBlock | DiagonalOutputBlock, stack: OuterStack | OneHotStack, layout: Layout, is_new: bool
+    ) -> None:
+        """Add the inputs with the first directions, or, where tokens are masked, keep them for :meth:`finish`."""
+        if is_new and (self._tokens is None or not self._has_tokens(layout, stack)):
+            self._add_right(block, stack, layout)
+        elif is_new:
+            assert self._tokens is not None
+            self._waiting[layout.key] = _Inputs(block, _without_left(stack), layout, Padding(self._tokens, stack))
+        if layout.key in self._waiting:
+            self._waiting[layout.key].padding.note(stack)
+
+    def _has_tokens(self, layout: Layout, stack: OuterStack | OneHotStack) -> bool:
+        assert self._tokens is not None
+        n_positions = stack.index.shape[1] if isinstance(stack, OneHotStack) else stack.n_positions
+        return has_tokens(layout, self.gradients.capture.calls, n_positions, self._tokens.shape[1])
 
     def _add_right(
         self,
         block: KroneckerBlock | DiagonalOutputBlock,
         stack: OuterStack | OneHotStack,
-        weight_sharing: str,
         layout: Layout,
-    ) -> int:
-        """Add ``Σ a aᵀ`` over the rows of used examples; returns their number."""
+        kept: Tensor | None = None,
+    ) -> None:
+        """Add ``Σ a aᵀ`` and its count, over all positions of used examples, or over those ``kept [B, S]``."""
+        assert isinstance(self.structure, KroneckerStructure)
+        expand = self.structure.weight_sharing == "expand"
         if isinstance(stack, OneHotStack):
             assert isinstance(block.right_sum, Tensor)
-            index = _checked(stack, weight_sharing, layout)[self.used]
+            index = _checked(stack, self.structure.weight_sharing, layout)
+            index = index[self.used] if kept is None else index[kept & self.used[:, None]]
             block.right_sum += torch.bincount(index.flatten(), minlength=stack.n_columns).to(block.right_sum)
-            return index.numel()
+            block.count = block.count + index.numel()
+            return
         total = block.right_sum
         assert isinstance(total, FactorSum)
         groups, width = stack.right_shape
-        expand = weight_sharing == "expand"
         every = bool(self.used.all())
         for examples in slices(stack.n_examples, stack.n_positions * groups * width * 4):
             raw = stack.raw_right[examples] if every else stack.raw_right[examples][self.used[examples]]
+            own = None if kept is None else kept[examples][self.used[examples]]
             direct = stack.add_right_products
-            if expand and direct is not None and len(raw) * stack.n_positions >= width:
+            if expand and own is None and direct is not None and len(raw) * stack.n_positions >= width:
                 total.add_products(partial(direct, raw))
                 continue
             right = stack.expand_right(raw)  # [b, S, G, i]
-            if expand:
-                total.add_rows(right.flatten(0, 1).movedim(1, 0))
+            if own is not None:
+                right = right[own] if expand else _means(right, own, total.dtype)
             else:
-                total.add_rows(right.mean(1, dtype=total.dtype).movedim(1, 0))
-        return int(self.used.sum()) * (stack.n_positions if expand else 1)
+                right = right.flatten(0, 1) if expand else right.mean(1, dtype=total.dtype)
+            total.add_rows(right.movedim(1, 0))
+        if kept is None:
+            block.count = block.count + int(self.used.sum()) * (stack.n_positions if expand else 1)
+        else:
+            own = kept[self.used]
+            block.count = block.count + int(own.sum() if expand else own.any(1).sum())
+
+
+@dataclass
+class _Inputs:
+    """A layer's inputs, to be added when it is known which of them are padding."""
+
+    block: KroneckerBlock | DiagonalOutputBlock
+    stack: OuterStack | OneHotStack
+    layout: Layout
+    padding: Padding
+
+
+def _without_left(stack: OuterStack | OneHotStack) -> OuterStack | OneHotStack:
+    """The stack in no direction, which holds on to its right side alone."""
+    if isinstance(stack, OneHotStack):
+        return replace(stack, left=stack.left.new_empty(0, *stack.left.shape[1:]))
+    return replace(stack, raw_left=stack.raw_left.new_empty(0, *stack.raw_left.shape[1:]))
+
+
+def _means(right: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Means ``[n, G, i]`` of rows ``[b, S, G, i]`` over the ``kept [b, S]`` positions of the examples that have any."""
+    sums = right.masked_fill(~kept[:, :, None, None], 0).sum(1, dtype=dtype)
+    counts = kept.sum(1)[:, None, None]
+    return (sums / counts.clamp(min=1))[kept.any(1)]
 
 
 def _add_left(total: FactorSum, stack: Stack, weight_sharing: str) -> None:

@@ -1,0 +1,136 @@
+"""Batches cut into pieces by the memory budget: the same numbers in any pieces, and errors where nothing fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus._memory import budget, memory_budget, parse_bytes
+from laplace_plus.batches import Batch, can_be_cut, cut
+from laplace_plus.curvature.pieces import gradient_pieces
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.network import Network
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(16, 3)).double().eval()
+
+
+def data(n: int = 20) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 8, 8, dtype=torch.float64, generator=generator)
+    return [(x, torch.randint(3, (n,), generator=generator))]
+
+
+CASES = {
+    "KFAC": (lp.KFAC, {}),
+    "EKFAC": (lp.KFAC, {"eigenvalue_corrected": True}),
+    "diagonal": (lp.Diagonal, {}),
+    "full head": (lp.Full, {"parameters": "last_layer"}),
+    "empirical": (lp.KFAC, {"backend": lp.Native("empirical_fisher")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("allowed", ["200 KiB", "24 KiB"])
+def test_the_budget_does_not_change_the_result(case: str, allowed: str) -> None:
+    cls, options = CASES[case]
+    model, batches = convolutional(), data()
+    whole = cls(model, "classification", **options).fit(batches)
+    pieces = cls(model, "classification", memory_budget=allowed, **options).fit(batches)
+    scale = whole.precision_matrix().abs().max()
+    torch.testing.assert_close(pieces.precision_matrix(), whole.precision_matrix(), rtol=0, atol=1e-12 * float(scale))
+    assert pieces.n_data == whole.n_data == 20
+    for outputs in (None, "diagonal", [0, 2]):
+        ours = pieces.functional_posterior(batches[0][0], outputs=outputs)
+        theirs = whole.functional_posterior(batches[0][0], outputs=outputs)
+        torch.testing.assert_close(ours.covariance, theirs.covariance, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        pieces.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_smaller_budgets_make_more_pieces() -> None:
+    model, (batch,) = convolutional(), data()
+
+    def sizes(allowed: int) -> list[int]:
+        network = Network(model, "all", lambda outputs: outputs)
+        with memory_budget(allowed):
+            return [piece.target.shape[0] for piece, _ in gradient_pieces(network, Batch(*batch))]
+
+    assert sizes(2**30) == [20]
+    assert sum(sizes(2**16)) == 20
+    assert len(sizes(2**14)) > len(sizes(2**16)) > 1
+    assert max(sizes(2**14)) < max(sizes(2**16))
+
+
+def test_a_budget_too_small_for_one_example_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"one example and one output direction.*memory_budget"):
+        lp.KFAC(convolutional(), "classification", memory_budget="2 KiB").fit(data())
+
+
+def test_a_budget_too_small_for_a_prediction_is_named() -> None:
+    posterior = lp.KFAC(convolutional(), "classification").fit(data())
+    posterior.memory_budget = 512
+    with pytest.raises(ConfigurationError, match="memory_budget"):
+        posterior.predictive(data()[0][0])
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "much", "3 parsecs", ""])
+def test_no_budget(value: object) -> None:
+    with pytest.raises(ConfigurationError, match="memory budget"):
+        lp.KFAC(convolutional(), "classification", memory_budget=value)
+
+
+def test_budgets_are_nested_and_put_back() -> None:
+    with memory_budget(1000):
+        with memory_budget(parse_bytes("2 kB")):
+            assert budget() == 2048
+        assert budget() == 1000
+    assert budget() > 2**20  # a quarter of what is free
+
+
+class Centred(nn.Module):
+    """Subtracts the batch's mean: an example's output depends on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x - x.mean(0))
+
+
+class Fixed(nn.Module):
+    """Takes batches of six only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.view(6, 4))
+
+
+@pytest.mark.parametrize("kind", [Centred, Fixed])
+def test_batches_that_belong_together_stay_together(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), nn.Tanh(), nn.Linear(3, 2)).double()
+    network = Network(model, "all", lambda outputs: outputs)
+    batch = Batch(torch.randn(6, 4, dtype=torch.float64), torch.zeros(6, dtype=torch.long))
+    with memory_budget(400):
+        assert [piece.target.shape[0] for piece, _ in gradient_pieces(network, batch)] == [6]
+
+
+def test_what_can_be_cut() -> None:
+    tokens, mask, target = torch.zeros(4, 7), torch.ones(4, 7), torch.arange(4)
+    assert can_be_cut({"tokens": tokens, "mask": mask}, 4)
+    assert not can_be_cut({"tokens": tokens, "scale": torch.tensor(2.0)}, 4)
+    assert not can_be_cut({"tokens": tokens.T, "mask": mask}, 4)
+    piece = cut(Batch({"tokens": tokens, "mask": mask}, target), slice(1, 3))
+    assert piece.inputs["mask"].shape == (2, 7)
+    assert piece.target.tolist() == [1, 2]
