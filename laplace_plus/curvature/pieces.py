@@ -17,7 +17,7 @@ from laplace_plus.network import Network
 _FEW = 2
 """Number of examples that tell what one of them takes, and where examples lie in each call."""
 
-_QUICK_BYTES = 96 * 2**20
+_QUICK_BYTES = 128 * 2**20
 """On a CPU, larger graphs are not quicker: they only leave the caches for longer."""
 
 

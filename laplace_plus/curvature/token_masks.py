@@ -36,9 +36,7 @@ def has_tokens(layout: Layout, calls: Sequence[Call], n_positions: int, n_tokens
     """Whether a block's positions are those of the tokens, once for each use of its weight."""
     uses = Counter(call.rows for call in calls)
     names = set(layout.names)
-    return any(
-        n_positions == count * n_tokens for rows, count in uses.items() if {part.name for part in rows} == names
-    )
+    return any(n_positions == count * n_tokens for rows, count in uses.items() if {part.name for part in rows} == names)
 
 
 class Padding:

@@ -36,6 +36,7 @@ from laplace_plus.linalg.factor import Factor, not_positive_definite
 from laplace_plus.linalg.factor_sums import symmetric_eigen
 from laplace_plus.linalg.head_inverses import inverse_by_blocks, log_determinant_of
 from laplace_plus.linalg.head_stack import HeadStack
+from laplace_plus.linalg.head_variances import HeadVariances
 from laplace_plus.linalg.stacks import OuterStack, Stack
 
 CACHE_BYTES = 8 * 2**20
@@ -136,6 +137,8 @@ class HeadFactor(Factor):
         self.dtype = self._sufficient() if dtype is None else dtype
         self.derivatives = derivatives
         self._kept: list[_Inverses] | None = None
+        self._variances: HeadVariances | None = None
+        self._n_asked = 0
 
     # -- the matrices of each class ------------------------------------------------------------------------------------
 
@@ -246,17 +249,23 @@ class HeadFactor(Factor):
         return clamp_rounding(values), vectors
 
     @cached_property
-    def _whitener(self) -> Tensor | None:
-        """``R [N, N]`` with ``R Rᵀ = K⁻¹``; None without ``p pᵀ``."""
+    def _exact_whitener(self) -> Tensor | None:
+        """``R [N, N]`` with ``R Rᵀ = K⁻¹``, float64 and mostly upper triangular; None without ``p pᵀ``."""
         if not self.rows.coupled:
             return None
         lower, failed = torch.linalg.cholesky_ex(self._totals.matrices)
         if not failed:
             identity = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
-            return torch.linalg.solve_triangular(lower, identity, upper=False).mT.to(self.dtype)
+            return torch.linalg.solve_triangular(lower, identity, upper=False).mT
         values, vectors = self._spectrum
         kept = torch.where(values > 0, values, torch.inf)
-        return (vectors * (self.weight * kept).rsqrt()).to(self.dtype)
+        return vectors * (self.weight * kept).rsqrt()
+
+    @cached_property
+    def _whitener(self) -> Tensor | None:
+        """R in the type that inverses are computed in."""
+        white = self._exact_whitener
+        return None if white is None else white.to(self.dtype)
 
     # -- determinants --------------------------------------------------------------------------------------------------
 
@@ -304,6 +313,10 @@ class HeadFactor(Factor):
     def _of_outputs(self, features: Tensor, outputs: Tensor, mode: str) -> Tensor:
         """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
         features = features.to(self.dtype)
+        if mode == "diagonal" and self._is_every(outputs):
+            forms = self._forms(len(features))
+            if forms is not None:
+                return forms(features)
         own, shared = [], []
         for inverse, columns in self._chosen(outputs):
             quadratic, pulled = self._pull(features, outputs[columns], inverse, joint=mode == "joint")
@@ -325,11 +338,29 @@ class HeadFactor(Factor):
             result = result + white @ white.mT
         return result
 
+    def _is_every(self, outputs: Tensor) -> bool:
+        """Whether all outputs are chosen, in their order."""
+        return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
+
+    def _forms(self, n_examples: int) -> HeadVariances | None:
+        """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off."""
+        if self._variances is None and not self.diagonal.ndim:
+            self._n_asked += n_examples
+            size = HeadVariances.n_bytes(self.n_outputs, self.n_rows, self.dtype)
+            if 4 * self._n_asked >= self.n_rows and size <= _memory.budget(self._features.device) // 2:
+                self._variances = self._prepare_variances()
+        return self._variances
+
+    def _prepare_variances(self) -> HeadVariances:
+        white = self._exact_whitener
+        inverses = ((part.classes, part.matrices) for part in self.inverses())
+        rows = self.rows
+        return HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, inverses, white, self.dtype)
+
     def _chosen(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """``E_c [v, N, N]`` of chosen outputs, some at a time and in their order, with their places in ``outputs``."""
-        every = len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
         _ = self._whitener  # if the matrices are kept, they are from now on
-        if every:
+        if self._is_every(outputs):
             for part in self.inverses():
                 yield part.matrices, part.classes
             return

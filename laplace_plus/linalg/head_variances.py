@@ -1,0 +1,128 @@
+"""The variances of all outputs of a linear head, prepared so that a batch of inputs costs one matrix product.
+
+In the notation of :mod:`laplace_plus.linalg.heads`, with one precision δ for all weights,
+
+    φᵀ [(H + δ)⁻¹]_cc φ = φᵀφ/δ − k_φᵀ M_c k_φ,   M_c = E_c − E_c K⁻¹ E_c,   k_φ = Φ φ / δ.
+
+Features usually have much in common (a mean, a bias), which the data determine a thousand times as well as the prior
+does. What is taken away is then nearly all there is, and the difference mostly rounding. So the leading eigenvectors U
+of ``G = Φ Φᵀ/δ = U Λ Uᵀ + …`` are treated by themselves: ``φ = δ^½ V a + φ'`` with ``V = Φᵀ U (δ Λ)^-½`` and
+``φ' ⟂ V``, for which ``k_φ = U Λ^½ a + k'``, and
+
+    φᵀ [(H + δ)⁻¹]_cc φ = φ'ᵀφ'/δ + aᵀ (I − Λ^½ Uᵀ M_c U Λ^½) a − 2 (Λ^½ a)ᵀ (M_c U)ᵀ k' − k'ᵀ M_c k'.
+
+``E_c U`` takes one step of iterative refinement (Golub and Van Loan, 2013, section 3.5.3) with residuals in float64, so
+that the matrix in the middle, which is small, is computed to its own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from laplace_plus.linalg.factor_sums import symmetric_eigen
+from laplace_plus.linalg.head_forms import QuadraticForms
+
+STRONG = 4.0
+"""Directions that the data of an output determine so many times as well as the prior are treated by themselves."""
+
+MOST_STRONG = 16
+"""But no more than so many."""
+
+COLUMNS = 64
+"""Products with a triangular matrix are taken so many columns at a time, without the zeros below."""
+
+
+class HeadVariances:
+    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c.
+
+    Args:
+        features: ``Φ [N, i]``.
+        scales: ``p [N, C]``.
+        weight: w, 0-d float64.
+        precision: δ, 0-d float64.
+        inverses: Slices of classes and their ``E_c [c, N, N]``.
+        white: ``R [N, N]`` with ``R Rᵀ = K⁻¹``, float64; None without ``p pᵀ``.
+        dtype: The type of what is prepared.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        scales: Tensor,
+        weight: Tensor,
+        precision: Tensor,
+        inverses: Iterable[tuple[slice, Tensor]],
+        white: Tensor | None,
+        dtype: torch.dtype,
+    ):
+        self._precision = precision
+        features = features.double()
+        gram = features @ features.T / precision
+        values, vectors = symmetric_eigen(gram)
+        strong = values[-MOST_STRONG:] * weight * scales.max() > STRONG
+        values, vectors = values[-MOST_STRONG:][strong], vectors[:, -MOST_STRONG:][:, strong]
+        self._values = values
+        self._directions = features.T @ vectors * (precision * values).rsqrt()  # V [i, t]
+        self._features = self._without(features).to(dtype)
+        self._forms = QuadraticForms(scales.shape[1], len(features), len(values), self._features)
+        identity = torch.eye(len(values), dtype=values.dtype, device=values.device)
+        triangular = white is not None and not bool(white.tril(-1).any())
+        root = None if white is None else white.to(dtype)
+        for classes, inverse in inverses:
+            columns = _refined(inverse, gram, weight * scales[:, classes].double().T[:, :, None], vectors)
+            leading, across = vectors.mT @ columns, columns
+            if white is not None:
+                half = white.mT @ columns  # [c, N, t]
+                leading = leading - half.mT @ half
+                mixed = white @ half
+                known = vectors.mT @ mixed
+                rest = mixed - vectors @ known
+                across = columns - columns @ known - (inverse @ rest.to(dtype)).double()
+            leading = leading * values.sqrt() * values.sqrt()[:, None] - identity
+            across = across * values.sqrt()
+            taken = None if root is None else _times(inverse, root, triangular=triangular)
+            self._forms.put(classes, leading.to(dtype), across.to(dtype), inverse, taken)
+
+    @staticmethod
+    def n_bytes(n_outputs: int, n_rows: int, dtype: torch.dtype) -> int:
+        """The most memory that is kept."""
+        return n_outputs * QuadraticForms.width(n_rows, min(n_rows, MOST_STRONG)) * (torch.finfo(dtype).bits // 8)
+
+    def _without(self, features: Tensor) -> Tensor:
+        return features - (features @ self._directions) @ self._directions.T
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Variances at features ``[B, i]``, ``[B, C]``."""
+        exact = features.double()
+        leading = exact @ self._directions * self._precision.rsqrt()
+        rest = self._without(exact)
+        own = rest.square().sum(1) / self._precision
+        weak = (rest / self._precision).to(self._features) @ self._features.T
+        taken = self._forms(leading.to(weak), weak)
+        return taken.neg_().add_(own.to(weak)[:, None]).clamp_(min=0)
+
+
+def _refined(inverse: Tensor, gram: Tensor, scales: Tensor, vectors: Tensor) -> Tensor:
+    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with one step of refinement; ``[c, N, t]``, float64.
+
+    Of a residual ``r = P_c (U − G y) − y`` the correction is ``(G + P_c⁻¹)⁻¹ P_c⁻¹ r = (I − E_c G) r``, which needs no
+    inverse of a probability that may be zero.
+    """
+    first = (inverse @ vectors.to(inverse)).double()
+    residual = scales * (vectors - gram @ first) - first
+    return first + residual - (inverse @ (gram @ residual).to(inverse)).double()
+
+
+def _times(matrices: Tensor, right: Tensor, *, triangular: bool) -> Tensor:
+    """``[c, n, n] @ [n, n]``, where the right one may be upper triangular."""
+    flat = matrices.flatten(0, 1)
+    if not triangular:
+        return (flat @ right).view_as(matrices)
+    result = torch.empty_like(flat)
+    for start in range(0, len(right), COLUMNS):
+        stop = min(start + COLUMNS, len(right))
+        result[:, start:stop] = flat[:, :stop] @ right[:stop, start:stop]
+    return result.view_as(matrices)
