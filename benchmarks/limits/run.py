@@ -29,6 +29,8 @@ from measuring import reason
 from report import line, markdown
 from tasks import Row, run
 
+import laplace_plus as lp
+
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "laplace-torch", "backpack-for-pytorch", "curvlinops-for-pytorch")
 NAMES = (*CASES, "growth")
 
@@ -58,10 +60,20 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def warm_up() -> None:
+    """Load what torch, SciPy and the package only load once they are used; it is not what a call takes."""
+    data = [(torch.randn(80, 70), torch.randint(3, (80,)))]
+    model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.ReLU(), torch.nn.Linear(70, 3))
+    for kind in (lp.KFAC, lp.Diagonal):
+        kind(model, "classification").fit(data).fit_prior_precision().predictive(data[0][0])
+        kind(model, "classification", backend=lp.Native("ggn_mc")).fit(data).sample(2)
+
+
 def worker(case: str, model: str, arguments: argparse.Namespace) -> None:
     """Measure one case and print its rows as JSON."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (int(arguments.memory * 1e9),) * 2)
+    warm_up()
     try:
         for row in _measured(case, model, arguments):
             print(json.dumps(rounded(row), ensure_ascii=False), flush=True)  # noqa: T201

@@ -70,7 +70,7 @@ class QuadraticForms:
         t = self.n_leading
         start = t * (self.n + t)
         both = torch.cat([leading, 2 * vectors], 1)
-        torch.mul(both[:, :, None], leading[:, None], out=products[:, :start].view(len(vectors), -1, t))
+        torch.mul(both[:, :, None], leading[:, None], out=products[:, :start].view(len(vectors), t + self.n, t))
         for rows, columns in self.squares:
             shape = (len(vectors), rows.stop - rows.start, columns.stop - columns.start)
             stop = start + shape[1] * shape[2]

@@ -72,17 +72,17 @@ class HeadVariances:
         triangular = white is not None and not bool(white.tril(-1).any())
         root = None if white is None else white.to(dtype)
         for classes, inverse in inverses:
-            columns = _refined(inverse, gram, weight * scales[:, classes].double().T[:, :, None], vectors)
-            leading, across = vectors.mT @ columns, columns
+            columns = _refined(inverse, gram, weight * scales[:, classes].double(), vectors)  # E_c U, [N, c, t]
+            leading, across = _product(vectors.T, columns).transpose(0, 1), columns
             if white is not None:
-                half = white.mT @ columns  # [c, N, t]
-                leading = leading - half.mT @ half
-                mixed = white @ half
-                known = vectors.mT @ mixed
-                rest = mixed - vectors @ known
-                across = columns - columns @ known - (inverse @ rest.to(dtype)).double()
+                half = _product(white.T, columns)
+                leading = leading - torch.einsum("nct,ncs->cts", half, half)
+                mixed = _product(white, half)  # K⁻¹ E_c U
+                known = _product(vectors.T, mixed)  # [t, c, t]
+                rest = mixed - _product(vectors, known)
+                across = columns - torch.einsum("ncs,sct->nct", columns, known) - _each(inverse, rest)
             leading = leading * values.sqrt() * values.sqrt()[:, None] - identity
-            across = across * values.sqrt()
+            across = (across * values.sqrt()).transpose(0, 1)  # [c, N, t]
             taken = None if root is None else _times(inverse, root, triangular=triangular)
             self._forms.put(classes, leading.to(dtype), across.to(dtype), inverse, taken)
 
@@ -105,15 +105,25 @@ class HeadVariances:
         return taken.neg_().add_(own.to(weak)[:, None]).clamp_(min=0)
 
 
+def _product(matrix: Tensor, columns: Tensor) -> Tensor:
+    """``[m, n]`` times columns ``[n, c, t]`` of all classes in one product."""
+    return (matrix @ columns.flatten(1)).unflatten(1, columns.shape[1:])
+
+
+def _each(matrices: Tensor, columns: Tensor) -> Tensor:
+    """Matrices ``[c, n, n]`` times columns ``[n, c, t]`` of their own, in the matrices' type; float64."""
+    return (matrices @ columns.transpose(0, 1).to(matrices)).transpose(0, 1).double()
+
+
 def _refined(inverse: Tensor, gram: Tensor, scales: Tensor, vectors: Tensor) -> Tensor:
-    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with one step of refinement; ``[c, N, t]``, float64.
+    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with one step of refinement; ``[N, c, t]``, float64.
 
     Of a residual ``r = P_c (U − G y) − y`` the correction is ``(G + P_c⁻¹)⁻¹ P_c⁻¹ r = (I − E_c G) r``, which needs no
     inverse of a probability that may be zero.
     """
-    first = (inverse @ vectors.to(inverse)).double()
-    residual = scales * (vectors - gram @ first) - first
-    return first + residual - (inverse @ (gram @ residual).to(inverse)).double()
+    first = (inverse @ vectors.to(inverse)).transpose(0, 1).double()
+    residual = scales[:, :, None] * (vectors[:, None] - _product(gram, first)) - first
+    return first + residual - _each(inverse, _product(gram, residual))
 
 
 def _times(matrices: Tensor, right: Tensor, *, triangular: bool) -> Tensor:

@@ -39,7 +39,7 @@ from laplace_plus.linalg.head_stack import HeadStack
 from laplace_plus.linalg.head_variances import HeadVariances
 from laplace_plus.linalg.stacks import OuterStack, Stack
 
-CACHE_BYTES = 8 * 2**20
+CACHE_BYTES = 2 * 2**20
 """N × N matrices are worked on so many bytes at a time, which stay in a processor's caches."""
 
 SINGLE_CONDITION = 2e3
@@ -177,6 +177,22 @@ class HeadFactor(Factor):
         shifted.diagonal(dim1=-2, dim2=-1).add_(1)
         return shifted, root
 
+    def _unscaled(self, classes: slice) -> tuple[Tensor, Tensor]:
+        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, float64.
+
+        Probabilities that are zero, or nearly, are raised to where ``w p_nc φ_nᵀ D_c⁻¹ φ_n`` is the square of the
+        type's rounding error ε. All of them together change ``w H + D`` by less than N ε² times itself.
+        """
+        gram = self._gram
+        if gram is None:
+            gram = self._scaled(classes) @ self._features.T
+        own = gram.diagonal(dim1=-2, dim2=-1).double()
+        least = torch.finfo(self.dtype).eps ** 2 / torch.where(own > 0, own, 1.0)
+        scales = torch.maximum(self.weight * self.rows.scales[:, classes].double().T, least)
+        matrices = gram.repeat(len(scales) // len(gram), 1, 1)
+        matrices.diagonal(dim1=-2, dim2=-1).add_(scales.reciprocal())
+        return matrices, scales
+
     def _lower(self, shifted: Tensor) -> Tensor:
         """A root L of ``I + S_c = L Lᵀ``: triangular, unless rounding has made S_c indefinite."""
         lower, failed = torch.linalg.cholesky_ex(shifted)
@@ -195,23 +211,25 @@ class HeadFactor(Factor):
     def _slices(self) -> Iterator[slice]:
         item = torch.finfo(self.dtype).bits // 8
         ceiling = min(CACHE_BYTES, _memory.budget(self._features.device) // 8)
-        step = max(1, ceiling // (item * self.n_rows * max(self.n_rows, self.n_features)))
+        width = max(self.n_rows, self.n_features) if self.diagonal.ndim else self.n_rows
+        step = max(1, ceiling // (item * self.n_rows * width))
         for start in range(0, self.n_outputs, step):
             yield slice(start, min(start + step, self.n_outputs))
 
     def _invert(self, classes: slice) -> _Inverses:
-        shifted, root = self._shifted(classes)
-        inverse, log_determinant, failed = inverse_by_blocks(shifted)
+        # G_c + (w P_c)⁻¹ is I + S_c but for a scaling of rows and columns, of which rounding knows nothing.
+        matrices, scales = self._unscaled(classes)
+        inverse, log_determinant, failed = inverse_by_blocks(matrices)
+        log_determinant += scales.log().sum()
         if failed:
+            shifted, root = self._shifted(classes)
             lower = self._lower(shifted)
-            inverse, log_determinant = torch.cholesky_inverse(lower), log_determinant_of(lower)
-        trace = inverse.diagonal(dim1=-2, dim2=-1).sum(dtype=torch.float64)
-        inverse *= root
+            inverse, log_determinant = torch.cholesky_inverse(lower) * root * root.mT, log_determinant_of(lower)
+        trace = (inverse.diagonal(dim1=-2, dim2=-1) / scales).sum()
         squares = None
         if self.derivatives:
-            flat = inverse.transpose(0, 1).flatten(1)  # [N, c·N]
+            flat = (inverse * scales.rsqrt().to(self.dtype)[:, None]).transpose(0, 1).flatten(1)  # P_c^½ T_c, [N, c·N]
             squares = flat @ flat.T
-        inverse *= root.mT
         return _Inverses(classes, inverse, log_determinant, trace, squares)
 
     def inverses(self) -> Iterator[_Inverses]:

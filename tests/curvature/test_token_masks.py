@@ -122,7 +122,7 @@ def by_hooks(model: nn.Module, inputs: list[dict[str, Tensor]], sharing: str) ->
     for one in inputs:
         seen = defaultdict(list)
         handles = [
-            module.register_forward_hook(lambda m, x, y, name=name: seen[name].append((x[0][0], y)))
+            module.register_forward_hook(lambda m, x, y, uses=seen[name]: uses.append((x[0][0], y)))
             for name, module in model.named_modules()
             if name in found
         ]
