@@ -201,14 +201,18 @@ class ConvolutionCall(Call):
             extent = (self.kernel[d] - 1) * self.dilation[d] + 1
             value = value.unfold(2 + d, extent, self.stride[d])[..., :: self.dilation[d]]
         value = value.unflatten(1, (self.groups, -1))  # [br, G, C/G, *out, *k]
-        value = value.movedim((1, 2), (1 + dimensions, 2 + dimensions))  # [br, *out, G, C/G, *k]
+        kernel_axes = tuple(range(3 + dimensions, 3 + 2 * dimensions))
+        value = value.movedim(kernel_axes, tuple(range(3, 3 + dimensions)))  # [br, G, C/G, *k, *out]
+        lead, width, out = value.shape[:2], value.shape[2 : 3 + dimensions].numel(), value.shape[3 + dimensions :]
         if self.weight is None:
-            return self._columns(value.flatten(1, dimensions).flatten(3)).unflatten(0, (n, -1)).flatten(1, 2)
-        # Written once, into an array of ones: the bias's column is what is left of it.
-        lead, width = value.shape[: 2 + dimensions], value.shape[2 + dimensions :].numel()
-        rows = value.new_ones(*lead, width + (self.bias is not None))
-        rows[..., :width].unflatten(-1, value.shape[2 + dimensions :]).copy_(value)
-        return rows.flatten(1, dimensions).unflatten(0, (n, -1)).flatten(1, 2)
+            columns = value.new_ones(*lead, 1, *out)
+        else:
+            # Position by position in memory, as the input has them: rows would be gathered entry by entry.
+            columns = value.new_empty(*lead, width + (self.bias is not None), *out)
+            columns[:, :, :width].unflatten(2, value.shape[2 : 3 + dimensions]).copy_(value)
+            columns[:, :, width:] = 1  # the bias's input
+        rows = columns.flatten(3).movedim(3, 1)  # [br, S, G, i]
+        return rows.unflatten(0, (n, -1)).flatten(1, 2)
 
     def _positions(self, gradient: Tensor) -> Tensor:
         """Output gradients ``[V, b, r, O, *out]`` as rows ``[V, b, r·S, G, O/G]``."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,8 +27,23 @@ from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import Call, ParameterRows
 from laplace_plus.curvature.rules import RULES
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import layer_of
+
+_KEPT_BYTES = 32 * 2**20 - 2**16
+"""Blocks of up to so many bytes are used again rather than given back to the system; the most that glibc allows."""
+
+
+@cache
+def _keep_pages() -> None:
+    """Have the C library keep the memory of one batch's gradients for those of the next one.
+
+    Where it is given back, each batch has the system clear thousands of pages anew, which took up to a third of the
+    time of a small convolutional network's backward passes. glibc raises its threshold to the largest block that was
+    ever released, so releasing one that nothing was written to is enough, and takes no memory.
+    """
+    torch.empty(_KEPT_BYTES, dtype=torch.uint8)
 
 
 @dataclass
@@ -154,6 +170,26 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+_NO_DERIVATIVE = "an autograd kernel was not registered"
+
+
+@contextmanager
+def _no_derivative_refused() -> Iterator[None]:
+    """Name operations that torch warns of and takes for constants: what lies before them would seem not to matter."""
+    try:
+        yield
+    except UserWarning as warning:
+        operation, found, _ = str(warning).partition(f": {_NO_DERIVATIVE}")
+        if not found:
+            raise
+        raise UnsupportedError(
+            f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
+            expected="operations with derivatives behind every selected parameter",
+            got=f"{operation!r} behind some of them",
+            fix='Select only parameters behind it, such as parameters="last_layer".',
+        ) from warning
+
+
 class Capture:
     """One forward pass of a batch, and the gradients to be had from it.
 
@@ -214,9 +250,13 @@ class Capture:
 
         Returns:
             One ``[V, *output shape]`` for each call; zeros where the output does not depend on it.
+
+        Raises:
+            UnsupportedError: An operation on the way has no derivative, and would pass on zeros.
         """
         if not self._recorded:
             return []
+        _keep_pages()
         if self.pointwise:
             only = self._recorded[0]
             positions = cotangents.unflatten(1, self.output_shape[:-1])
@@ -224,10 +264,11 @@ class Capture:
         cotangents = cotangents.to(self.graph_outputs.dtype)
         if not self.graph_outputs.requires_grad:
             return [self._zeros(r, len(cotangents)) for r in self._recorded]
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_derivative_refused():
             # Neither operations that torch loops over by itself nor a user's own hooks are news to the user.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
             if batched and len(cotangents) > 1 and not self.differentiable:
                 with suppress(RuntimeError):  # no batching rule; the loop raises what is really wrong
                     return self._backward(cotangents, is_grads_batched=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.accumulation import ACCUMULATIONS, by_component
+from laplace_plus.curvature.accumulation import ACCUMULATIONS
 from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import Gradients
@@ -112,9 +112,7 @@ class Native(Backend):
                 for layout, stack in gradients.stacks(cotangents):
                     block = blocks[layout.key]
                     if isinstance(block, KroneckerBlock):
-                        rotated = block.kronecker_basis().rotate(stack)
-                        parts = by_component(rotated, components, block.n_components)
-                        block.add_corrected_(torch.stack([part.squares() for part in parts]))
+                        block.correct_(stack, components)
             count += gradients.capture.output_shape[0]
         return count
 

@@ -3,27 +3,29 @@
 A symmetric update with few rows reads and writes the whole d × d matrix for little arithmetic, and a matrix of fewer
 rows than columns holds less than its rows do. So rows stay rows until there are as many as the matrix has columns, and
 are multiplied together then; where there never are as many, the matrix is never formed, and its eigendecomposition is
-that of the rows' small Gram matrix. What comes out is the same sum.
+that of the rows' small triangular factor. What comes out is the same sum.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from laplace_plus import kernels
 from laplace_plus.errors import NonFiniteError
+from laplace_plus.linalg.stacks.contractions import times
 
 _STACKED_UP_TO = 256
 """Larger matrices are decomposed one by one."""
 
-_THIN = 0.6
-"""A matrix of up to so many rows for each column is decomposed through its rows' Gram matrix."""
+_THIN = 0.75
+"""A matrix of up to so many rows for each column is decomposed through its rows' triangular factor."""
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,26 +65,105 @@ def require_finite(matrix: Tensor) -> None:
 
 
 @dataclass
+class ThinEigen:
+    """The eigenvectors of ``XᵀX`` for ``[G, n, d]`` rows X with n < d, in the factored form in which they are found.
+
+    ``Xᵀ = Q T`` with Householder reflections Q and triangular T gives ``XᵀX = Q T Tᵀ Qᵀ``, and with ``T Tᵀ = V Λ Vᵀ``
+    the orthogonal matrix of all eigenvectors is ``U = Q diag(V, I)``.
+
+    Attributes:
+        reflections: ``[G, d, n]`` as ``geqrf`` returns them: T above, the reflections below.
+        scales: ``[G, n]``, the reflections' scales.
+        inner: V ``[G, n, n]``.
+    """
+
+    reflections: Tensor
+    scales: Tensor
+    inner: Tensor
+
+    def leading(self) -> Tensor:
+        """The n first columns of U, which span the rows, ``[G, d, n]``."""
+        return self._reflect(F.pad(self.inner, (0, 0, 0, self._n_missing)))
+
+    def written(self) -> Tensor:
+        """U, ``[G, d, d]``."""
+        groups, size, count = self.reflections.shape
+        blocks = self.inner.new_zeros(groups, size, size)
+        blocks[:, :count, :count] = self.inner
+        blocks[:, count:, count:].diagonal(dim1=1, dim2=2).fill_(1)
+        return self._reflect(blocks)
+
+    def rotate(self, rows: Tensor) -> Tensor:
+        """``x U`` for rows ``[G, m, d]``."""
+        count = self.inner.shape[-1]
+        turned = torch.ormqr(self.reflections, self.scales, rows.mT, left=True, transpose=True).mT
+        return torch.cat([turned[..., :count] @ self.inner, turned[..., count:]], -1)
+
+    def own(self) -> Tensor:
+        """``X U`` for the rows themselves without its last columns, which are zero, ``[G, n, n]``."""
+        return self.reflections[:, : self.inner.shape[-1]].triu().mT @ self.inner
+
+    @property
+    def _n_missing(self) -> int:
+        return self.reflections.shape[1] - self.inner.shape[-1]
+
+    def _reflect(self, columns: Tensor) -> Tensor:
+        return torch.ormqr(self.reflections, self.scales, columns, left=True, transpose=False)
+
+
 class EigenPairs:
     """An eigendecomposition whose vectors are only written out when they are asked for.
 
-    Attributes:
+    Args:
         values: ``[G, d]``.
+        leading: Orthonormal vectors ``[G, d, n]`` of the n first values, where all other values are zero; or None.
+        vectors: All vectors ``[G, d, d]``, or None.
+        thin: All vectors in factored form, or None.
     """
 
-    values: Tensor
-    _leading: Tensor | None = None
-    _vectors: Tensor | None = field(default=None, repr=False)
+    def __init__(
+        self,
+        values: Tensor,
+        leading: Tensor | None = None,
+        vectors: Tensor | None = None,
+        thin: ThinEigen | None = None,
+    ):
+        self.values = values
+        self._given, self._vectors, self._thin = leading, vectors, thin
 
     @property
     def vectors(self) -> Tensor:
         """Orthogonal ``[G, d, d]`` with eigenvectors as columns."""
         if self._vectors is None:
-            assert self._leading is not None
-            # Householder reflections re-orthogonalise the leading vectors and add a basis of their complement.
-            self._vectors = torch.linalg.qr(self._leading, mode="complete").Q
-            self._leading = None
+            if self._thin is not None:
+                self._vectors = self._thin.written()
+            else:
+                assert self._given is not None
+                # Householder reflections add a basis of the complement.
+                self._vectors = torch.linalg.qr(self._given, mode="complete").Q
+            self._given = self._thin = None
         return self._vectors
+
+    @property
+    def _leading(self) -> Tensor | None:
+        return self._given if self._thin is None else self._thin.leading()
+
+    def rotate(self, rows: Tensor) -> Tensor:
+        """``x U`` for rows ``[m, G, d]``; few of them do not have the vectors written out."""
+        if self._thin is None or len(rows) >= rows.shape[-1]:
+            return times(rows, self.vectors)
+        groups = len(self.values)
+        return self._thin.rotate(rows.expand(-1, groups, -1).transpose(0, 1)).transpose(0, 1)
+
+    @property
+    def n_own(self) -> int:
+        """How many rows n were decomposed, if that is what was, and their vectors are not written out yet; else 0."""
+        return 0 if self._thin is None else self._thin.inner.shape[-1]
+
+    def own_coordinates(self) -> Tensor:
+        """``X U`` for the rows X that were decomposed, short of columns of zeros, ``[n, G, n]``."""
+        assert self._thin is not None
+        return self._thin.own().transpose(0, 1)
 
 
 class FactorSum:
@@ -154,6 +235,13 @@ class FactorSum:
         rows = torch.cat([empty, *self._rows], 1)
         return rows if isinstance(weight, float) and weight == 1.0 else rows * weight**0.5
 
+    def holds(self, rows: Tensor) -> bool:
+        """Whether the rows ``[G, n, d]`` are all that was ever added, in the same order, and none is multiplied yet."""
+        if self._total is not None or rows.shape != (self.groups, self._n_rows, self.size):
+            return False
+        given = rows.split([part.shape[1] for part in self._rows], 1)
+        return all(torch.equal(part, own) for part, own in zip(self._rows, given, strict=True))
+
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where only rows are there, eigenvalues are not negative."""
         if self.is_thin:
@@ -163,7 +251,7 @@ class FactorSum:
 
     @property
     def is_thin(self) -> bool:
-        """Whether the rows are so few that their Gram matrix is quicker to decompose."""
+        """Whether the rows are so few that it is quicker to decompose them than the matrix."""
         return self._total is None and self._n_rows <= _THIN * self.size
 
     def clone(self) -> FactorSum:
@@ -223,21 +311,24 @@ def eigen_together(sums: Sequence[FactorSum]) -> list[EigenPairs]:
 
 
 def _eigen_of_rows(rows: Tensor) -> EigenPairs:
-    """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from that of ``XXᵀ``.
+    """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from that of a matrix n × n.
 
-    Eigenvalues below n roundings of the largest one (in float64) are rounding, and count as zero.
+    Singular values are known to about n roundings of the largest one in the rows' type, and their squares, which are
+    the eigenvalues, to as many in float64 besides; eigenvalues that are no larger than this count as zero.
     """
     require_finite(rows)
     groups, n, size = rows.shape
-    wide = rows.double()
-    values, vectors = kernels.symmetric_eigen(wide @ wide.mT)
-    values, vectors = values.flip(-1), vectors.flip(-1)  # the largest first: they are the most accurate
-    limit = max(1, n) * torch.finfo(torch.float64).eps * values[..., :1].clamp(min=0)
-    kept = values > limit
-    rank = int(kept.sum(-1).max()) if n else 0
-    values, kept = values[..., :rank] * kept[..., :rank], kept[..., :rank]
-    scale = torch.where(kept, values, 1.0).rsqrt() * kept
-    leading = (wide.mT @ vectors[..., :rank]) * scale[:, None, :]
-    full = values.new_zeros(groups, size)
-    full[:, :rank] = values
-    return EigenPairs(full.to(rows.dtype), leading.to(rows.dtype))
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    full = rows.new_zeros(groups, size)
+    if n == 0:
+        return EigenPairs(full, rows.new_zeros(groups, size, 0))
+    reflections, scales = torch.geqrf(rows.to(dtype).mT)
+    triangle = reflections[:, :n].triu().double()
+    values, inner = kernels.symmetric_eigen(triangle @ triangle.mT)
+    values, inner = values.flip(-1), inner.flip(-1)
+    limit = values[..., :1] * (n * max(torch.finfo(dtype).eps ** 2 * n, torch.finfo(torch.float64).eps))
+    full[:, :n] = torch.where(values > limit, values, 0.0)
+    thin = ThinEigen(reflections, scales, inner.to(dtype))
+    if dtype != rows.dtype:
+        return EigenPairs(full, None, thin.written().to(rows.dtype))
+    return EigenPairs(full, thin=thin)

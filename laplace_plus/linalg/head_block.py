@@ -12,7 +12,8 @@ from typing_extensions import override
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.blocks import Block, DenseBlock
 from laplace_plus.linalg.factor import Factor
-from laplace_plus.linalg.heads import HeadFactor, HeadLogDeterminant, HeadRows
+from laplace_plus.linalg.head_determinant import HeadLogDeterminant
+from laplace_plus.linalg.heads import HeadFactor, HeadRows
 
 
 def device_memory(device: torch.device) -> int:

@@ -12,7 +12,8 @@ of ``G = Φ Φᵀ/δ = U Λ Uᵀ + …`` are treated by themselves: ``φ = δ^½
     φᵀ [(H + δ)⁻¹]_cc φ = φ'ᵀφ'/δ + aᵀ (I − Λ^½ Uᵀ M_c U Λ^½) a − 2 (Λ^½ a)ᵀ (M_c U)ᵀ k' − k'ᵀ M_c k'.
 
 ``E_c U`` takes one step of iterative refinement (Golub and Van Loan, 2013, section 3.5.3) with residuals in float64, so
-that the matrix in the middle, which is small, is computed to its own rounding.
+that the matrix in the middle, which is small, is computed to its own rounding. What is left of rounding comes from
+``E_c``: at most about the type's ε times the condition number of ``I + P_c^½ G P_c^½``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch import Tensor
 from laplace_plus.linalg.factor_sums import symmetric_eigen
 from laplace_plus.linalg.head_forms import QuadraticForms
 
-STRONG = 4.0
+STRONG = 16.0
 """Directions that the data of an output determine so many times as well as the prior are treated by themselves."""
 
-MOST_STRONG = 16
+MOST_STRONG = 8
 """But no more than so many."""
 
 COLUMNS = 64

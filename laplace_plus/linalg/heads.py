@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import _memory
+from laplace_plus.kernels import symmetric_update, symmetrize_
 from laplace_plus.linalg.bases import Rotation
 from laplace_plus.linalg.blocks import clamp_rounding
 from laplace_plus.linalg.factor import Factor, not_positive_definite
@@ -39,7 +39,7 @@ from laplace_plus.linalg.head_stack import HeadStack
 from laplace_plus.linalg.head_variances import HeadVariances
 from laplace_plus.linalg.stacks import OuterStack, Stack
 
-CACHE_BYTES = 2 * 2**20
+CACHE_BYTES = 4 * 2**20
 """N × N matrices are worked on so many bytes at a time, which stay in a processor's caches."""
 
 SINGLE_CONDITION = 2e3
@@ -84,7 +84,7 @@ class _Inverses:
         matrices: ``E_c [c, N, N]``.
         log_determinant: ``Σ_c log det (I + S_c)`` with ``S_c = P_c^½ G_c P_c^½``, 0-d float64.
         trace: ``Σ_c tr T_c`` with ``T_c = (I + S_c)⁻¹``, 0-d float64.
-        squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``, where derivatives are wanted.
+        squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``, where derivatives are wanted; its lower triangle.
     """
 
     classes: slice
@@ -228,8 +228,8 @@ class HeadFactor(Factor):
         trace = (inverse.diagonal(dim1=-2, dim2=-1) / scales).sum()
         squares = None
         if self.derivatives:
-            flat = (inverse * scales.rsqrt().to(self.dtype)[:, None]).transpose(0, 1).flatten(1)  # P_c^½ T_c, [N, c·N]
-            squares = flat @ flat.T
+            flat = (inverse * scales.rsqrt().to(self.dtype)[:, :, None]).flatten(0, 1)  # T_c P_c^½, [c·N, N]
+            squares = symmetric_update(inverse.new_zeros(inverse.shape[1:]), flat)
         return _Inverses(classes, inverse, log_determinant, trace, squares)
 
     def inverses(self) -> Iterator[_Inverses]:
@@ -258,6 +258,7 @@ class HeadFactor(Factor):
             trace += part.trace
             if part.squares is not None:
                 squares += part.squares
+        symmetrize_(squares)
         return _Inverses(slice(0, self.n_outputs), total, log_determinant, trace, squares)
 
     @cached_property
@@ -361,7 +362,10 @@ class HeadFactor(Factor):
         return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
 
     def _forms(self, n_examples: int) -> HeadVariances | None:
-        """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off."""
+        """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off.
+
+        To prepare them costs as much as about N examples cost without.
+        """
         if self._variances is None and not self.diagonal.ndim:
             self._n_asked += n_examples
             size = HeadVariances.n_bytes(self.n_outputs, self.n_rows, self.dtype)
@@ -484,33 +488,3 @@ class HeadFactor(Factor):
         identity = torch.eye(n, dtype=self.dtype, device=self._features.device)
         values = identity.view(n, 1, 1, self.n_outputs, self.n_features)
         return self._of_matrices(values, "full")[:1].to(self.rows.features.dtype)
-
-
-class HeadLogDeterminant(torch.autograd.Function):
-    """``log det (w H + D)`` with its exact derivatives, ``tr (M⁻¹ H)`` and the diagonal of ``M⁻¹``."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: HeadRows, weight: Tensor, diagonal: Tensor) -> Tensor:
-        """The value; see :class:`HeadFactor`."""
-        wanted = any(ctx.needs_input_grad[1:])
-        dtype = torch.float64 if wanted else None
-        factor = HeadFactor(rows, weight, diagonal, dtype=dtype, derivatives=wanted and not diagonal.ndim)
-        value = factor.log_determinant()
-        if wanted:
-            size = factor.n_outputs * factor.n_features
-            if diagonal.ndim:
-                by_diagonal = factor.variances().to(diagonal).view_as(diagonal)
-                left = (by_diagonal * diagonal).sum()
-            else:
-                by_diagonal = factor.trace_of_inverse().to(diagonal)
-                left = by_diagonal * diagonal
-            # tr M⁻¹ (w H + D) = P
-            ctx.save_for_backward((size - left) / weight, by_diagonal)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
-        """The derivatives by ``weight`` and ``diagonal``."""
-        (gradient,) = gradients
-        by_weight, by_diagonal = ctx.saved_tensors
-        return None, (gradient * by_weight).to(by_weight), (gradient * by_diagonal).to(by_diagonal)

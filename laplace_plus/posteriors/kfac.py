@@ -23,8 +23,8 @@ class KFAC(GaussianPosterior):
             token-level outputs; ``"reduce"`` summed first, for networks that pool over positions. The inputs of ignored
             targets are left out where a whole example, or a position of a last layer, is ignored. So is padding: where
             a mapping's inputs hold an ``attention_mask [B, T]`` of zeros and ones and a layer's positions are the T
-            tokens, the inputs at masked tokens are left out of the input factor, its count and means, unless some
-            gradient of the example reaches one of them. Padded batches then give the factors that their sequences
+            tokens, an example's inputs at masked tokens are left out of the input factor, its count and means, unless
+            some gradient reaches one of them in that layer. Padded batches then give the factors that their sequences
             give one by one.
         eigenvalue_corrected: Whether to measure the eigenvalues in the Kronecker eigenbasis (EKFAC; George et al.,
             2018), which takes a second pass over the data and makes the curvature's trace exact.

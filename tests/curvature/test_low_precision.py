@@ -51,9 +51,8 @@ def data(dtype: torch.dtype, n: int = 24) -> tuple[tuple[Tensor, Tensor], Tensor
 
 def blocks(model: nn.Module, inputs, target: Tensor, sharing: str) -> dict[str, dict[str, Tensor]]:
     likelihood = Categorical()
-    network = Network(model, [name for name, _ in model.named_parameters()], likelihood.arrange)
-    if sharing == "reduce":
-        network = Network(model, lambda name, _: "embedding" not in name, likelihood.arrange)
+    selection = "all" if sharing == "expand" else lambda name, _: "embedding" not in name  # which reduce refuses
+    network = Network(model, selection, likelihood.arrange)
     curvature, _ = Native().curvature(network, likelihood, Batch(inputs, target), KroneckerStructure(sharing))
     return {layout.key: block.tensors() for layout, block in curvature}
 

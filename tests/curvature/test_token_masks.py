@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import laplace_plus as lp
 from laplace_plus.batches import Batch
 from laplace_plus.curvature import KroneckerStructure, Native
 from laplace_plus.curvature.token_masks import token_mask
@@ -201,6 +202,17 @@ def test_other_curvatures_leave_padding_out(kind):
             assert got[key].tensors()["count"] == block.tensors()["count"]
 
 
+@pytest.mark.parametrize("options", [{"eigenvalue_corrected": True}, {"output_factor": "diagonal"}])
+def test_other_forms_of_kfac(options):
+    model, tokens = attentive(token_level=True), sequences()
+    batch = padded(tokens)
+    labels = torch.where(batch["attention_mask"] == 1, LABELS[:, None], -100)
+    alone = [{**one, "labels": LABELS[n].expand(1, len(tokens[n]))} for n, one in enumerate(one_by_one(tokens))]
+    got = lp.KFAC(model, "classification", **options).fit([{**batch, "labels": labels}])
+    wanted = lp.KFAC(model, "classification", **options).fit(alone)
+    torch.testing.assert_close(got.variance(), wanted.variance(), rtol=1e-10, atol=0)
+
+
 def test_masks_of_other_types():
     model, tokens = attentive(), sequences()
     whole = blocks(model, [(padded(tokens), LABELS)], "expand")
@@ -269,6 +281,33 @@ def test_hugging_face_models(kind):
         alone = [(one, y.expand_as(one["input_ids"])) for one, y in alone]
     got, wanted = blocks(model, [(batch, target)], "expand"), blocks(model, alone, "expand")
     assert sum("count" in block.tensors() for block in wanted.values()) >= 8
+    assert_equal_blocks(got, wanted)
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention keeps its projections in one weight."""
+
+    def __init__(self, batch_first: bool):
+        super().__init__()
+        self.batch_first, self.embedding = batch_first, nn.Embedding(9, 4)
+        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=batch_first)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        h = self.embedding(input_ids)
+        h = h if self.batch_first else h.transpose(0, 1)
+        h = self.encoder(h, src_key_padding_mask=attention_mask == 0)
+        h = h if self.batch_first else h.transpose(0, 1)
+        return self.head((h * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_packed_projections(batch_first):
+    torch.manual_seed(0)
+    model, tokens = Encoder(batch_first).double().eval(), sequences()
+    alone = [(one, LABELS[n : n + 1]) for n, one in enumerate(one_by_one(tokens))]
+    got, wanted = blocks(model, [(padded(tokens), LABELS)], "expand"), blocks(model, alone, "expand")
+    assert any("in_proj" in key for key in wanted)
     assert_equal_blocks(got, wanted)
 
 

@@ -169,6 +169,31 @@ def test_update_and_storage(n, tmp_path):
     assert back.n_data == 2 * n
 
 
+def test_prepared_variances_follow_updates_storage_and_hyperparameters(tmp_path):
+    net, x, y = problem(14)
+    test = torch.randn(20, 3, generator=generator(2), dtype=torch.float64)
+    rows = jacobian(net, test)
+
+    def check(posterior, seen, precision):
+        total = oracle(net, seen) + precision * torch.eye(C * (D + 1), dtype=torch.float64)
+        want = torch.einsum("bcp,pq,bcq->bc", rows, torch.linalg.inv(total), rows)
+        for _ in range(2):
+            got = posterior.functional_posterior(test, outputs="diagonal").covariance
+            assert relative_error(got, want) < TIGHT
+        (factor,) = posterior._factors().values()
+        assert factor._variances is not None
+        full = posterior.functional_posterior(test).covariance  # still answered exactly, from the same inverses
+        assert relative_error(full.diagonal(dim1=1, dim2=2), want) < TIGHT
+
+    posterior = lp.Full(net, "classification", parameters="last_layer", prior_precision=1.0).fit([(x[:9], y[:9])])
+    check(posterior, x[:9], 1.0)
+    check(posterior.update([(x[9:], y[9:])]), x, 1.0)
+    posterior.save(tmp_path / "head")
+    check(lp.load(tmp_path / "head", net), x, 1.0)
+    posterior.prior_precision = 0.3
+    check(posterior, x, 0.3)
+
+
 def test_tuning_finds_the_dense_optimum(monkeypatch):
     net, x, y = problem(14)
     short = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)])

@@ -152,6 +152,7 @@ def kronecker_oracle(architecture: Architecture) -> dict[tuple[str, ...], torch.
     model = plain(architecture)
     sums: dict[str, list[torch.Tensor | float]] = {}
     inputs, _ = architecture.data(N)
+    mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     for n in range(N):
         seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
@@ -184,6 +185,8 @@ def kronecker_oracle(architecture: Architecture) -> dict[tuple[str, ...], torch.
             channels = 3 if output.ndim == 4 and isinstance(model.get_submodule(name), nn.Conv2d) else -1
             g = g.movedim(channels, -1).flatten(2, -2)  # [M, C, S, o]
             left = torch.einsum("mcso,mcd,mdsp->op", g, hessian, g)
+            if mask is not None and len(a) == mask.shape[1] and not g[:, :, mask[n] == 0].any():
+                a = a[mask[n] == 1]  # padding has no part in the factor
             total = sums.setdefault(name, [0.0, 0.0, 0])
             sums[name] = [total[0] + left, total[1] + a.mT @ a, total[2] + len(a)]
         for hook in hooks:

@@ -108,9 +108,9 @@ def times(rows: Tensor, matrices: Tensor) -> Tensor:
     """``x_g U_g`` for rows ``[..., G, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
     lead, groups = rows.shape[:-2], rows.shape[-2]
     if groups == 1 and len(matrices) == 1:
-        return (rows.reshape(-1, rows.shape[-1]) @ matrices[0]).view(*lead, 1, -1)
+        return (rows.reshape(lead.numel(), rows.shape[-1]) @ matrices[0]).view(*lead, 1, matrices.shape[-1])
     rows = rows.expand(*lead, len(matrices), -1)
-    by_group = rows.movedim(-2, 0).reshape(len(matrices), -1, rows.shape[-1])
+    by_group = rows.movedim(-2, 0).reshape(len(matrices), lead.numel(), rows.shape[-1])
     return torch.bmm(by_group, matrices).transpose(0, 1).unflatten(0, lead)
 
 

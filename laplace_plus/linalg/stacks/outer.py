@@ -160,6 +160,8 @@ class OuterStack(Stack):
 
     @override
     def add_squares_(self, total: Tensor, form: Form | None = None) -> None:
+        if self.n_directions == 0:  # a component that none of a few directions belongs to
+            return
         costs = contractions.square_costs(self.n_directions, self.n_positions, *self.shape[1:])
         chosen = contractions.cheapest(self._costs(costs)) if form is None else form
         source, turns = self._deferring() if chosen == "stream" else (self, contractions.NO_TURNS)
