@@ -49,6 +49,20 @@ def parse_bytes(value: int | str) -> int:
     return int(number)
 
 
+def in_words(n_bytes: int) -> str:
+    """A number of bytes in a unit that suits it.
+
+    Example:
+        >>> in_words(3 * 2**29)
+        '1.5 GiB'
+    """
+    for unit in ("bytes", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.4g} {unit}"
+        n_bytes = n_bytes / 1024  # type: ignore[assignment]
+    return f"{n_bytes:,.4g} GiB"
+
+
 def default_budget(device: torch.device) -> int:
     """A quarter of the memory that is free on the device, in bytes; processes of one launch share a CPU's."""
     if device.type == "cuda":

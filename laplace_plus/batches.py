@@ -405,15 +405,22 @@ def batch_size(inputs: Any) -> int:
 
 
 def can_be_cut(inputs: Any, size: int) -> bool:
-    """Whether every tensor of the inputs has its ``size`` examples along the first axis, and nothing else is there."""
+    """Whether every tensor of the inputs has its ``size`` examples along the first axis, single numbers apart."""
     leaves, _ = flatten(inputs)
-    return size > 0 and all(isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    return (
+        size > 0
+        and bool(tensors)
+        and all(leaf.shape[0] == size for leaf in tensors)
+        and all(leaf is None or isinstance(leaf, (bool, int, float, str)) for leaf in others)
+    )
 
 
-def cut(batch: Batch, examples: slice) -> Batch:
-    """Some examples of a batch that :func:`can_be_cut`."""
-    leaves, rebuild = flatten(batch.inputs)
-    return Batch(rebuild([leaf[examples] for leaf in leaves]), batch.target[examples])
+def cut(inputs: Any, examples: slice | list[int]) -> Any:
+    """Some examples of inputs that :func:`can_be_cut`."""
+    leaves, rebuild = flatten(inputs)
+    return rebuild([leaf[examples] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves])
 
 
 def describe(tree: Any) -> str:

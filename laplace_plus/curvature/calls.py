@@ -52,6 +52,7 @@ class Call(ABC):
         pointwise: Whether each position of the output depends on the input at one position only, so that every position
             may be an example of its own.
         packed: Whether several projections lie stacked in the weight (attention).
+        version: How often the input had been written to when the call was made.
     """
 
     weight: ParameterRows | None
@@ -61,6 +62,7 @@ class Call(ABC):
     example_axes: tuple[int, ...] = (0,)
     pointwise: bool = False
     packed: bool = False
+    version: int = 0
 
     @property
     def rows(self) -> tuple[ParameterRows, ...]:

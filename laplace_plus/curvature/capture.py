@@ -113,6 +113,7 @@ class _Recorder(TorchFunctionMode):
                 call.packed = self.packed
                 if not self.keep_graph:
                     call.value = call.value.detach()
+                call.version = call.value._version
                 return self._record(call, func(*args, **kwargs))
         output = func(*args, **kwargs)
         if self._is_split(func, used, output):

@@ -40,6 +40,7 @@ _DIRECTION_BYTES = 512 * 2**20
 _MAX_PROBES = 16
 """How many pairs of examples are tried before a call is left to the general path."""
 
+
 class Gradients:
     """Per-example gradients for the batch behind a capture.
 
@@ -241,6 +242,13 @@ class Gradients:
 
     def _use(self, number: int, gradient: Tensor) -> Stack:
         call = self.capture.calls[number]
+        if call.value._version != call.version:
+            raise UnsupportedError(
+                f"The network writes into the input of {call.rows[0].name!r} after it was used.",
+                expected="inputs of layers that stay what they were, which training needs, too",
+                got="a tensor that was modified in place",
+                fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
+            )
         axis = self.axes[number]
         assert axis is not None
         if not self.capture.pointwise:
@@ -282,7 +290,6 @@ class Gradients:
         step = max(1, min(_DIRECTION_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
         for start in range(0, n_directions, step):
             yield slice(start, min(start + step, n_directions))
-
 
 
 def _positions(items: Sequence[Selected], offsets: dict[str, int]) -> dict[str, Tensor]:

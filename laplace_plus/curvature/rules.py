@@ -76,12 +76,11 @@ def _convolution(find: Finder, args: Any, kwargs: Any, *, dimensions: int) -> Ca
             1,
             (0,),
             True,
-            False,
-            kernel,
-            _tuple(stride, dimensions),
-            pads,
-            spread,
-            groups,
+            kernel=kernel,
+            stride=_tuple(stride, dimensions),
+            padding=pads,
+            dilation=spread,
+            groups=groups,
         )
 
     return call(*args, **kwargs)

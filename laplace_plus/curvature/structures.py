@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace_plus.curvature.layouts import Layout
 from laplace_plus.errors import DataError
 from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
+from laplace_plus.linalg.factor_sums import restored
 from laplace_plus.linalg.head_block import HeadBlock
 from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
 
@@ -145,7 +146,7 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[
     if storage == "diagonal":
         return DiagonalBlock(tensors["values"])
     if storage == "dense":
-        return DenseBlock(tensors["matrix"], shape)
+        return DenseBlock(restored(tensors, "matrix"), shape)
     if storage == LowRankBlock.storage:
         rest = SampledSpectrum(tensors["nodes"], tensors["node_weights"])
         return LowRankBlock(tensors["values"], tensors["vectors"], rest)
@@ -153,6 +154,4 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[
         return HeadBlock.from_tensors(tensors, shape)
     if storage == DiagonalOutputBlock.storage:
         return DiagonalOutputBlock(tensors["left"], tensors["right"], tensors["count"])
-    return KroneckerBlock(
-        tensors["left"], tensors["right"], tensors["count"], tensors.get("corrected"), tensors.get("basis_weights")
-    )
+    return KroneckerBlock.from_tensors(tensors)

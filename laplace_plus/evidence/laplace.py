@@ -24,7 +24,7 @@ from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Factor
-from laplace_plus.linalg.blocks import EigenBlock
+from laplace_plus.linalg.blocks import EigenBlock, diagonalise_together
 from laplace_plus.linalg.log_determinants import WORTHWHILE, JoinedSpectra
 from laplace_plus.linalg.placements import Placement
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
@@ -42,6 +42,7 @@ class LaplaceModel:
         likelihood: Gives ``log p(D|θ̂)`` from ``statistics`` at any noise level.
         statistics: The likelihood's additive statistics of the data.
         backend: Knows how H's components scale with the noise.
+        n_outputs: C.
     """
 
     curvature: Curvature
@@ -51,6 +52,7 @@ class LaplaceModel:
     likelihood: Likelihood
     statistics: Tensor
     backend: Backend
+    n_outputs: int
 
     def prior(self, precision: Any) -> GaussianPrior:
         """The prior at a precision (0-d, ``[L]`` or ``[P]``).
@@ -189,6 +191,8 @@ class LaplaceModel:
             return joined.log_determinant(weights[0], shifts.view(-1))
         total = torch.zeros((), dtype=torch.float64, device=self.vector.device)
         diagonals = self.diagonals(prior)
+        if len(weights) == 1:
+            diagonalise_together((block for _, block in self.curvature), weights)
         for layout, block in self.curvature:
             total = total + block.log_determinant(weights, diagonals[layout.key]).double()
         return total
@@ -239,6 +243,7 @@ class FactorsOnDemand(Mapping[str, Factor]):
         self._weights = weights.to(vector)
         self._diagonals = model.diagonals(model.prior(precision))
         self._blocks = {layout.key: block for layout, block in model.curvature}
+        diagonalise_together(self._blocks.values(), self._weights)
 
     @override
     def __getitem__(self, key: str) -> Factor:

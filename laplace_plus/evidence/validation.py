@@ -19,7 +19,7 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.search import Objective
 from laplace_plus.network import Network
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import functional_posteriors
+from laplace_plus.predictive.linearized import MANY_OUTPUTS, Outputs, functional_posteriors
 from laplace_plus.priors import as_hyperparameter
 
 Loss = Callable[[Prediction, Tensor], Tensor]
@@ -93,11 +93,14 @@ def validate(
         candidates = [likelihood]
     points = [(base * level, candidate) for level in levels for candidate in candidates]
     factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], objective.temperature)
+    # The probit link only looks at variances, and with many outputs covariances cost many times as much.
+    many = model.n_outputs > MANY_OUTPUTS and (link or likelihood.links[0]) == "probit"
+    outputs: Outputs = "diagonal" if many else None
     totals, count = torch.zeros(len(points), dtype=torch.float64), 0
     source = "cpu" if generator is None else generator.device
     with torch.no_grad():
         for batch in iterate(data, device=network.device, progress=progress, description="validation"):
-            functional = functional_posteriors(network, factor_sets, batch.inputs)
+            functional = functional_posteriors(network, factor_sets, batch.inputs, outputs=outputs)
             likelihood.validate(functional[0].mean, batch.target)
             seed = int(torch.randint(2**62, (), generator=generator, device=source))
             for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):

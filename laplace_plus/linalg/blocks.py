@@ -23,11 +23,13 @@ from laplace_plus.linalg import inverse_roots
 from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis
 from laplace_plus.linalg.factor import EigenFactor, Factor, not_positive_definite
 from laplace_plus.linalg.factor_sums import (
+    STACKED_UP_TO,
     EigenPairs,
     FactorSum,
     combine,
     eigen_together,
     require_finite,
+    stored,
     symmetric_eigen,
 )
 from laplace_plus.linalg.log_determinants import Spectrum, log_determinant
@@ -284,11 +286,15 @@ def _dense_basis(pairs: EigenPairs) -> Basis:
 
 
 def diagonalise_together(blocks: Iterable[Block], weights: Tensor) -> None:
-    """Diagonalise all blocks that are not yet; matrices of equal size are decomposed in one call."""
-    waiting = [b for b in blocks if isinstance(b, OnceDiagonalised) and not b.is_diagonalised(weights)]
-    factors = [block.factors(block._key(weights)) for block in waiting]
-    pairs = iter(eigen_together([factor for own in factors for factor in own]))
-    for block, own in zip(waiting, factors, strict=True):
+    """Diagonalise the small blocks that are not yet; matrices of equal size are decomposed in one call.
+
+    Blocks with a large matrix wait until they are asked, since some questions take eigenvalues alone.
+    """
+    unknown = [b for b in blocks if isinstance(b, OnceDiagonalised) and not b.is_diagonalised(weights)]
+    factors = [(block, block.factors(block._key(weights))) for block in unknown]
+    small = [(block, own) for block, own in factors if all(factor.size <= STACKED_UP_TO for factor in own)]
+    pairs = iter(eigen_together([factor for _, own in small for factor in own]))
+    for block, own in small:
         block.adopt_eigen(weights, [next(pairs) for _ in own])
 
 
@@ -405,7 +411,7 @@ class DenseBlock(OnceDiagonalised):
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.matrix}
+        return stored(self.sums, "matrix")
 
     @override
     def clone(self) -> DenseBlock:

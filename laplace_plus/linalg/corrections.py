@@ -55,8 +55,8 @@ class PendingSquares:
         """Squares of ``[n, G, d]`` rows in a side's basis, short of columns of zeros."""
         basis, factor = self.bases[side], self.factors[side]
         own = None
-        if factor is not None and basis.n_own == len(rows) and factor.holds(rows.transpose(0, 1)):
-            own = basis.own_coordinates()
+        if factor is not None and factor.holds(rows.transpose(0, 1)):
+            own = basis.own_coordinates(len(rows))
         return (basis.rotate(rows) if own is None else own).square()
 
 

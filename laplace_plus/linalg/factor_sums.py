@@ -3,29 +3,28 @@
 A symmetric update with few rows reads and writes the whole d × d matrix for little arithmetic, and a matrix of fewer
 rows than columns holds less than its rows do. So rows stay rows until there are as many as the matrix has columns, and
 are multiplied together then; where there never are as many, the matrix is never formed, and its eigendecomposition is
-that of the rows' small triangular factor. What comes out is the same sum.
+that of the rows' small Gram matrix. What comes out is the same sum.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from laplace_plus import kernels
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.linalg.stacks.contractions import times
 
-_STACKED_UP_TO = 256
+STACKED_UP_TO = 256
 """Larger matrices are decomposed one by one."""
 
 _THIN = 0.75
-"""A matrix of up to so many rows for each column is decomposed through its rows' triangular factor."""
+"""A matrix of up to so many rows for each column is decomposed through its rows' Gram matrix."""
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,59 +65,39 @@ def require_finite(matrix: Tensor) -> None:
 
 @dataclass
 class ThinEigen:
-    """The eigenvectors of ``XᵀX`` for ``[G, n, d]`` rows X with n < d, in the factored form in which they are found.
-
-    ``Xᵀ = Q T`` with Householder reflections Q and triangular T gives ``XᵀX = Q T Tᵀ Qᵀ``, and with ``T Tᵀ = V Λ Vᵀ``
-    the orthogonal matrix of all eigenvectors is ``U = Q diag(V, I)``.
+    """The eigenvectors of ``XᵀX`` with eigenvalues λ > 0, as they follow from those of ``XXᵀ``: ``XᵀV Λ^{-1/2}``.
 
     Attributes:
-        reflections: ``[G, d, n]`` as ``geqrf`` returns them: T above, the reflections below.
-        scales: ``[G, n]``, the reflections' scales.
-        inner: V ``[G, n, n]``.
+        rows: X ``[G, n, d]``.
+        inner: V ``[G, n, r]``, float64.
+        roots: ``λ^{1/2} [G, r]``, float64; zeros where a group has less than r.
     """
 
-    reflections: Tensor
-    scales: Tensor
+    rows: Tensor
     inner: Tensor
+    roots: Tensor
 
     def leading(self) -> Tensor:
-        """The n first columns of U, which span the rows, ``[G, d, n]``."""
-        return self._reflect(F.pad(self.inner, (0, 0, 0, self._n_missing)))
-
-    def written(self) -> Tensor:
-        """U, ``[G, d, d]``."""
-        groups, size, count = self.reflections.shape
-        blocks = self.inner.new_zeros(groups, size, size)
-        blocks[:, :count, :count] = self.inner
-        blocks[:, count:, count:].diagonal(dim1=1, dim2=2).fill_(1)
-        return self._reflect(blocks)
-
-    def rotate(self, rows: Tensor) -> Tensor:
-        """``x U`` for rows ``[G, m, d]``."""
-        count = self.inner.shape[-1]
-        turned = torch.ormqr(self.reflections, self.scales, rows.mT, left=True, transpose=True).mT
-        return torch.cat([turned[..., :count] @ self.inner, turned[..., count:]], -1)
+        """The vectors ``[G, d, r]``, up to rounding orthonormal, with columns of zeros for eigenvalues of zero."""
+        scale = torch.where(self.roots > 0, self.roots, 1.0).reciprocal() * (self.roots > 0)
+        return ((self.rows.double().mT @ self.inner) * scale[:, None, :]).to(self.rows.dtype)
 
     def own(self) -> Tensor:
-        """``X U`` for the rows themselves without its last columns, which are zero, ``[G, n, n]``."""
-        return self.reflections[:, : self.inner.shape[-1]].triu().mT @ self.inner
-
-    @property
-    def _n_missing(self) -> int:
-        return self.reflections.shape[1] - self.inner.shape[-1]
-
-    def _reflect(self, columns: Tensor) -> Tensor:
-        return torch.ormqr(self.reflections, self.scales, columns, left=True, transpose=False)
+        """What the vectors make of the rows, ``[G, n, r]``."""
+        return (self.inner * self.roots[:, None, :]).to(self.rows.dtype)
 
 
 class EigenPairs:
     """An eigendecomposition whose vectors are only written out when they are asked for.
 
+    A few leading vectors are completed by a basis of their complement through Householder reflections, which also make
+    up for their rounding. That basis follows from the leading vectors: it does not depend on the order of the data.
+
     Args:
         values: ``[G, d]``.
-        leading: Orthonormal vectors ``[G, d, n]`` of the n first values, where all other values are zero; or None.
+        leading: Orthonormal vectors ``[G, d, r]`` of the r first values, where all other values are zero; or None.
         vectors: All vectors ``[G, d, d]``, or None.
-        thin: All vectors in factored form, or None.
+        thin: What leading vectors are made of when they are needed, or None.
     """
 
     def __init__(
@@ -130,40 +109,48 @@ class EigenPairs:
     ):
         self.values = values
         self._given, self._vectors, self._thin = leading, vectors, thin
+        self._reflections: tuple[Tensor, Tensor] | None = None
 
     @property
     def vectors(self) -> Tensor:
         """Orthogonal ``[G, d, d]`` with eigenvectors as columns."""
         if self._vectors is None:
-            if self._thin is not None:
-                self._vectors = self._thin.written()
-            else:
-                assert self._given is not None
-                # Householder reflections add a basis of the complement.
-                self._vectors = torch.linalg.qr(self._given, mode="complete").Q
-            self._given = self._thin = None
+            groups, size = self.values.shape
+            leading = self._leading
+            assert leading is not None
+            identity = torch.eye(size, dtype=leading.dtype, device=leading.device).expand(groups, size, size)
+            self._vectors = self._reflect(identity, transpose=False)
+            self._given = self._thin = self._reflections = None
         return self._vectors
 
     @property
     def _leading(self) -> Tensor | None:
-        return self._given if self._thin is None else self._thin.leading()
+        if self._given is None and self._thin is not None:
+            self._given = self._thin.leading()
+        return self._given
 
     def rotate(self, rows: Tensor) -> Tensor:
         """``x U`` for rows ``[m, G, d]``; few of them do not have the vectors written out."""
-        if self._thin is None or len(rows) >= rows.shape[-1]:
+        if self._vectors is not None or len(rows) >= rows.shape[-1]:
             return times(rows, self.vectors)
-        groups = len(self.values)
-        return self._thin.rotate(rows.expand(-1, groups, -1).transpose(0, 1)).transpose(0, 1)
+        columns = rows.expand(-1, len(self.values), -1).permute(1, 2, 0)
+        return self._reflect(columns, transpose=True).permute(2, 0, 1)
 
-    @property
-    def n_own(self) -> int:
-        """How many rows n were decomposed, if that is what was, and their vectors are not written out yet; else 0."""
-        return 0 if self._thin is None else self._thin.inner.shape[-1]
+    def own_coordinates(self, count: int) -> Tensor | None:
+        """``|X U| [n, G, r]`` for the n rows X that were decomposed, short of columns of zeros.
 
-    def own_coordinates(self) -> Tensor:
-        """``X U`` for the rows X that were decomposed, short of columns of zeros, ``[n, G, n]``."""
-        assert self._thin is not None
-        return self._thin.own().transpose(0, 1)
+        None where they were not as many as ``count``, or are no longer at hand.
+        """
+        if self._thin is None or self._thin.rows.shape[1] != count:
+            return None
+        return self._thin.own().abs().transpose(0, 1)
+
+    def _reflect(self, columns: Tensor, *, transpose: bool) -> Tensor:
+        """``U x``, or ``Uᵀ x``, for columns ``[G, d, m]``."""
+        if self._reflections is None:
+            assert self._leading is not None
+            self._reflections = torch.geqrf(self._leading)
+        return torch.ormqr(*self._reflections, columns, left=True, transpose=transpose)
 
 
 class FactorSum:
@@ -188,6 +175,13 @@ class FactorSum:
         """The sum that a matrix ``[G, d, d]`` holds already; the matrix is taken over, not copied."""
         result = cls(matrix.shape[0], matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
         result._total = matrix
+        return result
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> FactorSum:
+        """The sum over rows ``[G, n, d]``, which are taken over, not copied, and stay rows."""
+        result = cls(rows.shape[0], rows.shape[2], dtype=rows.dtype, device=rows.device)
+        result._rows, result._n_rows = [rows], rows.shape[1]
         return result
 
     def add_rows(self, rows: Tensor) -> None:
@@ -279,6 +273,22 @@ class FactorSum:
             kernels.symmetric_update(total, rows[0] if len(rows) == 1 else torch.cat(rows, 1))
 
 
+def stored(sums: Sequence[FactorSum], name: str) -> dict[str, Tensor]:
+    """The sums as they are: matrices ``[K, G, d, d]`` under ``name``, or rows under ``name_rows.0`` and so on."""
+    if not any(part.is_formed for part in sums):
+        return {f"{name}_rows.{number}": part.scaled_rows(1.0) for number, part in enumerate(sums)}
+    parts = [part if part.is_formed else part.clone() for part in sums]  # what is stored stays what it was
+    return {name: parts[0].matrix()[None] if len(parts) == 1 else torch.stack([part.matrix() for part in parts])}
+
+
+def restored(tensors: Mapping[str, Tensor], name: str) -> list[FactorSum]:
+    """What :func:`stored` stored."""
+    if name in tensors:
+        return [FactorSum.of(matrix) for matrix in tensors[name]]
+    count = sum(key.startswith(f"{name}_rows.") for key in tensors)
+    return [FactorSum.of_rows(tensors[f"{name}_rows.{number}"]) for number in range(count)]
+
+
 def combine(sums: Sequence[FactorSum], weights: Tensor) -> FactorSum:
     """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum."""
     first = sums[0]
@@ -298,7 +308,7 @@ def eigen_together(sums: Sequence[FactorSum]) -> list[EigenPairs]:
     found: dict[int, EigenPairs] = {}
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, part in enumerate(sums):
-        if part.is_thin or part.size > _STACKED_UP_TO:
+        if part.is_thin or part.size > STACKED_UP_TO:
             found[number] = part.eigen()
         else:
             alike[part.size, part.dtype, part.device].append(number)
@@ -311,24 +321,19 @@ def eigen_together(sums: Sequence[FactorSum]) -> list[EigenPairs]:
 
 
 def _eigen_of_rows(rows: Tensor) -> EigenPairs:
-    """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from that of a matrix n × n.
+    """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from that of ``XXᵀ``.
 
-    Singular values are known to about n roundings of the largest one in the rows' type, and their squares, which are
-    the eigenvalues, to as many in float64 besides; eigenvalues that are no larger than this count as zero.
+    Eigenvalues below n roundings of the largest one (in float64) are rounding, and count as zero.
     """
     require_finite(rows)
     groups, n, size = rows.shape
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    wide = rows.double()
+    gram = kernels.symmetric_update(wide.new_zeros(groups, n, n), wide.mT)
+    values, inner = kernels.symmetric_eigen(gram)  # which only looks at the lower triangle
+    values, inner = values.flip(-1), inner.flip(-1)  # the largest first: they are the most accurate
+    kept = values > max(1, n) * torch.finfo(torch.float64).eps * values[..., :1].clamp(min=0)
+    values = torch.where(kept, values, 0.0)
+    rank = int(kept.sum(-1).max()) if n else 0
     full = rows.new_zeros(groups, size)
-    if n == 0:
-        return EigenPairs(full, rows.new_zeros(groups, size, 0))
-    reflections, scales = torch.geqrf(rows.to(dtype).mT)
-    triangle = reflections[:, :n].triu().double()
-    values, inner = kernels.symmetric_eigen(triangle @ triangle.mT)
-    values, inner = values.flip(-1), inner.flip(-1)
-    limit = values[..., :1] * (n * max(torch.finfo(dtype).eps ** 2 * n, torch.finfo(torch.float64).eps))
-    full[:, :n] = torch.where(values > limit, values, 0.0)
-    thin = ThinEigen(reflections, scales, inner.to(dtype))
-    if dtype != rows.dtype:
-        return EigenPairs(full, None, thin.written().to(rows.dtype))
-    return EigenPairs(full, thin=thin)
+    full[:, :rank] = values[..., :rank]
+    return EigenPairs(full, thin=ThinEigen(rows, inner[..., :rank].contiguous(), values[..., :rank].sqrt()))

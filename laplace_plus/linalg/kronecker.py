@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 from laplace_plus.linalg.bases import Basis, KroneckerBasis
 from laplace_plus.linalg.blocks import Block, Diagonalised, EigenBlock, OnceDiagonalised
 from laplace_plus.linalg.corrections import PendingSquares
-from laplace_plus.linalg.factor_sums import EigenPairs, FactorSum, combine
+from laplace_plus.linalg.factor_sums import EigenPairs, FactorSum, combine, restored, stored
 from laplace_plus.linalg.log_determinants import Spectrum, log_determinant
 from laplace_plus.linalg.stacks import OuterStack, Stack
 
@@ -214,26 +214,47 @@ class KroneckerBlock(OnceDiagonalised):
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        stored = {"left": self.left, "right": self.right, "count": self.count}
-        if self.corrected is not None and self.basis_weights is not None:
-            stored |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
-        return stored
+        result = stored(self.left_sums, "left") | {"count": self.count}
+        result |= {"right": self.right_sum} if isinstance(self.right_sum, Tensor) else stored([self.right_sum], "right")
+        if self.corrected is None or self.basis_weights is None:
+            return result
+        # What was measured belongs to this very basis, which another decomposition would give in another order.
+        form = self._form()
+        result |= {"corrected": self.corrected, "basis_weights": self.basis_weights, "left_vectors": form.left.vectors}
+        return result if form.right is None else result | {"right_vectors": form.right.vectors}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
+        """Rebuild a block from its :meth:`tensors`."""
+        diagonal = "right" in tensors and tensors["right"].ndim == 2
+        right = tensors["right"] if diagonal else restored(tensors, "right")[0]
+        corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
+        block = cls(restored(tensors, "left"), right, tensors["count"], corrected, weights)
+        if corrected is not None and weights is not None:
+            block.adopt_eigen(
+                weights, [_basis_alone(tensors[f"{side}_vectors"]) for side in ("left", "right")[: 1 + (not diagonal)]]
+            )
+        return block
 
     @override
     def clone(self) -> KroneckerBlock:
-        return KroneckerBlock(
-            [part.clone() for part in self.left_sums],
-            self.right_sum.clone(),
-            self.count.clone(),
-            None if self.corrected is None else self.corrected.clone(),
-            self.basis_weights,
-        )
+        corrected = None if self.corrected is None else self.corrected.clone()
+        left, right = [part.clone() for part in self.left_sums], self.right_sum.clone()
+        result = KroneckerBlock(left, right, self.count.clone(), corrected, self.basis_weights)
+        if corrected is not None:
+            result._cache = self._cache  # what was measured belongs to this very basis
+        return result
 
     @override
     def parts(self) -> list[Tensor]:
         result = [tensor for part in self.left_sums for tensor in part.parts()]
         result += [self.right_sum] if isinstance(self.right_sum, Tensor) else self.right_sum.parts()
         return result if self.corrected is None else [*result, self.corrected]
+
+
+def _basis_alone(vectors: Tensor) -> EigenPairs:
+    """Eigenvectors whose values nobody asks for, corrected ones standing in for them."""
+    return EigenPairs(vectors.new_zeros(vectors.shape[:2]), None, vectors)
 
 
 def _basis(left: EigenPairs, right: EigenPairs | None) -> Basis:

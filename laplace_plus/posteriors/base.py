@@ -31,10 +31,11 @@ from laplace_plus.posteriors.registry import name_of
 from laplace_plus.posteriors.summary import Summary
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.linearized import (
+    MANY_OUTPUTS,
     FunctionalPosterior,
     Outputs,
-    covariance_bytes,
     functional_samples,
+    samples_rather,
 )
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import Selection
@@ -43,9 +44,6 @@ Method = Literal["linearized", "sampled"]
 
 N_TANGENTS = 100
 """Number of samples that a functional posterior by Monte Carlo is made of."""
-
-MANY_OUTPUTS = 64
-"""With more outputs than this, links that need only variances get only variances."""
 
 
 class Posterior(ABC):
@@ -94,7 +92,7 @@ class Posterior(ABC):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
         self.network = Network(model, parameters, self.likelihood.arrange)
         self.backend = resolve_backend(backend)
-        self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
+        self.memory_budget = memory_budget
         self._prior_precision = as_hyperparameter(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean)
         self._temperature = positive(temperature, "temperature")
@@ -327,18 +325,23 @@ class Posterior(ABC):
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
         x = self.network.receive(x)
         shape = self.network.forward(x).shape
-        if covariance_bytes(shape, joint=joint) <= budget(self.network.device) // 2:
+        if not samples_rather(shape, joint=joint):
             return None
-        step = max(1, min(n, 2**26 // max(1, self.network.n_parameters)))
+        step = self._together(n)
         counts = [min(step, n - start) for start in range(0, n, step)]
         with torch.no_grad():
             chunks = (self.sample(count, generator=generator) - self.mean for count in counts)
             return functional_samples(self.network, chunks, x)[1]
 
+    def _together(self, n: int) -> int:
+        """How many of n parameter vectors are drawn at a time."""
+        each = self.network.n_parameters * self.network.dtype.itemsize
+        return max(1, min(n, min(2**28, budget(self.network.device) // 4) // max(1, each)))
+
     def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         x = self.network.receive(x)
         # A few parameter vectors at a time: all of them may be many times the network's size.
-        step = max(1, min(n, 2**26 // max(1, self.network.n_parameters)))
+        step = self._together(n)
         for start in range(0, n, step):
             for vector in self.sample(min(step, n - start), generator=generator):
                 yield self.network(x, self.network.substitute(vector))
@@ -363,6 +366,15 @@ class Posterior(ABC):
             GaussianPrior.create(self._prior_precision, self._prior_mean, torch.zeros(1, dtype=torch.long))
         else:
             self.prior()
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that intermediate results may take; None for a quarter of what is free. Texts are understood, too."""
+        return self._memory_budget
+
+    @memory_budget.setter
+    def memory_budget(self, value: int | str | None) -> None:
+        self._memory_budget = None if value is None else parse_bytes(value)
 
     @property
     def prior_precision(self) -> Tensor:

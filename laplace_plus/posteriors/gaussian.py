@@ -183,6 +183,7 @@ class GaussianPosterior(Posterior):
                 likelihood=self.likelihood,
                 statistics=sums.statistics,
                 backend=self.backend,
+                n_outputs=sums.n_outputs,
             )
             self._model_cache = (key, model)
         return self._model_cache[1]

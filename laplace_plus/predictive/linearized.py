@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from laplace_plus import batches
 from laplace_plus._memory import budget
@@ -21,10 +20,17 @@ from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import GENERAL, Gradients, Layout
 from laplace_plus.curvature.last_layer import head_stack
 from laplace_plus.curvature.linearization import Linearization, Ways
+from laplace_plus.curvature.pieces import same_outputs
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.linalg import Factor, Stack
 from laplace_plus.linalg.stacks import require_room, slices
 from laplace_plus.network import Network
+
+_LARGE_COVARIANCE = 512 * 2**20
+"""Bytes that a covariance of outputs and its factor may take in float64 before functions are sampled instead."""
+
+MANY_OUTPUTS = 64
+"""With more outputs than this, links that need only variances get only variances."""
 
 WHOLE = "all"
 """Key of a block that covers the whole parameter vector."""
@@ -60,6 +66,7 @@ def functional_posteriors(
     outputs: Outputs = None,
     differentiable: bool = False,
     expected_outputs: int | None = None,
+    apart: bool = True,
 ) -> list[FunctionalPosterior]:
     """Functional posteriors under several covariances, e.g. on a grid of prior precisions, from one Jacobian pass.
 
@@ -73,6 +80,7 @@ def functional_posteriors(
             such as its most probable classes. Only chosen outputs are differentiated.
         differentiable: Whether gradients flow to the inputs.
         expected_outputs: C, where it is known.
+        apart: Whether examples may be run apart from each other, where that takes less memory.
 
     Raises:
         ConfigurationError: Outputs that the network does not have, or a memory budget that does not hold the gradients
@@ -80,6 +88,8 @@ def functional_posteriors(
         DataError: Inputs on which the network takes another path than while fitting.
     """
     capture = Capture(network, inputs, differentiable=differentiable)
+    if not capture.output_shape.numel():
+        raise DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
     if expected_outputs not in (None, capture.output_shape[-1]):
         raise DataError(
             "The network gives another number of outputs than it did while fitting.",
@@ -110,20 +120,24 @@ def functional_posteriors(
         covariances = _weighed([head], factor_sets, mode)
     else:
         directions = _Directions(gradients, flat, chosen.view(*flat.shape[:2], n_chosen) if own else chosen)
-        pieces = [] if joint else directions.pieces(diagonal)
+        pieces = directions.pieces(diagonal) if apart and not joint else []
         if len(pieces) > 1:
             del capture, gradients, directions
+            selections = [chosen[piece] if own else outputs for piece in pieces]
             parts = [
                 functional_posteriors(
-                    network,
-                    factor_sets,
-                    _some(inputs, piece),
-                    outputs=chosen[piece] if own else outputs,
-                    differentiable=differentiable,
+                    network, factor_sets, batches.cut(inputs, piece), outputs=some, differentiable=differentiable
                 )
-                for piece in pieces
+                for piece, some in zip(pieces, selections, strict=True)
             ]
-            return [FunctionalPosterior(*map(torch.cat, zip(*part, strict=True))) for part in zip(*parts, strict=True)]
+            found = [FunctionalPosterior(*map(torch.cat, zip(*part, strict=True))) for part in zip(*parts, strict=True)]
+            picked = mean.view(shape).gather(-1, chosen) if own else mean.view(shape)[..., chosen]
+            if same_outputs(found[0].mean, picked):
+                return found
+            # An example's output depends on the others': they must not be run apart.
+            return functional_posteriors(
+                network, factor_sets, inputs, outputs=outputs, differentiable=differentiable, apart=False
+            )
         covariances = directions.quadratics(factor_sets, mode)
     kept = (*shape[:-1], n_chosen)
     final = (*kept, *kept) if joint else kept if diagonal else (*kept, n_chosen)
@@ -160,10 +174,13 @@ def functional_samples(
     return mean, mean + torch.cat(parts)
 
 
-def covariance_bytes(mean_shape: Sequence[int], *, joint: bool = False) -> int:
-    """What the full covariance of outputs ``[B, *, C]`` takes in float64, with the factor that sampling needs."""
+def samples_rather(mean_shape: Sequence[int], *, joint: bool = False) -> bool:
+    """Whether outputs ``[B, *, C]`` are better sampled as functions, their covariance being too large.
+
+    The sizes alone decide, so that the same seed gives the same samples whatever memory is free.
+    """
     size = torch.Size(mean_shape).numel()
-    return 2 * 8 * size * (size if joint else mean_shape[-1])
+    return 2 * 8 * size * (size if joint else mean_shape[-1]) > _LARGE_COVARIANCE
 
 
 def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
@@ -175,6 +192,8 @@ def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: to
         raise _no_outputs(outputs, n_outputs) from error
     if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
         chosen = chosen.nonzero().squeeze(-1)
+    if isinstance(outputs, (list, tuple)) and len({isinstance(entry, bool) for entry in outputs}) > 1:
+        raise _no_outputs(outputs, n_outputs)
     integers = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
     if not chosen.ndim or not chosen.numel() or not integers:
         raise _no_outputs(outputs, n_outputs)
@@ -273,17 +292,19 @@ class _Directions:
         """Slices of the examples that are better looked at one after the other; one or none where all go together."""
         needed, n = self.chosen.shape[-1], self.flat.shape[0]
         capture = self.gradients.capture
-        if capture.pointwise or not _examples_come_first(capture.inputs, n):
+        if capture.pointwise or not batches.can_be_cut(capture.inputs, n):
             return []
-        count = -(-needed // max(1, self._room() // max(1, self._bytes_each())))
+        room, each = self._room(), self._bytes_each()
+        count = -(-needed // max(1, room // max(1, each)))
         if diagonal:
             count = min(count, n // _LEAST_EXAMPLES)
+        count = max(count, -(-each // max(1, room)))  # one direction must fit
         return list(slices(n, 1, -(-n // max(1, min(count, n)))))
 
     def _capacity(self) -> int:
         """How many directions' gradients may be alive at a time."""
         each = self._bytes_each()
-        require_room(each, "the gradients of one output", self.flat.device)
+        require_room(each, f"the gradients of one output for {self.flat.shape[0]} examples", self.flat.device)
         return max(1, self._room() // max(1, each))
 
     def _room(self) -> int:
@@ -295,20 +316,6 @@ class _Directions:
         general = sum(layout.n_entries for layout in self.gradients.layouts if layout.rule == GENERAL)
         size = self.gradients.capture.activation_elements() + self.flat.shape[0] * general
         return size * self.flat.element_size()
-
-
-def _examples_come_first(inputs: Any, n_examples: int) -> bool:
-    """Whether the first axis of every tensor of the inputs runs over the examples."""
-    leaves, _ = batches.flatten(inputs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    others = any(isinstance(leaf, PackedSequence) for leaf in leaves)
-    return bool(tensors) and not others and all(leaf.shape[0] == n_examples for leaf in tensors)
-
-
-def _some(inputs: Any, examples: slice) -> Any:
-    """Inputs of some of the examples, which come first in every tensor."""
-    leaves, rebuild = batches.flatten(inputs)
-    return rebuild([leaf[examples] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves])
 
 
 def _weighed(

@@ -47,7 +47,7 @@ def require_room(n_bytes: int, what: str, device: torch.device) -> None:
     if n_bytes > available:
         raise ConfigurationError(
             f"The memory budget does not hold {what}.",
-            expected=f"memory_budget of at least {n_bytes} bytes",
-            got=f"{available} bytes",
+            expected=f"memory_budget of at least {_memory.in_words(n_bytes)}",
+            got=_memory.in_words(available),
             fix="Raise memory_budget, or ask for fewer outputs.",
         )
