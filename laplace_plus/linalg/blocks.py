@@ -320,8 +320,8 @@ class DenseBlock(OnceDiagonalised):
     def matrix(self) -> Tensor:
         """The components ``[K, G, n, n]``."""
         if self.n_components == 1:
-            return self.sums[0].matrix()[None]
-        return torch.stack([part.matrix() for part in self.sums])
+            return self.sums[0].dense()[None]
+        return torch.stack([part.dense() for part in self.sums])
 
     @override
     def add_(self, other: Block) -> None:

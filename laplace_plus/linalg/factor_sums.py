@@ -217,6 +217,10 @@ class FactorSum:
             self._is_symmetric = True
         return self._total
 
+    def dense(self) -> Tensor:
+        """The sum as symmetric matrices ``[G, d, d]``; rows stay rows."""
+        return self.matrix() if self.is_formed else self.clone().matrix()
+
     @property
     def is_formed(self) -> bool:
         """Whether a matrix is there; otherwise only rows are."""
@@ -277,8 +281,7 @@ def stored(sums: Sequence[FactorSum], name: str) -> dict[str, Tensor]:
     """The sums as they are: matrices ``[K, G, d, d]`` under ``name``, or rows under ``name_rows.0`` and so on."""
     if not any(part.is_formed for part in sums):
         return {f"{name}_rows.{number}": part.scaled_rows(1.0) for number, part in enumerate(sums)}
-    parts = [part if part.is_formed else part.clone() for part in sums]  # what is stored stays what it was
-    return {name: parts[0].matrix()[None] if len(parts) == 1 else torch.stack([part.matrix() for part in parts])}
+    return {name: sums[0].dense()[None] if len(sums) == 1 else torch.stack([part.dense() for part in sums])}
 
 
 def restored(tensors: Mapping[str, Tensor], name: str) -> list[FactorSum]:

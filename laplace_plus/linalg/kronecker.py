@@ -66,13 +66,13 @@ class KroneckerBlock(OnceDiagonalised):
     def left(self) -> Tensor:
         """The sums of ``g gᵀ``, ``[K, G, o, o]``."""
         if self.n_components == 1:
-            return self.left_sums[0].matrix()[None]
-        return torch.stack([part.matrix() for part in self.left_sums])
+            return self.left_sums[0].dense()[None]
+        return torch.stack([part.dense() for part in self.left_sums])
 
     @property
     def right(self) -> Tensor:
         """The sum of ``a aᵀ``, ``[G, i, i]``, or ``[G, i]`` where it is diagonal."""
-        return self.right_sum if isinstance(self.right_sum, Tensor) else self.right_sum.matrix()
+        return self.right_sum if isinstance(self.right_sum, Tensor) else self.right_sum.dense()
 
     @property
     def corrected(self) -> Tensor | None:

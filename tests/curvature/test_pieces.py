@@ -10,7 +10,7 @@ import laplace_plus as lp
 from laplace_plus._memory import budget, memory_budget, parse_bytes
 from laplace_plus.batches import Batch, can_be_cut, cut
 from laplace_plus.curvature.pieces import gradient_pieces
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 
 
@@ -116,6 +116,93 @@ class Fixed(nn.Module):
         return self.linear(x.view(6, 4))
 
 
+class Weighted(nn.Module):
+    """Takes numbers that are not its examples', though there are as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * weights.sum()
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e-2])
+@pytest.mark.parametrize("twins", [False, True])
+def test_examples_that_depend_on_each_other(strength: float, twins: bool) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.first(x))
+            return self.second(h - strength * h.mean(0)) * 1e-3
+
+    torch.manual_seed(0)
+    model = Mixing().double()
+    x, y = torch.randn(40, 3, dtype=torch.float64), torch.randint(3, (40,))
+    if twins:
+        x[1] = x[0]
+    whole = lp.KFAC(model, "classification", memory_budget="1GB").fit([(x, y)])
+    pieces = lp.KFAC(model, "classification", memory_budget="4KB").fit([(x, y)])
+    torch.testing.assert_close(pieces.precision_matrix(), whole.precision_matrix(), rtol=1e-10, atol=1e-12)
+    mean, covariance = whole.functional_posterior(x)
+    whole.memory_budget = "16 KB"
+    again = whole.functional_posterior(x)
+    torch.testing.assert_close(again.mean, model(x).detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(again.covariance, covariance, rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(mean, again.mean)
+
+
+def test_numbers_that_are_as_many_as_the_examples_by_chance() -> None:
+    torch.manual_seed(0)
+    model = Weighted().double()
+    inputs = (torch.randn(8, 4, dtype=torch.float64), torch.rand(8, dtype=torch.float64))
+    whole = lp.Diagonal(model, "classification", memory_budget="1GB").fit([(inputs, torch.arange(8) % 3)])
+    pieces = lp.Diagonal(model, "classification", memory_budget="1KB").fit([(inputs, torch.arange(8) % 3)])
+    torch.testing.assert_close(pieces.variance(), whole.variance(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(pieces.functional_posterior(inputs).mean, model(*inputs).detach())
+
+
+class WritesInPlace(nn.Module):
+    """Changes a layer's input after the layer has used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        h = self.first(x)
+        return self.second(torch.tanh(h) + x.mul_(3.0))
+
+
+def test_an_input_written_into_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"input of 'first.weight'.*in place"):
+        lp.KFAC(WritesInPlace(), "classification").fit([(torch.randn(6, 3), torch.arange(6) % 3)])
+
+
+def test_a_budget_may_be_changed_later() -> None:
+    posterior = lp.Diagonal(nn.Linear(3, 2), "classification")
+    assert posterior.memory_budget is None
+    posterior.memory_budget = "1 KiB"  # type: ignore[assignment]
+    assert posterior.memory_budget == 1024
+
+
+def test_seeded_samples_do_not_depend_on_the_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 100)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    posterior = lp.KFAC(model, "classification").fit([(x, torch.arange(6))])
+    means = []
+    for allowed in ("1 GiB", "400 KiB"):
+        posterior.memory_budget = allowed  # type: ignore[assignment]
+        generator = torch.Generator().manual_seed(3)
+        means.append(posterior.predictive(x, link="mc", generator=generator).mean)
+    torch.testing.assert_close(*means, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("kind", [Centred, Fixed])
 def test_batches_that_belong_together_stay_together(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -127,10 +214,11 @@ def test_batches_that_belong_together_stay_together(kind: type[nn.Module]) -> No
 
 
 def test_what_can_be_cut() -> None:
-    tokens, mask, target = torch.zeros(4, 7), torch.ones(4, 7), torch.arange(4)
+    tokens, mask = torch.zeros(4, 7), torch.ones(4, 7)
     assert can_be_cut({"tokens": tokens, "mask": mask}, 4)
-    assert not can_be_cut({"tokens": tokens, "scale": torch.tensor(2.0)}, 4)
+    assert can_be_cut({"tokens": tokens, "scale": torch.tensor(2.0), "flag": True}, 4)
+    assert not can_be_cut({"scale": torch.tensor(2.0)}, 4)
+    assert not can_be_cut({"tokens": tokens, "table": object()}, 4)
     assert not can_be_cut({"tokens": tokens.T, "mask": mask}, 4)
-    piece = cut(Batch({"tokens": tokens, "mask": mask}, target), slice(1, 3))
-    assert piece.inputs["mask"].shape == (2, 7)
-    assert piece.target.tolist() == [1, 2]
+    piece = cut({"tokens": tokens, "mask": mask, "scale": torch.tensor(2.0)}, slice(1, 3))
+    assert piece["mask"].shape == (2, 7) and piece["scale"] == 2

@@ -238,3 +238,15 @@ def test_samples_in_function_space_have_the_functional_posterior():
 def test_what_a_covariance_takes():
     assert samples_rather((64, 1000)) and not samples_rather((64, 300))
     assert samples_rather((64, 300), joint=True) and not samples_rather((2, 3), joint=True)
+
+
+def test_nothing_to_predict_is_named() -> None:
+    posterior = lp.Diagonal(nn.Linear(3, 2), "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)])
+    with pytest.raises(lp.errors.DataError, match="nothing to predict"):
+        posterior.functional_posterior(torch.zeros(0, 3))
+
+
+def test_indices_and_truth_values_do_not_mix() -> None:
+    posterior = lp.Diagonal(nn.Linear(3, 2), "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)])
+    with pytest.raises(lp.errors.ConfigurationError, match=r"\[True, 0\]"):
+        posterior.functional_posterior(torch.zeros(1, 3), outputs=[True, 0])

@@ -1,0 +1,70 @@
+"""What is stored is what was fitted, in the form that it was in."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+
+KINDS = {
+    "KFAC": (lp.KFAC, {}),
+    "EKFAC": (lp.KFAC, {"eigenvalue_corrected": True}),
+    "Full": (lp.Full, {}),
+    "Diagonal": (lp.Diagonal, {}),
+    "head": (lp.Full, {"parameters": "last_layer"}),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+
+
+def data(n: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
+    return [(x, torch.randint(3, (n,), generator=generator))]
+
+
+def assert_same(one: lp.GaussianPosterior, other: lp.GaussianPosterior) -> None:
+    torch.testing.assert_close(one.precision_matrix(), other.precision_matrix(), rtol=0, atol=1e-12)
+    x = data(5, seed=9)[0][0]
+    ours, theirs = one.functional_posterior(x), other.functional_posterior(x)
+    torch.testing.assert_close(ours.covariance, theirs.covariance, rtol=1e-10, atol=1e-12)
+    draws = [p.sample(2, generator=torch.Generator().manual_seed(1)) for p in (one, other)]
+    torch.testing.assert_close(*draws, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 60])
+def test_a_stored_posterior_is_the_same_one(kind: str, n: int, tmp_path: Path) -> None:
+    """With two examples factors are kept as rows, with sixty as matrices."""
+    cls, options = KINDS[kind]
+    net = network()
+    posterior = cls(net, "classification", **options).fit(data(n))
+    untouched = copy.deepcopy(posterior)
+    size = posterior.summary().title
+    posterior.save(tmp_path / "first")
+    assert posterior.summary().title == size
+    loaded = lp.load(tmp_path / "first", net)
+    assert loaded.summary().title == size
+    assert_same(loaded, posterior)
+    for each in (posterior, loaded, untouched):
+        each.update(data(60 if n == 2 else 2, seed=5))
+    assert_same(posterior, untouched)
+    assert_same(loaded, untouched)
+    posterior.save(tmp_path / "second")
+    assert_same(lp.load(tmp_path / "second", net), untouched)
+
+
+def test_few_rows_take_little_room(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2000, 40), nn.Tanh(), nn.Linear(40, 40))
+    posterior = lp.KFAC(net, "classification").fit([(torch.randn(3, 2000), torch.arange(3))])
+    posterior.save(tmp_path / "kept")
+    size = sum(file.stat().st_size for file in (tmp_path / "kept").iterdir())
+    assert size < 2e6  # the input factor alone would take 16 MB
