@@ -336,7 +336,9 @@ def test_each_factor_is_decomposed_once(monkeypatch, name, task):
     posterior.prior_precision, posterior.temperature = 3.0, 0.5
     posterior.sample(2)
     more, captures, calls = counter.taken()
-    assert decompositions + more == ONCE[name]
+    # KFAC decomposes two factors of equal size in one call; EKFAC needs each by itself in its second pass.
+    together = (name, task) == ("KFAC", "classification")
+    assert decompositions + more == ONCE[name] - together
     assert (captures, calls) == (0, 0)
 
 

@@ -215,7 +215,10 @@ class KroneckerBlock(OnceDiagonalised):
     @override
     def tensors(self) -> dict[str, Tensor]:
         result = stored(self.left_sums, "left") | {"count": self.count}
-        result |= {"right": self.right_sum} if isinstance(self.right_sum, Tensor) else stored([self.right_sum], "right")
+        if isinstance(self.right_sum, FactorSum) and not self.right_sum.is_formed:
+            result["right_rows"] = self.right_sum.scaled_rows(1.0)
+        else:
+            result["right"] = self.right
         if self.corrected is None or self.basis_weights is None:
             return result
         # What was measured belongs to this very basis, which another decomposition would give in another order.
@@ -226,8 +229,8 @@ class KroneckerBlock(OnceDiagonalised):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
         """Rebuild a block from its :meth:`tensors`."""
-        diagonal = "right" in tensors and tensors["right"].ndim == 2
-        right = tensors["right"] if diagonal else restored(tensors, "right")[0]
+        right = FactorSum.of_rows(tensors["right_rows"]) if "right_rows" in tensors else tensors["right"]
+        diagonal = isinstance(right, Tensor) and right.ndim == 2
         corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
         block = cls(restored(tensors, "left"), right, tensors["count"], corrected, weights)
         if corrected is not None and weights is not None:

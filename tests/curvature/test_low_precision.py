@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_blocks import whole_tensors
 
 import laplace_plus as lp
 from laplace_plus.batches import Batch
@@ -54,7 +55,7 @@ def blocks(model: nn.Module, inputs, target: Tensor, sharing: str) -> dict[str, 
     selection = "all" if sharing == "expand" else lambda name, _: "embedding" not in name  # which reduce refuses
     network = Network(model, selection, likelihood.arrange)
     curvature, _ = Native().curvature(network, likelihood, Batch(inputs, target), KroneckerStructure(sharing))
-    return {layout.key: block.tensors() for layout, block in curvature}
+    return {layout.key: whole_tensors(block) for layout, block in curvature}
 
 
 def assert_close(got: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]], tolerance: float) -> None:
@@ -122,7 +123,7 @@ def test_products_are_summed_in_float32(dtype, ambient):
     with torch.autocast("cpu", dtype=dtype, enabled=ambient):
         rows = rounded_rows(model, inputs, ["second", "head"])
         posterior = lp.KFAC(model, "classification").fit([(inputs, target)])
-    found = {layout.key: block.tensors() for layout, block in posterior._sums.curvature}
+    found = {layout.key: whole_tensors(block) for layout, block in posterior._sums.curvature}
     patches = torch.nn.functional.unfold(rows["second"].double(), 2).unflatten(1, (2, -1))  # [B, G, i, S]
     patches = torch.cat([patches, torch.ones_like(patches[:, :, :1])], 2)
     features = torch.cat([rows["head"].double(), torch.ones(300, 1)], 1)
