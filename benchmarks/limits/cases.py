@@ -320,8 +320,14 @@ def last_layer(problem: Problem) -> Iterator[Task]:
         def fitted(kind: type[lp.GaussianPosterior] = kind) -> lp.GaussianPosterior:
             return _fit(problem, kind, parameters="last_layer")
 
-        def factorised(fitted: Callable[[], lp.GaussianPosterior] = fitted) -> None:
-            fitted()._factors()
+        def first(fitted: Callable[[], lp.GaussianPosterior] = fitted) -> None:
+            posterior = fitted()
+            for chunk in x.split(64):
+                posterior.predictive(chunk)
+
+        def twice() -> None:
+            problem.forward()
+            problem.forward()
 
         try:
             posterior = fitted()
@@ -337,18 +343,19 @@ def last_layer(problem: Problem) -> Iterator[Task]:
                 for chunk in x.split(64):
                     posterior.predictive(chunk)
 
-        for words, call, peer in (
-            ("fit", fitted, peers.fit(problem, structure, subset="last_layer")),
-            ("fit, decompositions included", factorised, None),
-            ("predict 256", predict, peers.predict(problem, structure, x, subset="last_layer")),
+        once, both = "1 forward over the same images", "2 forwards over the same images"
+        for words, call, peer, limit, limit_is in (
+            ("fit", fitted, peers.fit(problem, structure, subset="last_layer"), problem.forward, once),
+            ("fit and first predict 256", first, None, twice, both),
+            ("predict 256", predict, peers.predict(problem, structure, x, subset="last_layer"), problem.forward, once),
         ):
             yield Task(
                 "last_layer",
                 f"1000-class last layer, {kind.__name__}: {words}",
                 problem,
                 call,
-                problem.forward,
-                "1 forward over the same images",
+                limit,
+                limit_is,
                 Target(3, peak_mb=2e3),
                 peers={"laplace-torch": (peer, 1)} if peer else {},
             )
