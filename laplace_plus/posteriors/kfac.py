@@ -27,8 +27,8 @@ class KFAC(GaussianPosterior):
             some gradient reaches one of them in that layer. Padded batches then give the factors that their sequences
             give one by one.
         eigenvalue_corrected: Whether to measure the eigenvalues in the Kronecker eigenbasis (EKFAC; George et al.,
-            2018), which takes a second pass over the data and makes the curvature's trace exact. ``update`` measures new
-            data in the basis of the first fit.
+            2018), which takes a second pass over the data and makes the curvature's trace exact. ``update`` measures
+            new data in the basis of the first fit.
         dense_limit: Largest parameter without a Kronecker rule that gets a dense block; larger ones get a diagonal.
         output_factor: How the output factor G of a last layer with C outputs is kept: ``"dense"`` (C² numbers),
             ``"diagonal"`` (C numbers; covariances between outputs are left out), or ``"auto"``: dense up to 4096
