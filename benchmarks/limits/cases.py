@@ -18,6 +18,7 @@ from torch import Tensor
 import laplace_plus as lp
 
 BATCHED = "1 forward + C backward to layer outputs"
+TO_WEIGHTS = "1 forward + C backward to weights"
 
 
 def _relative(ours: Tensor, limit: Tensor) -> float:
@@ -143,7 +144,7 @@ def diagonal_fit(problem: Problem) -> Iterator[Task]:
         problem,
         lambda: _fit(problem, lp.Diagonal),
         limit,
-        "1 forward + C backward to weights",
+        TO_WEIGHTS,
         Target({"mlp1024": 0.55}.get(problem.name, 1.0)),
         {"by hand": lambda: predictive.diagonal_curvature(problem), "BackPACK": peers.backpack_diagonal(problem)},
         {
@@ -170,9 +171,9 @@ def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str,
     check: Callable[[], float] | None = None
     if _has_norms(problem):
         target = Target(4, peak_mb=3e3) if problem.name == "resnet18" else Target(3, peak_mb=4e3)
-        limit, limit_is = (lambda: factors.directions_to_outputs(problem, x)), BATCHED
+        limit, limit_is = (lambda: factors.directions_to_weights(problem, x)), TO_WEIGHTS
         del others["functional_posterior"]  # a minute's work less
-        others[f"{BATCHED.replace('layer outputs', 'weights')}"] = lambda: factors.directions_to_weights(problem, x)
+        others[BATCHED] = lambda: factors.directions_to_outputs(problem, x)
     else:
         exact = kind is lp.KFAC
         limit, limit_is = _by_hand(problem, kind, x), "exact C × C covariance layer by layer, no Jacobian"

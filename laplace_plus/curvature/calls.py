@@ -7,6 +7,7 @@ share a Kronecker factor with their covariance kept. Calls are made by :mod:`lap
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,6 +96,10 @@ class Call(ABC):
             where: Where the examples lie in the output.
         """
 
+    def _width(self, inputs: int) -> int:
+        """Number of columns that :meth:`_columns` makes of so many inputs."""
+        return 1 if self.weight is None else inputs + (self.bias is not None)
+
     def _columns(self, rows: Tensor) -> Tensor:
         """Inputs ``[..., i]`` with the column of ones that is the bias's input."""
         ones = rows.new_ones(*rows.shape[:-1], 1)
@@ -150,7 +155,10 @@ class LinearCall(Call):
         value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
         left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
         return OuterStack(
-            value, left.unflatten(-1, (self.groups, -1)), expand_right=lambda x: self._columns(x)[:, :, None]
+            value,
+            left.unflatten(-1, (self.groups, -1)),
+            expand_right=lambda x: self._columns(x)[:, :, None],
+            right_sizes=(value.shape[1], 1, self._width(value.shape[2])),
         )
 
 
@@ -175,12 +183,15 @@ class ConvolutionCall(Call):
 
     @override
     def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+        value, left = by_example(self.value, n_examples, where), by_example(gradient, n_examples, where, lead=1)
+        patch = value.shape[2] // self.groups * math.prod(self.kernel)
         return OuterStack(
-            by_example(self.value, n_examples, where),
-            by_example(gradient, n_examples, where, lead=1),
+            value,
+            left,
             expand_right=self._patches,
             expand_left=self._positions,
             add_right_products=self._add_patch_products if self.weight is not None else None,
+            right_sizes=(left.shape[2] * left.shape[4:].numel(), self.groups, self._width(patch)),
         )
 
     def _add_patch_products(self, value: Tensor, total: Tensor) -> None:

@@ -40,6 +40,7 @@ class OuterStack(Stack):
         left_turn: L ``[G, o, o]``, or None.
         right_turn: R ``[G, i, i]``, or None: the matrices are ``Lᵀ P R``, which is computed from the rows of the two
             sides or from P, whichever takes fewer operations.
+        right_sizes: ``(S, G, i)`` of the expanded right side, where that is known without expanding any of it.
     """
 
     raw_right: Tensor
@@ -50,17 +51,18 @@ class OuterStack(Stack):
     add_right_products: Callable[[Tensor, Tensor], None] | None = None
     left_turn: Tensor | None = None
     right_turn: Tensor | None = None
+    right_sizes: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         self.n_directions, self.n_examples = self.raw_left.shape[:2]
         self.dtype = self.compute_dtype or torch.promote_types(self.raw_left.dtype, torch.float32)
         self.device = self.raw_left.device
         with torch.no_grad():
-            left, right = self.sides(slice(0, 1))
-        self.n_positions = right.shape[1]
+            rows, columns = self.expand_left(self.raw_left[:1, :1]).shape[3:]
+            sizes = self.right(slice(0, 1)).shape[1:] if self.right_sizes is None else self.right_sizes
         # The groups may share one right side, which then has G = 1 and is broadcast.
-        self.right_shape = (right.shape[2], right.shape[3])
-        self.shape = (left.shape[3], left.shape[4], right.shape[3])
+        self.n_positions, self.right_shape = sizes[0], (sizes[1], sizes[2])
+        self.shape = (rows, columns, sizes[2])
 
     @property
     def is_shared(self) -> bool:
