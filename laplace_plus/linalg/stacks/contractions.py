@@ -237,8 +237,35 @@ def separable_quadratic(left: Tensor, right: Tensor, weights: tuple[Tensor, Tens
 
 def add_streamed_squares(total: Tensor, left: Tensor, right: Tensor, limit: int, turns: Turns = NO_TURNS) -> None:
     """Add ``Σ_vb P²`` to ``total [G, o, i]``."""
+    recording = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if turns is NO_TURNS and right.stride(1) == 1 and right.shape[1] > 1 and not recording:
+        _add_squares_by_column(total, left, right, limit)
+        return
     for rows, values in written(left, right, limit, turns):
         total[:, rows] += values.square_().sum((0, 2))
+
+
+def _add_squares_by_column(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
+    """The same where a right column's positions lie side by side, as those of patches do.
+
+    The transposed matrices, a right column in each row, take a tenth to a quarter less time.
+    """
+    v, b, s, groups, rows = left.shape
+    columns = right.shape[-1]
+    step = max(1, min(rows, limit // max(1, v * b * groups * columns * left.element_size())))
+    a = right.expand(-1, -1, groups, -1).permute(0, 2, 3, 1).reshape(b * groups, columns, s)
+    memory = left.new_empty(b * groups * v * step * columns)
+    for start in range(0, rows, step):
+        part = left[..., start : start + step]
+        r = part.shape[-1]
+        if left.stride(-1) == 1:
+            g = part.permute(1, 3, 2, 0, 4).reshape(b * groups, s, v * r)
+        else:
+            g = part.permute(1, 3, 0, 4, 2).reshape(b * groups, v * r, s).mT
+        values = memory[: b * groups * v * r * columns].view(b * groups, columns, v * r)
+        torch.bmm(a, g, out=values)
+        squares = values.square_().view(b, groups, columns, v, r).sum(0).sum(2)  # [G, i, r]
+        total[:, start : start + r] += squares.mT
 
 
 def add_gram_squares(total: Tensor, left: Tensor, right: Tensor) -> None:
