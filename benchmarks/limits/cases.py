@@ -171,9 +171,9 @@ def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str,
     check: Callable[[], float] | None = None
     if _has_norms(problem):
         target = Target(4, peak_mb=3e3) if problem.name == "resnet18" else Target(3, peak_mb=4e3)
-        limit, limit_is = (lambda: factors.directions_to_weights(problem, x)), TO_WEIGHTS
+        limit, limit_is = (lambda: factors.directions_to_outputs(problem, x)), BATCHED
         del others["functional_posterior"]  # a minute's work less
-        others[BATCHED] = lambda: factors.directions_to_outputs(problem, x)
+        others[TO_WEIGHTS] = lambda: factors.directions_to_weights(problem, x)
     else:
         exact = kind is lp.KFAC
         limit, limit_is = _by_hand(problem, kind, x), "exact C × C covariance layer by layer, no Jacobian"
