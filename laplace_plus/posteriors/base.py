@@ -29,6 +29,7 @@ from laplace_plus.posteriors.methods import check_count, exactly, positive
 from laplace_plus.posteriors.ranks import agree, save_once, session
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.posteriors.summary import Summary
+from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
@@ -104,6 +105,7 @@ class Posterior(ABC):
         self.n_outputs = 0
         self._vector: Tensor | None = None
         self._group: Group | None = None
+        self._data = TrainingData(complete=False)
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
@@ -236,6 +238,7 @@ class Posterior(ABC):
         except BaseException:
             self._group = before
             raise
+        self._data = (self._data if options["update"] else TrainingData()).plus(data)
 
     def _call_fit(self, data: Iterable[Any], **options: Any) -> None:
         taken = signature(self._fit).parameters

@@ -31,6 +31,7 @@ from laplace_plus.posteriors.rank_sums import (
     sum_over_ranks,
 )
 from laplace_plus.posteriors.summary import Summary
+from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
 
 
@@ -386,17 +387,6 @@ class GaussianPosterior(Posterior):
             blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
         sums = FitSums(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self._adopt(sums, tensors["vector"])
-
-
-def require_restartable(data: Iterable[Any], why: str) -> None:
-    """Raise :class:`DataError` for an iterator, which can be passed over only once."""
-    if iter(data) is data:
-        raise DataError(
-            why,
-            expected="an iterable that can be started again, such as a DataLoader",
-            got=f"a {type(data).__name__} that can only be used once",
-            fix="Pass a DataLoader or a list.",
-        )
 
 
 def _changed(expected: str, got: str) -> DataError:
