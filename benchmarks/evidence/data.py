@@ -30,7 +30,7 @@ def images(folder: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
 
 
 def table(folder: Path, name: str, number: int) -> Split:
-    """Split ``number`` of a table ``x, y, split`` (0 training, 1 validation, 2 test), standardised by its training part."""
+    """Split ``number`` of a table, standardised by its training part; ``split`` is 0, 1, 2 for the three parts."""
     with np.load(folder / name / "data.npz", allow_pickle=False) as file:
         x, y, part = file["x"].astype(np.float64), file["y"], file["split"][number]
     mean, std = x[part == 0].mean(0), x[part == 0].std(0)
