@@ -137,6 +137,23 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     )
 
 
+def refine(selected: Iterable[Selected], chosen: Tensor | None = None) -> dict[str, Tensor]:
+    """A selection, or some of its entries, as masks by parameter name, which are a selection again.
+
+    Args:
+        selected: The selection.
+        chosen: ``[P]`` bool over its parameter vector; None for all.
+    """
+    masks, start = {}, 0
+    for item in selected:
+        mask = torch.ones(item.shape.numel(), dtype=torch.bool) if item.mask is None else item.mask.cpu().clone()
+        if chosen is not None:
+            mask[mask.clone()] = chosen[start : start + item.size].cpu()
+        masks[item.name] = mask.view(item.shape)
+        start += item.size
+    return masks
+
+
 def _spellings(name: str) -> Iterator[str]:
     """The name itself, then without its first wrapper's prefix, without its second, and so on."""
     yield name

@@ -8,20 +8,30 @@ from laplace_plus.posteriors.kfac import KFAC
 from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
 from laplace_plus.posteriors.registry import get_posterior, register
+from laplace_plus.posteriors.selectors import LargestMagnitude, LargestVariance, Random, Selector
+from laplace_plus.posteriors.subnetwork import Subnetwork
 from laplace_plus.posteriors.summary import Summary
+from laplace_plus.posteriors.swag import DiagonalSWAG
 
 register("Full", Full)
 register("KFAC", KFAC)
 register("Diagonal", Diagonal)
 register("LowRank", LowRank)
+register("Subnetwork", Subnetwork)
 
 __all__ = [
     "Diagonal",
+    "DiagonalSWAG",
     "Full",
     "GaussianPosterior",
     "KFAC",
+    "LargestMagnitude",
+    "LargestVariance",
     "LowRank",
     "Posterior",
+    "Random",
+    "Selector",
+    "Subnetwork",
     "Summary",
     "get_posterior",
     "load",

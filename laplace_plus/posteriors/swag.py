@@ -1,0 +1,137 @@
+"""Variances of weights on the path of stochastic gradient descent (SWAG; Maddox et al., 2019), entry by entry."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus import batches
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, EmptyDataError, NonFiniteError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network import Network
+from laplace_plus.posteriors.methods import check_count
+
+
+@dataclass(frozen=True)
+class DiagonalSWAG:
+    """Train a copy of the network further by SGD, and take the variance of each weight over the epochs' ends.
+
+    The loss is the mean negative log-likelihood of a batch plus half of ``weight_decay`` times the squared norm, as
+    ``torch.optim.SGD`` has it; the copy is in training mode. The network itself stays as it is.
+
+    Args:
+        learning_rate: Constant; large enough that the weights keep moving.
+        n_snapshots: Number of epochs, each of which ends with a snapshot; at least 2.
+        momentum: Of SGD.
+        weight_decay: Of SGD.
+
+    Raises:
+        ConfigurationError: A number out of range.
+    """
+
+    learning_rate: float = 0.01
+    n_snapshots: int = 40
+    momentum: float = 0.9
+    weight_decay: float = 3e-4
+
+    def __post_init__(self) -> None:
+        check_count(self.n_snapshots, "n_snapshots")
+        if self.n_snapshots < 2:
+            raise ConfigurationError("One snapshot has no variance.", expected="n_snapshots >= 2", got="1")
+        if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
+            raise ConfigurationError(
+                "SGD cannot run with these settings.",
+                expected="learning_rate > 0, 0 <= momentum < 1, weight_decay >= 0",
+                got=repr(self),
+            )
+
+    def run(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Variances ``[P]`` of the network's selected entries, over the snapshots (divided by their number).
+
+        Args:
+            network: The network; only the selected entries are trained.
+            likelihood: Whose negative log-likelihood is the loss.
+            data: Batches that can be started again.
+            progress: Whether to show a progress bar.
+            generator: Where dropout and the like start from, which otherwise follow torch's own generators.
+
+        Raises:
+            NonFiniteError: The loss diverged.
+            EmptyDataError: There are no data.
+        """
+        moving = copy.deepcopy(network.model).train()
+        selected = {item.name: item for item in network.selected}
+        for name, parameter in moving.named_parameters():
+            parameter.requires_grad_(name in selected)
+        trained = [parameter for parameter in moving.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(
+            trained, lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+        start = _vector(moving, network)
+        mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
+        epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="DiagonalSWAG: epochs")
+        device = network.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            if generator is not None:
+                torch.manual_seed(draw_seed(generator) % 2**63)
+            for number, epoch in enumerate(epochs):
+                self._epoch(moving, network, likelihood, data, optimizer, epoch)
+                deviation = (_vector(moving, network) - start).double()
+                step = deviation - mean
+                mean += step / (number + 1)
+                square += step * (deviation - mean)
+        return (square / self.n_snapshots).to(network.dtype)
+
+    def _epoch(
+        self,
+        moving: torch.nn.Module,
+        network: Network,
+        likelihood: Likelihood,
+        data: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        epoch: int,
+    ) -> None:
+        n_batches = 0
+        for batch in batches.iterate(data, device=network.device, progress=False, description=""):
+            outputs = likelihood.arrange(batches.output_tensor(batches.call(moving, batch.inputs)))
+            if not bool(torch.isfinite(outputs).all()):
+                raise NonFiniteError(
+                    f"DiagonalSWAG diverged in epoch {epoch + 1}.",
+                    expected="finite outputs of the network",
+                    got="NaN or Inf",
+                    fix="Use a smaller learning_rate.",
+                )
+            likelihood.validate(outputs.detach(), batch.target)
+            rows, targets, weight = likelihood.rows(outputs, batch.target)
+            loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            n_batches += 1
+        if not n_batches:
+            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+
+
+def _vector(moving: torch.nn.Module, network: Network) -> Tensor:
+    """The selected entries of a copy of the network, in float64."""
+    parameters = dict(moving.named_parameters())
+    pieces = []
+    for item in network.selected:
+        flat = parameters[item.name].detach().flatten().double()
+        pieces.append(flat if item.mask is None else flat[item.mask.to(flat.device)])
+    return torch.cat(pieces)
