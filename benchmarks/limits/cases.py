@@ -313,6 +313,14 @@ def kfac_samples(problem: Problem) -> Iterator[Task]:
 # -- many classes ------------------------------------------------------------------------------------------------------
 
 
+def _head_agreement(problem: Problem, x: Tensor) -> float:
+    """How far variances of the outputs are apart, in float64."""
+    part, x = problem.take(48).double(), x[:48].double()
+    posterior = _fit(part, lp.Full, parameters="last_layer")
+    ours = posterior.functional_posterior(x, outputs="diagonal").covariance
+    return _relative(ours, predictive.head_predictive(part, x))
+
+
 def last_layer(problem: Problem) -> Iterator[Task]:
     """Fit and prediction with a last layer of a thousand classes."""
     x = problem.probe(256)
@@ -359,6 +367,17 @@ def last_layer(problem: Problem) -> Iterator[Task]:
                 limit_is,
                 Target(3, peak_mb=2e3),
                 peers={"laplace-torch": (peer, 1)} if peer else {},
+            )
+        if kind is lp.Full:
+            yield Task(
+                "last_layer",
+                "1000-class last layer, Full: fit and first predict 256, by class",
+                problem,
+                first,
+                lambda: predictive.head_predictive(problem, x),
+                "2 forwards, an N × N inverse and 2 products with it for each class",
+                Target(1.15, peak_mb=2e3),
+                check=partial(_head_agreement, problem, x),
             )
 
 

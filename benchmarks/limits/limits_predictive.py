@@ -84,6 +84,46 @@ def _add_covariance(total: Tensor, a: Tensor, g: Tensor, variances: Tensor) -> N
     total.baddbmm_(by_output * variances.flatten(), by_output.mT)
 
 
+def head_predictive(problem: Problem, x: Tensor, precision: float = 1.0) -> Tensor:
+    """Variances ``[B, C]`` of a softmax head's outputs under its full posterior, from the data on.
+
+    One inverse and two products with matrices of N × N for each class (Rasmussen and Williams, 2006, section 3.5).
+    """
+    features, probabilities = _head(problem, problem.inputs)
+    known, n = features / precision, len(features)
+    gram = known @ features.T
+    tested, _ = _head(problem, x)
+    keys = tested @ known.T
+    inverses, total = [], torch.zeros(n, n, dtype=torch.float64)
+    for own in probabilities.T.split(16):  # which stay in the caches
+        roots = own.sqrt()
+        scaled = gram * roots[:, :, None] * roots[:, None]
+        scaled.diagonal(dim1=-2, dim2=-1).add_(1)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(scaled)).mul_(roots[:, :, None]).mul_(roots[:, None])
+        total += inverse.sum(0)
+        inverses.append(inverse)
+    lower = torch.linalg.cholesky(total)
+    white = torch.linalg.solve_triangular(lower, torch.eye(n, dtype=lower.dtype), upper=False).mT.to(keys)
+    prior, result = tested.square().sum(1) / precision, []
+    for inverse in inverses:
+        pulled = (keys @ inverse.flatten(0, 1).T).unflatten(1, inverse.shape[:2])  # [B, c, N]
+        own = prior[:, None] - (pulled @ keys[:, :, None])[..., 0]
+        result.append(own + (pulled.flatten(0, 1) @ white).square().sum(-1).view_as(own))
+    return torch.cat(result, 1)
+
+
+def _head(problem: Problem, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The last layer's inputs with a column of ones, and probabilities."""
+    features, probabilities = [], []
+    with torch.no_grad():
+        for part in inputs.split(problem.batch_size):
+            with recorded(problem.model) as calls:
+                probabilities.append(problem.model(part).softmax(-1))
+            given = calls[-1][1]
+            features.append(torch.cat([given, given.new_ones(len(given), 1)], 1))
+    return torch.cat(features), torch.cat(probabilities)
+
+
 def kronecker_samples(problem: Problem, posterior: Decomposed, n: int) -> Tensor:
     """N parameter vectors ``[n, P]``: scaled white noise and two products for each sample and layer."""
     mean = torch.cat([parameter.detach().flatten() for parameter in problem.model.parameters()])

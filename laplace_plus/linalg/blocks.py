@@ -33,6 +33,8 @@ from laplace_plus.linalg.factor_sums import (
     symmetric_eigen,
 )
 from laplace_plus.linalg.log_determinants import Spectrum, log_determinant
+from laplace_plus.linalg.low_rank_factor import LowRankFactor, LowRankRotation
+from laplace_plus.linalg.low_rank_factor import log_determinant as low_rank_log_determinant
 
 # Rounding makes eigenvalues of a semi-definite matrix slightly negative, by about n · eps of the largest one.
 ROUNDING = 64.0
@@ -378,8 +380,19 @@ class DenseBlock(OnceDiagonalised):
     def _combined(self, weights: Tensor) -> Tensor:
         return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
 
+    def _few_rows(self) -> Tensor | None:
+        """The rows X ``[m, n]`` of ``H = XᵀX``, where writing out a basis of all n directions would take far more."""
+        n = self.shape[1] * self.shape[2]
+        if self.n_components > 1 or self.shape[0] > 1 or n < inverse_roots.LARGE or not self.sums[0].is_thin:
+            return None
+        return self.sums[0].scaled_rows(1.0)[0]
+
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
+        rows = self._few_rows()
+        if rows is not None:
+            values = weights[0].double().expand(len(rows))
+            return LowRankFactor(LowRankRotation(rows), values, diagonal.double())
         if self._avoids_vectors(weights) and (diagonal.ndim or self._n_roots < inverse_roots.PATIENCE):
             root = inverse_roots.inverse_root(self._combined(weights), diagonal, self.shape)
             if root is not None:
@@ -397,6 +410,9 @@ class DenseBlock(OnceDiagonalised):
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if diagonal.ndim == 0 and self.n_components == 1:
             return EigenBlock.log_determinant(self, weights, diagonal)
+        rows = self._few_rows()
+        if rows is not None:
+            return low_rank_log_determinant(weights[0].double().expand(len(rows)), rows, diagonal.double())
         full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
         full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
         lower, failed = torch.linalg.cholesky_ex(full)

@@ -33,9 +33,12 @@ class QuadraticForms:
     """
 
     def __init__(self, n_matrices: int, n: int, n_leading: int, like: Tensor):
-        self.n, self.n_leading = n, n_leading
         self.squares = squares(n)
-        self.entries = like.new_empty(n_matrices, self.width(n, n_leading))
+        self.leading = like.new_empty(n_matrices, n_leading * (n + n_leading))
+        # One array for each square, so that the same squares of several matrices lie side by side: products are then
+        # written where they are kept, by one call for all of these matrices.
+        sides = [(rows.stop - rows.start, columns.stop - columns.start) for rows, columns in self.squares]
+        self.blocks = [like.new_empty(n_matrices, *side) for side in sides]
 
     @staticmethod
     def width(n: int, n_leading: int) -> int:
@@ -43,39 +46,32 @@ class QuadraticForms:
         area = sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in squares(n))
         return area + n * n_leading + n_leading**2
 
-    def put(self, which: slice, leading: Tensor, across: Tensor, matrices: Tensor, roots: Tensor | None) -> None:
-        """Set some of the matrices.
+    def put_leading(self, which: slice, leading: Tensor, across: Tensor) -> None:
+        """Set ``a [c, t, t]`` and ``b [c, n, t]`` of some of the matrices."""
+        self.leading[which] = torch.cat([leading, across], 1).flatten(1)
+
+    def put(self, which: slice, matrices: Tensor, roots: Tensor | None) -> None:
+        """Set M of some of the matrices.
 
         Args:
             which: Their places.
-            leading: ``a [c, t, t]``.
-            across: ``b [c, n, t]``.
             matrices: ``[c, n, n]``, for M up to the roots.
             roots: ``Y [c, n, r]`` of what is taken away, ``M = matrices − Y Yᵀ``.
         """
-        target = self.entries[which]
-        start = self.n_leading * (self.n + self.n_leading)
-        target[:, :start] = torch.cat([leading, across], 1).flatten(1)
-        for rows, columns in self.squares:
-            block = matrices[:, rows, columns]
-            if roots is not None:
-                block = torch.baddbmm(block, roots[:, rows], roots[:, columns].mT, alpha=-1)
-            stop = start + block[0].numel()
-            target[:, start:stop].view(block.shape).copy_(block)
-            start = stop
+        for (rows, columns), blocks in zip(self.squares, self.blocks, strict=True):
+            if roots is None:
+                blocks[which] = matrices[:, rows, columns]
+            else:
+                left, right, block = roots[:, rows], roots[:, columns].mT, matrices[:, rows, columns]
+                torch.baddbmm(block, left, right, alpha=-1, out=blocks[which])
 
     def __call__(self, leading: Tensor, vectors: Tensor) -> Tensor:
         """``⟨A_c, φ φᵀ⟩`` of all matrices for ``φ = (leading [B, t], vectors [B, n])``, ``[B, c]``."""
-        products = vectors.new_empty(len(vectors), self.entries.shape[1])
-        t = self.n_leading
-        start = t * (self.n + t)
         both = torch.cat([leading, 2 * vectors], 1)
-        torch.mul(both[:, :, None], leading[:, None], out=products[:, :start].view(len(vectors), t + self.n, t))
-        for rows, columns in self.squares:
-            shape = (len(vectors), rows.stop - rows.start, columns.stop - columns.start)
-            stop = start + shape[1] * shape[2]
-            twice = vectors if rows == columns else both[:, t:]
-            target = products[:, start:stop].view(shape)
-            torch.mul(twice[:, rows, None], vectors[:, None, columns], out=target)
-            start = stop
-        return products @ self.entries.T
+        result = (both[:, :, None] * leading[:, None]).flatten(1) @ self.leading.T
+        twice = both[:, leading.shape[1] :]
+        for (rows, columns), blocks in zip(self.squares, self.blocks, strict=True):
+            factors = vectors if rows == columns else twice
+            products = factors[:, rows, None] * vectors[:, None, columns]
+            result.addmm_(products.flatten(1), blocks.flatten(1).T)
+        return result

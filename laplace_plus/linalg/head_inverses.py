@@ -12,33 +12,45 @@ SMALLEST_BLOCK = 32
 def inverse_by_blocks(matrices: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Inverses of symmetric positive definite matrices ``[c, n, n]``, by Schur complements of halves.
 
-    All but the smallest blocks are matrix products, which a processor does many times as fast as it factorises.
+    All but the smallest blocks are matrix products, which a processor does many times as fast as it factorises: four
+    of halves, so 4/3 n³ operations for a matrix.
 
     Returns:
         The inverses; the sum of the matrices' log-determinants, 0-d float64; and whether some matrix turned out not to
         be positive definite, in which case neither means anything.
     """
+    result = torch.empty_like(matrices, memory_format=torch.contiguous_format)
+    roots = matrices.new_empty(matrices.shape[:-1])
+    succeeded = _invert_into(result, roots, matrices)
+    return result, 2 * roots.double().log().sum(), not succeeded
+
+
+def _invert_into(result: Tensor, roots: Tensor, matrices: Tensor) -> bool:
+    """Write the inverses and the diagonals of Cholesky factors, ``[c, n]``, where there are any; whether there are."""
     n = matrices.shape[-1]
     if n <= SMALLEST_BLOCK:
         lower, failed = torch.linalg.cholesky_ex(matrices)
-        return torch.cholesky_inverse(lower), log_determinant_of(lower), bool(failed.any())
+        if failed.any():
+            return False
+        result.copy_(torch.cholesky_inverse(lower))
+        roots.copy_(lower.diagonal(dim1=-2, dim2=-1))
+        return True
     half = n // 2
-    first, log_determinant, failed = inverse_by_blocks(matrices[:, :half, :half])
-    if failed:
-        return first, log_determinant, True
     across = matrices[:, :half, half:]
+    first, rest = matrices.new_empty(len(matrices), half, half), matrices.new_empty(len(matrices), n - half, n - half)
+    if not _invert_into(first, roots[:, :half], matrices[:, :half, :half]):
+        return False
     left = first @ across
-    rest, own, failed = inverse_by_blocks(torch.baddbmm(matrices[:, half:, half:], across.mT, left, alpha=-1))
-    if failed:
-        return rest, own, True
-    # The corner is computed twice, since processors multiply faster than they transpose.
+    complement = torch.baddbmm(matrices[:, half:, half:], across.mT, left, alpha=-1)
+    if not _invert_into(rest, roots[:, half:], complement):
+        return False
     corner = rest @ left.mT
-    result = torch.empty_like(matrices, memory_format=torch.contiguous_format)
-    result[:, :half, :half] = torch.baddbmm(first, left, corner)
-    result[:, :half, half:] = torch.baddbmm(rest.new_zeros(()), left, rest, beta=0, alpha=-1)
-    torch.neg(corner, out=result[:, half:, :half])
+    # Products are computed where blocks lie side by side, and copied: into a larger matrix they would be one by one.
+    result[:, :half, :half] = first.baddbmm_(left, corner)
+    result[:, half:, :half] = corner.neg_()
+    result[:, :half, half:] = corner.mT
     result[:, half:, half:] = rest
-    return result, log_determinant + own, False
+    return True
 
 
 def log_determinant_of(lower: Tensor) -> Tensor:

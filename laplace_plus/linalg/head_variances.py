@@ -18,7 +18,7 @@ that the matrix in the middle, which is small, is computed to its own rounding. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,7 +33,11 @@ MOST_STRONG = 8
 """But no more than so many."""
 
 COLUMNS = 64
-"""Products with a triangular matrix are taken so many columns at a time, without the zeros below."""
+"""Products with a triangular matrix are taken so many columns at a time, without the zeros below; and the columns of
+so many classes are multiplied at a time."""
+
+GROUP_BYTES = 32 * 2**20
+"""No more inverses than these are held for it."""
 
 
 class HeadVariances:
@@ -72,8 +76,10 @@ class HeadVariances:
         identity = torch.eye(len(values), dtype=values.dtype, device=values.device)
         triangular = white is not None and not bool(white.tril(-1).any())
         root = None if white is None else white.to(dtype)
-        for classes, inverse in inverses:
-            columns = _refined(inverse, gram, weight * scales[:, classes].double(), vectors)  # E_c U, [N, c, t]
+        for group in _grouped(inverses):
+            several = slice(group[0][0].start, group[-1][0].stop)
+            parts = [inverse for _, inverse in group]
+            columns = _refined(parts, gram, weight * scales[:, several].double(), vectors)  # E_c U, [N, c, t]
             leading, across = _product(vectors.T, columns).transpose(0, 1), columns
             if white is not None:
                 half = _product(white.T, columns)
@@ -81,11 +87,13 @@ class HeadVariances:
                 mixed = _product(white, half)  # K⁻¹ E_c U
                 known = _product(vectors.T, mixed)  # [t, c, t]
                 rest = mixed - _product(vectors, known)
-                across = columns - torch.einsum("ncs,sct->nct", columns, known) - _each(inverse, rest)
+                across = columns - torch.einsum("ncs,sct->nct", columns, known) - _each(parts, rest)
             leading = leading * values.sqrt() * values.sqrt()[:, None] - identity
             across = (across * values.sqrt()).transpose(0, 1)  # [c, N, t]
-            taken = None if root is None else _times(inverse, root, triangular=triangular)
-            self._forms.put(classes, leading.to(dtype), across.to(dtype), inverse, taken)
+            self._forms.put_leading(several, leading.to(dtype), across.to(dtype))
+            for classes, inverse in group:
+                taken = None if root is None else _times(inverse, root, triangular=triangular)
+                self._forms.put(classes, inverse, taken)
 
     @staticmethod
     def n_bytes(n_outputs: int, n_rows: int, dtype: torch.dtype) -> int:
@@ -111,20 +119,36 @@ def _product(matrix: Tensor, columns: Tensor) -> Tensor:
     return (matrix @ columns.flatten(1)).unflatten(1, columns.shape[1:])
 
 
-def _each(matrices: Tensor, columns: Tensor) -> Tensor:
-    """Matrices ``[c, n, n]`` times columns ``[n, c, t]`` of their own, in the matrices' type; float64."""
-    return (matrices @ columns.transpose(0, 1).to(matrices)).transpose(0, 1).double()
+def _each(parts: list[Tensor], columns: Tensor) -> Tensor:
+    """Symmetric matrices ``[c, n, n]`` times columns ``[n, c, t]`` of their own, in the matrices' type; float64."""
+    rows = columns.permute(1, 2, 0).to(parts[0], memory_format=torch.contiguous_format)  # from the left: twice as fast
+    pieces = rows.split([len(matrices) for matrices in parts])
+    products = [piece @ matrices for matrices, piece in zip(parts, pieces, strict=True)]
+    return torch.cat(products).permute(2, 0, 1).double()
 
 
-def _refined(inverse: Tensor, gram: Tensor, scales: Tensor, vectors: Tensor) -> Tensor:
+def _grouped(inverses: Iterable[tuple[slice, Tensor]]) -> Iterator[list[tuple[slice, Tensor]]]:
+    """Several slices at a time, since products with few columns are slow."""
+    group: list[tuple[slice, Tensor]] = []
+    for classes, matrices in inverses:
+        group.append((classes, matrices))
+        held = sum(part.numel() * part.element_size() for _, part in group)
+        if classes.stop - group[0][0].start >= COLUMNS or held >= GROUP_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _refined(parts: list[Tensor], gram: Tensor, scales: Tensor, vectors: Tensor) -> Tensor:
     """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with one step of refinement; ``[N, c, t]``, float64.
 
     Of a residual ``r = P_c (U − G y) − y`` the correction is ``(G + P_c⁻¹)⁻¹ P_c⁻¹ r = (I − E_c G) r``, which needs no
     inverse of a probability that may be zero.
     """
-    first = (inverse @ vectors.to(inverse)).transpose(0, 1).double()
+    first = _each(parts, vectors[:, None].expand(-1, scales.shape[1], -1))
     residual = scales[:, :, None] * (vectors[:, None] - _product(gram, first)) - first
-    return first + residual - _each(inverse, _product(gram, residual))
+    return first + residual - _each(parts, _product(gram, residual))
 
 
 def _times(matrices: Tensor, right: Tensor, *, triangular: bool) -> Tensor:
@@ -135,5 +159,5 @@ def _times(matrices: Tensor, right: Tensor, *, triangular: bool) -> Tensor:
     result = torch.empty_like(flat)
     for start in range(0, len(right), COLUMNS):
         stop = min(start + COLUMNS, len(right))
-        result[:, start:stop] = flat[:, :stop] @ right[:stop, start:stop]
+        torch.mm(flat[:, :stop], right[:stop, start:stop], out=result[:, start:stop])
     return result.view_as(matrices)

@@ -7,7 +7,7 @@ import torch
 from dense_reference import relative_error
 
 from laplace_plus._memory import memory_budget
-from laplace_plus.linalg import head_variances
+from laplace_plus.linalg import head_variances, heads
 from laplace_plus.linalg.head_forms import SMALLEST_SQUARE, QuadraticForms
 from laplace_plus.linalg.head_inverses import inverse_by_blocks
 from laplace_plus.linalg.head_stack import HeadStack
@@ -55,13 +55,15 @@ def test_quadratic_forms_equal_those_of_the_whole_matrices(n, leading, rooted):
     whole = whole + whole.mT
     roots = draw(3, n, n, seed=1) if rooted else None
     forms = QuadraticForms(3, n, leading, whole)
-    assert forms.entries.shape[1] == QuadraticForms.width(n, leading) <= size**2
+    kept = forms.leading.numel() + sum(blocks.numel() for blocks in forms.blocks)
+    assert kept == 3 * QuadraticForms.width(n, leading) <= 3 * size**2
     if n > 4 * SMALLEST_SQUARE:
         assert QuadraticForms.width(n, 0) < 0.6 * n**2
     for which in (slice(0, 2), slice(2, 3)):
         own = whole[which]
         taken = None if roots is None else roots[which]
-        forms.put(which, own[:, :leading, :leading], own[:, leading:, :leading], own[:, leading:, leading:], taken)
+        forms.put_leading(which, own[:, :leading, :leading], own[:, leading:, :leading])
+        forms.put(which, own[:, leading:, leading:], taken)
     if roots is not None:
         whole[:, leading:, leading:] -= roots @ roots.mT
     vectors = draw(4, size, seed=2)
@@ -100,6 +102,20 @@ def test_most_strong_directions_are_few(monkeypatch):
     factor = factor_of(rows)
     assert relative_error(weigh(factor, features), oracle(rows, features)) < TIGHT
     assert len(factor._variances._values) == 1
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("together", [1, 2, 10**9])
+def test_classes_are_prepared_in_groups_of_any_size(together, coupled, monkeypatch):
+    rows, features = rows_of(40, common=3.0, size=70, coupled=coupled), draw(40, D, seed=3) + 3
+    item = 8 * 40**2
+    monkeypatch.setattr(heads, "CACHE_BYTES", 3 * item)
+    monkeypatch.setattr(head_variances, "GROUP_BYTES", min(3 * together * item, 2**40))
+    factor = factor_of(rows)
+    groups = list(head_variances._grouped((part.classes, part.matrices) for part in factor.inverses()))
+    assert len(groups) == {1: 24, 2: 12}.get(together, 2)
+    assert relative_error(weigh(factor, features), oracle(rows, features)) < TIGHT
+    assert factor._variances is not None
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg import plateaus
+from laplace_plus.linalg.factor import EigenFactor
 from laplace_plus.linalg.stacks import contractions
 from laplace_plus.linalg.stacks import sizes as chunking
 from laplace_plus.predictive import linearized
@@ -22,19 +24,21 @@ CLASSES = 3
 class Sentences(nn.Module):
     """Embedding, attention, layer normalisation and a projection that is used twice; outputs for each token."""
 
-    def __init__(self, *, pool: bool):
+    def __init__(self, *, pool: bool | str, width: int = 4):
         super().__init__()
         self.pool = pool
-        self.embedding = nn.Embedding(7, 4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.norm = nn.LayerNorm(4)
-        self.shared = nn.Linear(4, 4)
-        self.head = nn.Linear(4, CLASSES)
+        self.embedding = nn.Embedding(7, width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm = nn.LayerNorm(width)
+        self.shared = nn.Linear(width, width)
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
         x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
         x = self.shared(torch.tanh(self.shared(x)))
+        if self.pool == "first":
+            return self.head(x[:, 0])
         return self.head(x.mean(1) if self.pool else x)
 
 
@@ -59,11 +63,15 @@ def pooled():
     return Sentences(pool=True), torch.randint(0, 7, (4, 5))
 
 
+def first_token():
+    return Sentences(pool="first"), torch.randint(0, 7, (4, 5))
+
+
 def tokens():
     return Sentences(pool=False), torch.randint(0, 7, (3, 4))
 
 
-PROBLEMS = {problem.__name__: problem for problem in (perceptron, convolutions, pooled, tokens)}
+PROBLEMS = {problem.__name__: problem for problem in (perceptron, convolutions, pooled, first_token, tokens)}
 POSTERIORS = {
     "KFAC": lp.KFAC,
     "EKFAC": lambda *args, **kwargs: lp.KFAC(*args, eigenvalue_corrected=True, **kwargs),
@@ -114,6 +122,25 @@ def check_all(posterior, x, mean, dense):
 
 def test_structured_covariances_are_the_dense_ones(case):
     check_all(*case)
+
+
+def test_few_data_leave_most_directions_to_the_prior(monkeypatch):
+    monkeypatch.setattr(plateaus, "_LEAST", 0)
+    monkeypatch.setattr(plateaus, "_STEP", 1)
+    torch.manual_seed(0)
+    net, x = Sentences(pool=True, width=12).double().eval(), torch.randint(0, 7, (1, 4))
+    posterior = lp.KFAC(net, "classification", prior_precision=10.0).fit([(x, torch.zeros(1, dtype=torch.long))])
+    x = torch.randint(0, 7, (3, 6))
+    assert any(any(factor._plateaus.values()) for factor in used_factors(posterior, x))
+    with sdpa_kernel(SDPBackend.MATH):
+        jacobians = jacobian(net, x, list(posterior.parameter_names)).flatten(0, 1)
+    check_all(posterior, x, net(x).detach(), jacobians @ posterior.covariance_matrix() @ jacobians.T)
+
+
+def used_factors(posterior, x):
+    """The factors of the precision that have eigenvalues, after a prediction."""
+    posterior.functional_posterior(x)
+    return [factor for factor in posterior._factors().values() if isinstance(factor, EigenFactor)]
 
 
 @pytest.mark.parametrize("form", ["stream", "gram"])

@@ -176,24 +176,23 @@ def written(left: Tensor, right: Tensor, limit: int, turns: Turns = NO_TURNS) ->
 
 
 def streamed_quadratic(
-    left: Tensor, right: Tensor, weights: Tensor, mode: str, limit: int, turns: Turns = NO_TURNS
+    left: Tensor, right: Tensor, scale: Tensor, mode: str, limit: int, turns: Turns = NO_TURNS
 ) -> Tensor:
-    """``[b, V, V]``, or ``[b, V]`` in mode "diagonal"."""
+    """``[b, V, V]`` for square roots of weights, or ``[b, V]`` in mode "diagonal" for the weights themselves."""
     v, b, _, groups, _ = left.shape
     diagonal = mode == "diagonal"
-    root = None if diagonal else weights.sqrt()
     result = left.new_zeros(b * groups, v, 1 if diagonal else v)
     for rows, values in written(left, right, limit, turns):
         fresh = values.requires_grad
-        if root is None:
+        if diagonal:
             squares = values.square() if fresh else values.square_()
-            own = weights[:, rows].flatten(1)  # [G, r·i]
+            own = scale[:, rows].flatten(1)  # [G, r·i]
             if groups == 1:
                 part = squares.reshape(b, v, -1) @ own[0, :, None]
             else:
                 part = (squares.flatten(3) @ own[None, :, :, None]).flatten(0, 1)
         else:
-            scaled = values * root[:, None, rows] if fresh else values.mul_(root[:, None, rows])
+            scaled = values * scale[:, None, rows] if fresh else values.mul_(scale[:, None, rows])
             flat = scaled.reshape(b * groups, v, -1)
             part = flat @ flat.mT
         result = result + part if fresh else result.add_(part)

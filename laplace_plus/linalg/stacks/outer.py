@@ -71,10 +71,12 @@ class OuterStack(Stack):
 
     def sides(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Left ``[V, b, S, G, o]`` and right ``[b, S, G, i]`` side of some examples."""
+        return self.left(examples), self.right(examples)
+
+    def left(self, examples: slice) -> Tensor:
+        """Left side ``[V, b, S, G, o]`` of some examples."""
         left = self.expand_left(self.raw_left[:, examples]).to(self.dtype)
-        if self.left_turn is not None:
-            left = times(left, self.left_turn.to(self.dtype))
-        return left, self.right(examples)
+        return left if self.left_turn is None else times(left, self.left_turn.to(self.dtype))
 
     def right(self, examples: slice) -> Tensor:
         """Right side ``[b, S, G, i]`` of some examples."""
@@ -106,6 +108,54 @@ class OuterStack(Stack):
         )
         cast = [None if matrix is None else matrix.to(self.dtype) for matrix in (left, right)]
         return rest, Turns(*cast)
+
+    def without_zeros(self) -> OuterStack:
+        """The same matrices without the positions where all left sides are zero, if there are any.
+
+        Of a layer behind which only one token is read on, the output gradients of all other tokens are zeros.
+        """
+        if self.n_positions == 1 or self.records or not self.n_directions or not self.n_examples:
+            return self
+        used = torch.zeros(self.n_positions, dtype=torch.bool, device=self.device)
+        first = slice(0, 1)
+        rest = [(slice(number, number + 1), slice(None)) for number in range(1, self.n_directions)]
+        # A few matrices tell for most layers, even where rectifiers leave some rows of each without gradient.
+        for directions, examples in [(first, first), (first, slice(1, 8)), (first, slice(8, None)), *rest]:
+            raw = self.raw_left[directions, examples]
+            if raw.shape[1]:
+                used |= (self.expand_left(raw) != 0).any(-1).any(-1).any(1).any(0)
+            if used.all():
+                return self
+        places = used.nonzero().squeeze(-1) if used.any() else used.new_zeros(1, dtype=torch.long)
+        expand_left, expand_right = self.expand_left, self.expand_right
+        some = replace(
+            self,
+            compute_dtype=self.dtype,
+            add_right_products=None,
+            expand_left=lambda raw: expand_left(raw)[:, :, places],
+            expand_right=lambda raw: expand_right(raw)[:, places],
+            right_sizes=(len(places), *self.right_shape),
+        )
+        if len(places) > 1:
+            return some
+        # Products of single rows are taken for all examples together: they are expanded here, a few at a time.
+        cuts = list(self.side_chunks())
+        return replace(
+            some,
+            raw_left=torch.cat([some.expand_left(self.raw_left[:, part]) for part in cuts], 1),
+            raw_right=torch.cat([some.expand_right(self.raw_right[part]) for part in cuts]),
+            expand_left=_same,
+            expand_right=_same,
+        )
+
+    @property
+    def records(self) -> bool:
+        """Whether gradients flow to a side."""
+        return torch.is_grad_enabled() and (self.raw_left.requires_grad or self.raw_right.requires_grad)
+
+    def unturned(self) -> OuterStack:
+        """The stack as it was before :meth:`turned`."""
+        return replace(self, compute_dtype=self.dtype, left_turn=None, right_turn=None)
 
     def _costs(self, costs: dict[Form, int]) -> dict[Form, int]:
         if self.left_turn is not None or self.right_turn is not None:
@@ -164,6 +214,9 @@ class OuterStack(Stack):
     def add_squares_(self, total: Tensor, form: Form | None = None) -> None:
         if self.n_directions == 0:  # a component that none of a few directions belongs to
             return
+        if form is None and (some := self.without_zeros()) is not self:
+            some.add_squares_(total)
+            return
         costs = contractions.square_costs(self.n_directions, self.n_positions, *self.shape[1:])
         chosen = contractions.cheapest(self._costs(costs)) if form is None else form
         source, turns = self._deferring() if chosen == "stream" else (self, contractions.NO_TURNS)
@@ -204,12 +257,13 @@ class OuterStack(Stack):
         chosen = contractions.cheapest(costs) if form is None else form
         source, turns = self._deferring() if chosen == "stream" else (self, contractions.NO_TURNS)
         parts, limit = [], chunk_bytes(self.device)
+        scale = weights.sqrt() if chosen == "stream" and mode == "full" else weights
         for examples in self.side_chunks():
             left, right = source.sides(examples)
             for part in self._inner(len(right), self._bytes_of(chosen), 1 if chosen == "stream" else _SIDES):
                 own = left[:, part], right[part]
                 if chosen == "stream":
-                    parts.append(contractions.streamed_quadratic(*own, weights, mode, limit, turns))
+                    parts.append(contractions.streamed_quadratic(*own, scale, mode, limit, turns))
                 elif chosen == "gram":
                     parts.append(contractions.gram_quadratic(*own, weights, mode))
                 else:
