@@ -19,6 +19,7 @@ import laplace_plus as lp
 
 BATCHED = "1 forward + C backward to layer outputs"
 TO_WEIGHTS = "1 forward + C backward to weights"
+BY_HAND = "the same covariance in plain torch, norms left out"
 
 
 def _relative(ours: Tensor, limit: Tensor) -> float:
@@ -173,6 +174,9 @@ def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str,
         target = Target(4, peak_mb=3e3) if problem.name == "resnet18" else Target(3, peak_mb=4e3)
         limit, limit_is = (lambda: factors.directions_to_outputs(problem, x)), BATCHED
         del others["functional_posterior"]  # a minute's work less
+        if kind is lp.KFAC and problem.name == "vit_tiny":
+            others[BY_HAND] = _by_hand(problem, kind, x)
+            others["its operations alone, without copies"] = lambda: predictive.kronecker_operations(problem, x)
         others[TO_WEIGHTS] = lambda: factors.directions_to_weights(problem, x)
     else:
         exact = kind is lp.KFAC
