@@ -7,9 +7,11 @@ prediction = posterior.predictive(x)
 
 from typing import TYPE_CHECKING, Any
 
-from laplace_plus import curvature, distributed, errors, linalg, testing
+from laplace_plus import curvature, distributed, errors, geometry, linalg, testing
 from laplace_plus._version import __version__
+from laplace_plus.calibration import CalibratedPosterior, calibrate
 from laplace_plus.curvature import Backend, Native
+from laplace_plus.geometry import Diffusion
 from laplace_plus.likelihoods import (
     Bernoulli,
     Categorical,
@@ -21,21 +23,29 @@ from laplace_plus.likelihoods import (
 )
 from laplace_plus.posteriors import (
     KFAC,
+    CGSolver,
     Diagonal,
     DiagonalSWAG,
+    ExponentialMap,
     Full,
     GaussianPosterior,
     LargestMagnitude,
     LargestVariance,
     LowRank,
+    NullSpace,
     Posterior,
     Random,
+    Riemannian,
+    SampledLaplace,
+    SGDSolver,
     Subnetwork,
     get_posterior,
     load,
     register,
 )
 from laplace_plus.predictive import Prediction
+from laplace_plus.priors import Groups
+from laplace_plus.training import train_marginal_likelihood
 
 if TYPE_CHECKING:
     from laplace_plus.curvature import BackPack, Curvlinops
@@ -44,13 +54,18 @@ __all__ = [
     "BackPack",
     "Backend",
     "Bernoulli",
+    "CGSolver",
+    "CalibratedPosterior",
     "Categorical",
     "Curvlinops",
     "Diagonal",
     "DiagonalSWAG",
+    "Diffusion",
+    "ExponentialMap",
     "Full",
     "Gaussian",
     "GaussianPosterior",
+    "Groups",
     "HeteroscedasticGaussian",
     "KFAC",
     "Likelihood",
@@ -59,19 +74,26 @@ __all__ = [
     "LogDensity",
     "LowRank",
     "Native",
+    "NullSpace",
     "Poisson",
     "Posterior",
     "Prediction",
     "Random",
+    "Riemannian",
+    "SGDSolver",
+    "SampledLaplace",
     "Subnetwork",
     "__version__",
+    "calibrate",
     "distributed",
     "errors",
+    "geometry",
     "get_posterior",
     "linalg",
     "load",
     "register",
     "testing",
+    "train_marginal_likelihood",
 ]
 
 

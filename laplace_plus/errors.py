@@ -89,5 +89,13 @@ class DistributedError(LaplacePlusError, RuntimeError):
     """Another rank of ``torch.distributed`` failed, disagrees, or does not answer; the message says which and why."""
 
 
+class SamplingError(LaplacePlusError, RuntimeError):
+    """Not one sample of a posterior could be drawn; the message says why."""
+
+
 class ConvergenceWarning(UserWarning):
     """An iteration ended before it met its tolerance; the message says how far it got."""
+
+
+class SmoothnessWarning(UserWarning):
+    """A method whose theory needs a loss that is twice differentiable was given one with kinks."""

@@ -14,6 +14,7 @@ from laplace_plus.errors import ConfigurationError
 
 PriorStructure = Literal["scalar", "layerwise", "diagonal"]
 STRUCTURES: tuple[PriorStructure, ...] = ("scalar", "layerwise", "diagonal")
+LAYERWISE: PriorStructure = "layerwise"
 
 
 def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
@@ -43,14 +44,62 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
         ) from error
 
 
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Which entries of the parameter vector share a prior precision.
+
+    Attributes:
+        name: What the groups are: ``"layerwise"``, ``"normalized_groups"``, or a name of your own.
+        names: One for each of the G groups, in the order of a prior precision ``[G]``.
+        index: ``[P]`` integers: the group (0 … G−1) of each entry. No group is empty.
+
+    Raises:
+        ConfigurationError: An index that is not of that form.
+
+    Example:
+        >>> Groups("halves", ("first", "second"), torch.tensor([0, 0, 1])).sizes()
+        tensor([2, 1])
+    """
+
+    name: str
+    names: tuple[str, ...]
+    index: Tensor
+
+    def __post_init__(self) -> None:
+        index = self.index
+        integers = isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.long and len(index) > 0
+        if not integers or sorted(index.unique().tolist()) != list(range(len(self.names))):
+            got = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+            raise ConfigurationError(
+                "The groups of a prior do not cover the parameters.",
+                expected=f"the numbers 0 … {len(self.names) - 1} of {len(self.names)} groups, each at least once, [P]",
+                got=got,
+            )
+
+    def check_size(self, n_parameters: int) -> None:
+        """Raise :class:`ConfigurationError` unless these are groups of so many entries."""
+        if len(self.index) != n_parameters:
+            raise ConfigurationError(
+                "The groups are those of other parameters.",
+                expected=f"an index [{n_parameters}]",
+                got=f"[{len(self.index)}]",
+            )
+
+    def sizes(self) -> Tensor:
+        """How many entries each group has, ``[G]``."""
+        return torch.bincount(self.index, minlength=len(self.names))
+
+
 @dataclass(frozen=True)
 class GaussianPrior:
-    """``N(mean, diag(precision)⁻¹)`` with one precision for all, one for each layer, or one for each entry.
+    """``N(mean, diag(precision)⁻¹)`` with one precision for all, one for each group of entries, or one for each entry.
+
+    The groups are the layers unless somebody chose others; see :class:`Groups`.
 
     Attributes:
         precision: 0-d, ``[L]`` or ``[P]``; positive, in inverse squared units of the parameters.
         mean: 0-d or ``[P]``.
-        layer_index: ``[P]`` integers: the layer (0 … L−1) of each entry.
+        layer_index: ``[P]`` integers: the layer, or other group (0 … L−1), of each entry.
         n_layers: L.
     """
 
@@ -131,7 +180,7 @@ def _checked_precision(precision: float | Tensor, n: int, layers: int) -> Tensor
     if precision.shape not in ((), (layers,), (n,)):
         raise ConfigurationError(
             "The prior precision has a wrong shape.",
-            expected=f"a scalar, one for each of {layers} layers or one for each of {n} parameters",
+            expected=f"a scalar, one for each of {layers} layers (or groups), or one for each of {n} parameters",
             got=f"shape {tuple(precision.shape)}",
         )
     low, high = precision.detach().aminmax()  # NaN is both

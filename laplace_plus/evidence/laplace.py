@@ -219,6 +219,21 @@ class LaplaceModel:
         spectra = [block.spectrum(weights) for block in blocks]
         return None if any(spectrum.nodes() is None for spectrum in spectra) else JoinedSpectra(spectra, groups)
 
+    def solve(self, factors: Mapping[str, Factor], vector: Tensor) -> Tensor:
+        """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type.
+
+        By ``M⁻¹ = S Sᵀ``, with the S that turns white noise into draws, whatever the structure.
+        """
+        result = torch.zeros_like(vector)
+        for key, placement in self.placements.items():
+            own = placement.gather(vector.to(self.vector))[None]
+            with torch.enable_grad():
+                noise = torch.zeros_like(own, requires_grad=True)
+                (pulled,) = torch.autograd.grad(factors[key].sample(noise), noise, own)
+            with torch.no_grad():
+                placement.scatter_(result, factors[key].sample(pulled)[0])
+        return result
+
     def variances(self, factors: Mapping[str, Factor]) -> Tensor:
         """Posterior variance of each entry, ``[P]``."""
         result = torch.zeros_like(self.vector)

@@ -26,22 +26,34 @@ class Objective:
 
     Attributes:
         model: What the evidence is a function of.
-        structure: ``"scalar"``, ``"layerwise"`` or ``"diagonal"``.
+        structure: ``"scalar"``, ``"layerwise"`` (one for each of the model's groups) or ``"diagonal"``.
         temperature: 0-d.
         tune_noise: Whether noise levels are searched too.
+        scaling: Positive ``[P]``: the prior precision of each entry over that of its group; None for ones.
+        limits: The box in which to search, if not :meth:`bounds`.
     """
 
     model: LaplaceModel
     structure: str
     temperature: Tensor
     tune_noise: bool
+    scaling: Tensor | None = None
+    limits: Tensor | None = None
 
     @classmethod
-    def create(cls, model: LaplaceModel, structure: str, temperature: Tensor, tune_noise: bool | None) -> Objective:
+    def create(
+        cls,
+        model: LaplaceModel,
+        structure: str,
+        temperature: Tensor,
+        tune_noise: bool | None,
+        scaling: Tensor | None = None,
+    ) -> Objective:
         """Check the choices; by default noise is tuned whenever the likelihood has any.
 
         Raises:
-            ConfigurationError: An unknown structure, or noise to be tuned that does not exist.
+            ConfigurationError: An unknown structure, one for each entry that is scaled besides, or noise to be tuned
+                that does not exist.
         """
         if structure not in STRUCTURES:
             raise ConfigurationError("Unknown prior structure.", expected=", ".join(STRUCTURES), got=repr(structure))
@@ -50,7 +62,14 @@ class Objective:
             raise ConfigurationError(
                 "There is no noise to tune.", expected="a Gaussian likelihood", got=type(model.likelihood).__name__
             )
-        return cls(model, structure, temperature.detach(), has_noise if tune_noise is None else tune_noise)
+        if scaling is not None and structure == "diagonal":
+            raise ConfigurationError(
+                "A precision for each entry leaves nothing to scale.",
+                expected='structure="scalar", "layerwise" or "normalized_groups" with scaling="g_prior"',
+                got=repr(structure),
+            )
+        chosen = has_noise if tune_noise is None else tune_noise
+        return cls(model, structure, temperature.detach(), chosen, scaling)
 
     @property
     def n_precisions(self) -> int:
@@ -63,10 +82,13 @@ class Objective:
         return self.model.likelihood.n_noise if self.tune_noise else 0
 
     def split(self, logarithms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Precisions and noise levels (None if they are not searched)."""
+        """Precisions, of each entry where they are scaled, and noise levels (None if they are not searched)."""
         precision, noise = logarithms[: self.n_precisions].exp(), logarithms[self.n_precisions :].exp()
         if self.structure == "scalar":
             precision = precision[0]
+        if self.scaling is not None:
+            each = precision if self.structure == "scalar" else precision[self.model.layer_index.to(precision.device)]
+            precision = each * self.scaling.to(precision.device)
         if not self.tune_noise:
             return precision, None
         own = self.model.likelihood.noise_std
@@ -84,6 +106,23 @@ class Objective:
             value = self.value(point)
             (gradient,) = torch.autograd.grad(value, point)
         return value.item(), gradient
+
+    def scatter(self) -> Tensor:
+        """``Σ s_j (θ̂−μ₀)_j²`` over the entries that share a precision, with their scaling s, ``[n_precisions]``."""
+        if self.scaling is None:
+            return self.model.scatter(self.structure).detach().cpu().view(-1)
+        return self._sums(self.model.scatter("diagonal").detach().cpu() * self.scaling.double().cpu())
+
+    def sizes(self) -> Tensor:
+        """How many entries share each precision, ``[n_precisions]`` float64."""
+        return self._sums(torch.ones(len(self.model.vector), dtype=torch.float64))
+
+    def _sums(self, entries: Tensor) -> Tensor:
+        if self.structure == "diagonal":
+            return entries
+        if self.structure == "scalar":
+            return entries.sum()[None]
+        return entries.new_zeros(self.n_precisions).index_add(0, self.model.layer_index.cpu(), entries)
 
     def residual_noise(self) -> Tensor:
         """Log noise levels that the training residuals alone suggest, ``[n_noise]``."""
@@ -115,7 +154,7 @@ class Objective:
     @cached_property
     def _centre(self) -> float:
         """Logarithm of the precision that the parameters' size alone suggests."""
-        squares = self.model.scatter("scalar").detach() / len(self.model.vector)
+        squares = self.scatter().sum() / len(self.model.vector)
         return -math.log(squares.clamp(1e-16, 1e26).item())
 
     def bounds(self) -> list[tuple[float, float]]:
@@ -129,5 +168,5 @@ class Objective:
 
     @cached_property
     def box(self) -> Tensor:
-        """The least and the greatest point of :meth:`bounds`, ``[2, n]``."""
-        return torch.tensor(self.bounds(), dtype=torch.float64).T
+        """The least and the greatest point that is searched, ``[2, n]``."""
+        return self.limits if self.limits is not None else torch.tensor(self.bounds(), dtype=torch.float64).T

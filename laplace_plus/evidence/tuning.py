@@ -62,6 +62,7 @@ def tune(
     temperature: Tensor,
     tune_noise: bool | None,
     network: Network,
+    scaling: Tensor | None = None,
     data: Iterable[Any] | None = None,
     progress: bool = False,
     tolerance: float = 1e-3,
@@ -73,11 +74,12 @@ def tune(
     Args:
         model: The evidence's parts.
         method: One of ``METHODS``.
-        structure: ``"scalar"``, ``"layerwise"`` or ``"diagonal"``.
+        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
         initial: The current prior precision.
         temperature: The current temperature, which stays.
         tune_noise: Whether to tune the noise; None for whenever there is any.
         network: For held-out predictions.
+        scaling: Positive ``[P]``: the prior precision of each entry over that of its group.
         data: Held-out batches, for ``"validation"``.
         progress: Whether to show a progress bar.
         tolerance: Converged when no derivative of the evidence by a log hyperparameter exceeds this, or the best step
@@ -92,8 +94,9 @@ def tune(
         ConvergenceWarning: The tolerance was not met.
     """
     if method not in METHODS:
-        raise ConfigurationError("Unknown tuning method.", expected=", ".join(METHODS), got=repr(method))
-    objective = Objective.create(model, structure, temperature, tune_noise)
+        names = ", ".join([*METHODS, "leave_one_out"])
+        raise ConfigurationError("Unknown tuning method.", expected=names, got=repr(method))
+    objective = Objective.create(model, structure, temperature, tune_noise, scaling)
     if method == "validation":
         found = validate(objective, network, data, initial=initial, progress=progress, **options)
         nothing = float("nan")
@@ -101,13 +104,14 @@ def tune(
     if options or data is not None:
         unknown = ", ".join([*options, *(["data"] if data is not None else [])])
         raise ConfigurationError(f'Tuning by "{method}" takes no {unknown}.', expected='method="validation" for these')
-    climb = _ascend if method == "marginal_likelihood" else _fixed_point
+    climb = ascend if method == "marginal_likelihood" else _fixed_point
     ticks = iter(progress_bar(itertools.count(), enabled=progress, description=f"tuning by {method}"))
-    value, point, evaluations = climb(objective, method, tolerance, max_iterations, ticks)
+    start = objective.start()
+    value, point, evaluations = climb(objective, start, method, tolerance, max_iterations, ticks)
     _, gradient = objective.value_and_gradient(point)
-    norm = _free_gradient(objective, point, gradient).abs().max().item()
-    converged = norm <= tolerance or _predicted_gain(objective, point, gradient) <= tolerance
-    pressing = (gradient - _free_gradient(objective, point, gradient)).abs().max().item()
+    norm = free_gradient(objective, point, gradient).abs().max().item()
+    converged = norm <= tolerance or predicted_gain(objective, point, gradient) <= tolerance
+    pressing = (gradient - free_gradient(objective, point, gradient)).abs().max().item()
     if pressing > tolerance:
         converged = False
         warnings.warn(
@@ -127,10 +131,10 @@ def tune(
     return TuningResult(method, precision.to(model.vector.dtype), noise, value, converged, norm, evaluations)
 
 
-def _ascend(
-    objective: Objective, method: str, tolerance: float, max_iterations: int, ticks: Iterator[int]
+def ascend(
+    objective: Objective, start: Tensor, method: str, tolerance: float, max_iterations: int, ticks: Iterator[int]
 ) -> tuple[float, Tensor, int]:
-    """L-BFGS with bounds and line search (Byrd et al., 1995)."""
+    """L-BFGS with bounds and line search (Byrd et al., 1995): value, point and number of evaluations."""
 
     def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
         next(ticks)
@@ -139,67 +143,79 @@ def _ascend(
 
     result = minimize(
         negative,
-        objective.start().numpy(),
+        start.numpy(),
         jac=True,
         method="L-BFGS-B",
-        bounds=objective.bounds(),
+        bounds=objective.box.T.tolist(),
         options={"maxiter": max_iterations, "maxfun": 10 * max_iterations, "gtol": tolerance / 10, "ftol": 1e-15},
     )
     return -float(result.fun), torch.from_numpy(result.x), int(result.nfev)
 
 
 def _fixed_point(
-    objective: Objective, method: str, tolerance: float, max_iterations: int, ticks: Iterator[int]
+    objective: Objective, start: Tensor, method: str, tolerance: float, max_iterations: int, ticks: Iterator[int]
 ) -> tuple[float, Tensor, int]:
-    """MacKay's (1992) fixed point or expectation maximisation.
-
-    With ``γ_g = d_g − ∂ log det Λ / ∂ log λ_g`` effective parameters in group g, MacKay sets ``λ_g = γ_g / ‖θ−μ‖²_g``
-    and EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to ``σ² = SSE / (N − T γ)``.
-    """
-    model, n, point = objective.model, objective.n_precisions, objective.start()
-    scatter = model.scatter(objective.structure).detach().cpu().view(n).clamp_min(1e-30)
-    size = torch.ones(n, dtype=torch.float64)
-    if objective.structure != "diagonal":
-        size = model.sizes.cpu() if objective.structure == "layerwise" else size * len(model.vector)
-    low, high = objective.box
-    temperature = objective.temperature.double().cpu()
+    """MacKay's (1992) fixed point or expectation maximisation, see :func:`fixed_point_step`."""
+    point = start
     for iteration in range(1, max_iterations + 1):
         next(ticks)
         value, gradient = objective.value_and_gradient(point)
-        if _free_gradient(objective, point, gradient).abs().max() <= tolerance / 10:
+        if free_gradient(objective, point, gradient).abs().max() <= tolerance / 10:
             return value, point, iteration
-        # dE/dlogλ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g): the gradient holds γ already.
-        precision = point[:n].exp()
-        effective = (2 * gradient[:n] + precision * scatter).clamp(min=0.0).minimum(size)
-        if method == "mackay":
-            updated = (effective / scatter).clamp_min(1e-30).log()
-        else:
-            updated = (size / (scatter + (size - effective) / precision)).log()
-        new = [updated]
-        if objective.tune_noise:
-            sums, counts = model.statistics.double().chunk(2)
-            # dE/dlogσ = (SSE/σ² − N)/T + γ
-            noise_effective = gradient[n:] - (sums / (2 * point[n:]).exp() - counts) / temperature
-            new.append((sums / (counts - temperature * noise_effective).clamp_min(1e-12)).clamp_min(1e-30).log() / 2)
-        point = torch.cat(new).clamp(low, high)
+        point = fixed_point_step(objective, point, gradient, method)
     with torch.no_grad():
         return objective.value(point).item(), point, max_iterations
 
 
-def _free_gradient(objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
+def effective_parameters(objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
+    """``γ_g = d_g − ∂ log det Λ / ∂ log λ_g``, how many of each precision's entries the data determine.
+
+    Taken from the evidence's gradient, ``∂E/∂log λ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g)``.
+    """
+    n = objective.n_precisions
+    effective = 2 * gradient[:n] + point[:n].exp() * objective.scatter()
+    return effective.clamp(min=0.0).minimum(objective.sizes())
+
+
+def fixed_point_step(objective: Objective, point: Tensor, gradient: Tensor, method: str) -> Tensor:
+    """One step of MacKay's (1992) fixed point or of expectation maximisation.
+
+    With ``γ_g`` effective parameters in group g (see :func:`effective_parameters`), MacKay sets
+    ``λ_g = γ_g / ‖θ−μ‖²_g`` and EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to
+    ``σ² = SSE / (N − T γ)``.
+    """
+    n, precision = objective.n_precisions, point[: objective.n_precisions].exp()
+    scatter, size = objective.scatter().clamp_min(1e-30), objective.sizes()
+    effective = effective_parameters(objective, point, gradient)
+    if method == "mackay":
+        updated = (effective / scatter).clamp_min(1e-30).log()
+    else:
+        updated = (size / (scatter + (size - effective) / precision)).log()
+    new = [updated]
+    if objective.tune_noise:
+        temperature = objective.temperature.double().cpu()
+        sums, counts = objective.model.statistics.double().chunk(2)
+        # dE/dlogσ = (SSE/σ² − N)/T + γ
+        noise_effective = gradient[n:] - (sums / (2 * point[n:]).exp() - counts) / temperature
+        new.append((sums / (counts - temperature * noise_effective).clamp_min(1e-12)).clamp_min(1e-30).log() / 2)
+    low, high = objective.box
+    return torch.cat(new).clamp(low, high)
+
+
+def free_gradient(objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
     """The gradient without the entries that only press against a bound."""
     low, high = objective.box
     pressing = ((point <= low + 1e-9) & (gradient < 0)) | ((point >= high - 1e-9) & (gradient > 0))
     return gradient.masked_fill(pressing, 0.0)
 
 
-def _predicted_gain(objective: Objective, point: Tensor, gradient: Tensor, step: float = 1e-2) -> float:
+def predicted_gain(objective: Objective, point: Tensor, gradient: Tensor, step: float = 1e-2) -> float:
     """What the best step along the gradient would still gain, in nats, by a quadratic model.
 
     With millions of parameters the evidence is large, and rounding hides steps that gain less than its last digits:
     the derivative then cannot reach an absolute tolerance, but there is nothing left to gain.
     """
-    free = _free_gradient(objective, point, gradient)
+    free = free_gradient(objective, point, gradient)
     slope = free.norm()
     _, ahead = objective.value_and_gradient(point + step * free / slope)
     curvature = (slope - ahead @ free / slope) / step

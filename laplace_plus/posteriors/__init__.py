@@ -7,7 +7,11 @@ from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.kfac import KFAC
 from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
+from laplace_plus.posteriors.null_space import NullSpace
 from laplace_plus.posteriors.registry import get_posterior, register
+from laplace_plus.posteriors.riemannian import Riemannian
+from laplace_plus.posteriors.riemannian_drawing import ExponentialMap
+from laplace_plus.posteriors.sampled import CGSolver, SampledLaplace, SGDSolver
 from laplace_plus.posteriors.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork import Subnetwork
 from laplace_plus.posteriors.summary import Summary
@@ -17,19 +21,28 @@ register("Full", Full)
 register("KFAC", KFAC)
 register("Diagonal", Diagonal)
 register("LowRank", LowRank)
+register("Riemannian", Riemannian)
+register("SampledLaplace", SampledLaplace)
 register("Subnetwork", Subnetwork)
+register("NullSpace", NullSpace)
 
 __all__ = [
+    "CGSolver",
     "Diagonal",
     "DiagonalSWAG",
+    "ExponentialMap",
     "Full",
     "GaussianPosterior",
     "KFAC",
     "LargestMagnitude",
     "LargestVariance",
     "LowRank",
+    "NullSpace",
     "Posterior",
     "Random",
+    "Riemannian",
+    "SGDSolver",
+    "SampledLaplace",
     "Selector",
     "Subnetwork",
     "Summary",

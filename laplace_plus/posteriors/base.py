@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import io
-from laplace_plus._memory import budget, parse_bytes
+from laplace_plus._memory import parse_bytes
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Distributed, Group, OwnedSum, resolve_group
@@ -25,26 +25,21 @@ from laplace_plus.errors import (
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network
+from laplace_plus.posteriors import draws, storing
 from laplace_plus.posteriors.methods import check_count, exactly, positive
 from laplace_plus.posteriors.ranks import agree, save_once, session
-from laplace_plus.posteriors.registry import name_of
-from laplace_plus.posteriors.summary import Summary
+from laplace_plus.posteriors.summary import Summary, prior_line
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
     FunctionalPosterior,
     Outputs,
-    functional_samples,
-    samples_rather,
 )
-from laplace_plus.priors import GaussianPrior, as_hyperparameter
+from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.selection import Selection
 
 Method = Literal["linearized", "sampled"]
-
-N_TANGENTS = 100
-"""Number of samples that a functional posterior by Monte Carlo is made of."""
 
 
 class Posterior(ABC):
@@ -74,6 +69,12 @@ class Posterior(ABC):
     """
 
     default_method: Method = "linearized"
+
+    _prior_groups: Groups | None = None
+    """Groups of the prior other than the layers."""
+
+    _tangent_mean: Tensor | None = None
+    """The tangent model's optimum, where linearised predictions have it as their mean."""
 
     over_ranks: bool = False
     """Whether ``_fit`` sums over the ranks in ``_group``; a class that does not is refused several."""
@@ -147,15 +148,7 @@ class Posterior(ABC):
                 expected="differentiable=False and outputs=None",
                 got=f"differentiable={differentiable}, outputs={outputs!r}",
             )
-        x = self.network.receive(x)
-        mean = self.network.forward(x)
-        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-        deviations = self.sample(N_TANGENTS) - self.mean
-        tangents = torch.stack([self.network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
-        if joint:
-            flat = tangents.flatten(1)
-            return FunctionalPosterior(mean, (flat.T @ flat / N_TANGENTS).view(*mean.shape, *mean.shape))
-        return FunctionalPosterior(mean, torch.einsum("s...c,s...d->...cd", tangents, tangents) / N_TANGENTS)
+        return draws.functional_posterior(self, x, joint=joint)
 
     def options(self) -> dict[str, Any]:
         """The method's own constructor arguments, in JSON's terms."""
@@ -314,6 +307,12 @@ class Posterior(ABC):
                 return prediction
         if chosen != "sampled":
             raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
+        if self._tangent_mean is not None:
+            raise ConfigurationError(
+                "Sampled networks have the network's weights as their mean, not the tangent model's optimum.",
+                expected='method="linearized", or posterior.predictive_mean = "network"',
+                got='method="sampled"',
+            )
         if link not in (None, "mc") or differentiable:
             raise ConfigurationError(
                 "Sampled networks need no link and pass no gradients to x.",
@@ -324,30 +323,13 @@ class Posterior(ABC):
             outputs = torch.stack(list(self._sampled_outputs(x, n_samples, generator)))
             return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
+    def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+        """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
+        return draws.network_outputs(self, x, n, generator=generator)
+
     def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
-        x = self.network.receive(x)
-        shape = self.network.forward(x).shape
-        if not samples_rather(shape, joint=joint):
-            return None
-        step = self._together(n)
-        counts = [min(step, n - start) for start in range(0, n, step)]
-        with torch.no_grad():
-            chunks = (self.sample(count, generator=generator) - self.mean for count in counts)
-            return functional_samples(self.network, chunks, x)[1]
-
-    def _together(self, n: int) -> int:
-        """How many of n parameter vectors are drawn at a time."""
-        each = self.network.n_parameters * self.network.dtype.itemsize
-        return max(1, min(n, min(2**28, budget(self.network.device) // 4) // max(1, each)))
-
-    def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        x = self.network.receive(x)
-        # A few parameter vectors at a time: all of them may be many times the network's size.
-        step = self._together(n)
-        for start in range(0, n, step):
-            for vector in self.sample(min(step, n - start), generator=generator):
-                yield self.network(x, self.network.substitute(vector))
+        return draws.linearised_outputs(self, x, n, joint=joint, generator=generator)
 
     def summary(self) -> Summary:
         """Which parameter is treated how.
@@ -357,11 +339,32 @@ class Posterior(ABC):
         """
         self._require_fit()
         rows = tuple((item.name, item.size, item.layer, type(self).__name__) for item in self.network.selected)
-        return Summary(repr(self), rows)
+        return Summary(repr(self), rows, prior_line(self._prior_groups, self._prior_precision))
 
     def prior(self) -> GaussianPrior:
         """The prior at the current precision."""
-        return GaussianPrior.create(self._prior_precision, self._prior_mean, self.network.layer_index())
+        return GaussianPrior.create(self._prior_precision, self._prior_mean, self._group_index())
+
+    def _group_index(self) -> Tensor:
+        """Which group's prior precision each entry has, ``[P]``; the same tensor until the groups change."""
+        return self.network.layer_index() if self._prior_groups is None else self._prior_groups.index
+
+    @property
+    def prior_groups(self) -> Groups:
+        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set.
+
+        Raises:
+            ConfigurationError: Setting groups of other parameters, or while the precision is one for each of another
+                number of groups.
+        """
+        own = self._prior_groups
+        return Groups(LAYERWISE, self.layer_names, self.network.layer_index()) if own is None else own
+
+    @prior_groups.setter
+    def prior_groups(self, groups: Groups) -> None:
+        groups.check_size(self.n_parameters)
+        GaussianPrior.create(self._prior_precision, self._prior_mean, groups.index)
+        self._prior_groups = groups
 
     def _check_prior(self) -> None:
         """Refuse a prior whose shape does not fit; a single number fits any, without looking at every entry."""
@@ -381,12 +384,12 @@ class Posterior(ABC):
 
     @property
     def prior_precision(self) -> Tensor:
-        """Inverse prior variance: 0-d, ``[L]`` (one for each of ``layer_names``) or ``[P]``."""
+        """Inverse prior variance: 0-d, ``[G]`` (one for each of ``prior_groups``, the layers by default) or ``[P]``."""
         return self._prior_precision
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        GaussianPrior.create(value, self._prior_mean, self.network.layer_index())
+        GaussianPrior.create(value, self._prior_mean, self._group_index())
         self._prior_precision = as_hyperparameter(value)
 
     @property
@@ -465,26 +468,7 @@ class Posterior(ABC):
     def write(self, path: str | Path) -> None:
         """What :meth:`save` does on the one process that writes."""
         self._require_fit()
-        header, tensors = self._state()
-        masks = {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
-        common = {
-            "class": name_of(type(self)),
-            "options": self.options(),
-            "likelihood": self.likelihood.config(),
-            "backend": self.backend.config(),
-            "parameters": list(self.parameter_names),
-            "layer": self.layer_names[0] if self._is_last_layer() else None,
-            "n_data": self.n_data,
-            "n_outputs": self.n_outputs,
-            "network": self._fingerprint,
-            "state": header,
-        }
-        hyper = {
-            "hyper.prior_precision": self._prior_precision.detach(),
-            "hyper.prior_mean": self._prior_mean.detach(),
-            "hyper.temperature": self._temperature.detach(),
-        }
-        io.write(path, common, {**tensors, **masks, **hyper})
+        storing.write(self, path)
 
     def _require_fit(self) -> None:
         if self._vector is None:

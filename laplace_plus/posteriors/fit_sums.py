@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from laplace_plus.curvature import Curvature
+from laplace_plus.errors import DataError, NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,25 @@ class FitSums:
         return replace(
             self, curvature=curvature, statistics=self.statistics + other.statistics, n_data=self.n_data + other.n_data
         )
+
+
+def changed_shape(expected: str, got: str) -> DataError:
+    """The error for a batch that does not go with those before it."""
+    return DataError(
+        "A batch is of another shape than the first one, and the network cannot take it.",
+        expected=expected,
+        got=got,
+        fix="Let the loader yield inputs of one kind.",
+    )
+
+
+def require_finite(curvature: Curvature) -> None:
+    """Raise :class:`NonFiniteError` for a curvature with NaN or infinity."""
+    for layout, block in curvature:
+        if not block.is_finite():
+            raise NonFiniteError(
+                f"The curvature of {', '.join(layout.names)} is not finite.",
+                expected="finite activations and output gradients",
+                got="NaN or Inf",
+                fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
+            )

@@ -13,16 +13,18 @@ from typing_extensions import override
 
 from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
-from laplace_plus.curvature.layouts import Layout
-from laplace_plus.curvature.structures import block_from_tensors
 from laplace_plus.distributed import OwnedSum, sum_
-from laplace_plus.errors import DataError, EmptyDataError, InputError, NonFiniteError
-from laplace_plus.evidence import LaplaceModel, tune
+from laplace_plus.errors import DataError, EmptyDataError, InputError
+from laplace_plus.evidence import LaplaceModel, LeaveOneOut, TuningResult
+from laplace_plus.evidence.leave_one_out import Leverages
+from laplace_plus.evidence.loo_covariances import Unit
 from laplace_plus.linalg import Factor
 from laplace_plus.linalg.sampling import add_draws_
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.fit_sums import FitSums
+from laplace_plus.posteriors.fit_sums import FitSums, changed_shape, require_finite
+from laplace_plus.posteriors.leaving_out import left_out, tuned_by_leaving_out
 from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.prior_tuning import Evidence, PredictiveMean, chosen_mean, tune_prior
 from laplace_plus.posteriors.rank_sums import (
     corrected_eigenvalues,
     diagonalise_over_ranks,
@@ -30,9 +32,12 @@ from laplace_plus.posteriors.rank_sums import (
     require_owners,
     sum_over_ranks,
 )
-from laplace_plus.posteriors.summary import Summary
+from laplace_plus.posteriors.storing import curvature_state, restored_curvature
+from laplace_plus.posteriors.summary import Summary, prior_line
+from laplace_plus.posteriors.tangent_mean import refuse_gradients, shifted
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
+from laplace_plus.priors import Groups
 
 
 class GaussianPosterior(Posterior):
@@ -71,7 +76,7 @@ class GaussianPosterior(Posterior):
             sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
             self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
-        _require_finite(sums.curvature)
+        require_finite(sums.curvature)
         if self._group is not None:
             diagonalise_over_ranks(self._group, sums.curvature, self._component_weights())
         self._adopt(sums, self.network.vector())
@@ -145,22 +150,24 @@ class GaussianPosterior(Posterior):
             except InputError as error:
                 if sums is None or shapes == first:
                     raise
-                raise _changed(first, shapes) from error
+                raise changed_shape(first, shapes) from error
             statistics = self.likelihood.statistics(outputs, batch.target).cpu()
             part = FitSums(curvature, statistics, outputs.shape[0], outputs.shape[-1])
             if sums is None:
                 sums, first = part, shapes
                 continue
             if sums.n_outputs != part.n_outputs:
-                raise _changed(f"{sums.n_outputs} outputs", f"{part.n_outputs} outputs")
+                raise changed_shape(f"{sums.n_outputs} outputs", f"{part.n_outputs} outputs")
             sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + part.n_data)
         if sums is None:
             raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
         return sums
 
     def _adopt(self, sums: FitSums, vector: Tensor) -> None:
+        if self._prior_groups is not None and len(self._prior_groups.index) != len(vector):  # of another subnetwork
+            self._prior_groups = None
         self._check_prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
-        self._sums, self._vector, self._factor_cache = sums, vector, None
+        self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, vector, None, None
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
     def _require_sums(self) -> FitSums:
@@ -171,7 +178,7 @@ class GaussianPosterior(Posterior):
     def laplace_model(self) -> LaplaceModel:
         """What the evidence is a function of, apart from the hyperparameters."""
         sums = self._require_sums()
-        mean, prior_mean, layers = self._vector, self._prior_mean, self.network.layer_index()
+        mean, prior_mean, layers = self._vector, self._prior_mean, self._group_index()
         assert mean is not None
         # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
         key = (sums, mean, prior_mean, prior_mean._version, layers, self.likelihood)
@@ -225,8 +232,11 @@ class GaussianPosterior(Posterior):
     def fit_prior_precision(
         self,
         method: str = "marginal_likelihood",
-        structure: str = "scalar",
+        structure: str | Groups = "scalar",
         *,
+        evidence: Evidence = "laplace",
+        scaling: str | None = None,
+        predictive_mean: PredictiveMean = "network",
         data: Iterable[Any] | None = None,
         tune_noise: bool | None = None,
         progress: bool = False,
@@ -234,43 +244,114 @@ class GaussianPosterior(Posterior):
     ) -> Self:
         """Tune the prior precision and, in regression, the noise level with it.
 
+        With ``evidence="tangent"`` the evidence is that of the network's linearisation at its own optimum θ*, which is
+        found along with the hyperparameters by convex optimisation on the training data; see
+        :mod:`laplace_plus.evidence.tangent`. Choose it for networks that were stopped early, or that have normalisation
+        layers, of which ``structure="normalized_groups"`` gives each normalised layer a precision of its own.
+
         Args:
             method: ``"marginal_likelihood"`` (line-searched ascent of the evidence), ``"mackay"`` (its fixed point),
-                ``"em"`` (slower and monotone), or ``"validation"`` (least loss on held-out ``data``).
-            structure: ``"scalar"``, ``"layerwise"``, or ``"diagonal"`` where the structure allows.
-            data: Held-out batches for ``"validation"``.
+                ``"em"`` (slower and monotone), ``"validation"`` (least loss on held-out ``data``), or
+                ``"leave_one_out"`` (least leave-one-out loss on the training data; see
+                :func:`laplace_plus.evidence.tune_leave_one_out` for its options, and pass
+                ``training_prior_precision=``).
+            structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` (one precision for each layer that feeds a
+                normalisation, one for the last layer and one for the rest, as found by running the network on a batch),
+                groups of your own, or ``"diagonal"`` where the curvature's structure allows.
+            evidence: ``"laplace"``, at the network's weights, or ``"tangent"``.
+            scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, so that one
+                precision suits layers of all scales; where the curvature's structure allows one for each entry.
+            predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's
+                optimum, ``f(x) + J(x) (θ* − θ̃)``.
+            data: Held-out batches for ``"validation"``; for ``evidence="tangent"`` and ``"normalized_groups"`` the
+                training data, by default the loaders that :meth:`fit` saw.
             tune_noise: Whether to tune the Gaussian noise; by default whenever there is any.
             progress: Whether to show a progress bar.
-            **options: Passed to the method; see :func:`laplace_plus.evidence.tune`.
+            **options: Passed to the method; see :func:`laplace_plus.evidence.tune` and
+                :func:`laplace_plus.evidence.tune_tangent`.
 
         Returns:
-            The posterior itself, with ``prior_precision`` (and ``noise_std``) set.
+            The posterior itself, with ``prior_precision``, ``prior_groups`` (and ``noise_std``) set, and what the
+            tuning did as ``tuning``.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An unknown method or structure.
+            ConfigurationError: An unknown method, structure, evidence or option.
             UnsupportedError: A prior that the posterior's structure does not take.
+            DataError: The training data are needed, and not at hand.
+            NonFiniteError: The tangent model's loss is not finite.
 
         Warns:
             ConvergenceWarning: The tuning ended before it met its tolerance.
         """
-        result = tune(
-            self.laplace_model(),
-            method=method,
-            structure=structure,
-            initial=self._prior_precision,
-            temperature=self._temperature,
-            tune_noise=tune_noise,
-            network=self.network,
+        if method == "leave_one_out":
+            options |= {"structure": structure, "tune_noise": tune_noise, "progress": progress}
+            found = tuned_by_leaving_out(
+                self, data, evidence=evidence, scaling=scaling, predictive_mean=predictive_mean, **options
+            )
+            self.tuning: TuningResult = found
+            self._prior_precision = found.prior_precision
+            if found.noise_std is not None:
+                self.noise_std = found.noise_std
+            return self
+        tuned = tune_prior(
+            self,
+            method,
+            structure,
+            evidence=evidence,
+            scaling=scaling,
+            predictive_mean=predictive_mean,
             data=data,
+            tune_noise=tune_noise,
             progress=progress,
             **options,
         )
-        self._prior_precision = result.prior_precision
-        if result.noise_std is not None:
-            self.noise_std = result.noise_std
-        self.tuning = result
+        self._prior_groups, self._prior_precision = tuned.groups, tuned.result.prior_precision
+        if tuned.result.noise_std is not None:
+            self.noise_std = tuned.result.noise_std
+        self.tuning, self._tangent_mean = tuned.result, tuned.tangent_mean
         return self
+
+    @exactly
+    def leave_one_out(
+        self,
+        data: Iterable[Any] | None = None,
+        *,
+        prior_precision: float | Tensor | None = None,
+        kappa: float = 1.0,
+        leverages: Leverages = "own",
+        unit: Unit = "example",
+        progress: bool = False,
+    ) -> LeaveOneOut:
+        """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.evidence`.
+
+        Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean
+        depends on the prior of training, the covariance on the posterior's own.
+
+        Args:
+            data: The data that the posterior was fitted to; by default the loaders that :meth:`fit` saw.
+            prior_precision: That of training, for the displacement; by default the posterior's.
+            kappa: Factor on it; 1 is the formula.
+            leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
+                ``"last_layer"``, of the last layer's, both with this posterior's ``V`` as the covariance.
+            unit: ``"example"``, or ``"position"`` to leave out single tokens or pixels.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: Unknown choices, or what does not fit into the memory budget.
+            DataError: Other data than were fitted to, or none.
+            NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
+        """
+        return left_out(
+            self,
+            data,
+            prior_precision=prior_precision,
+            kappa=kappa,
+            leverages=leverages,
+            unit=unit,
+            progress=progress,
+        )
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
@@ -309,15 +390,46 @@ class GaussianPosterior(Posterior):
         self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
     ) -> FunctionalPosterior:
         self._require_fit()
-        return functional_posteriors(
+        if differentiable and self._tangent_mean is not None:
+            raise refuse_gradients()
+        x = self.network.receive(x)
+        found = functional_posteriors(
             self.network,
             [self._factors()],
-            self.network.receive(x),
+            x,
             joint=joint,
             outputs=outputs,
             differentiable=differentiable,
             expected_outputs=self.n_outputs,
         )[0]
+        if self._tangent_mean is None:
+            return found
+        return shifted(found, self.network, x, self._tangent_mean - self.mean, outputs=outputs)
+
+    @override
+    def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+        samples = Posterior._functional_samples(self, x, n, joint, generator)
+        if samples is None or self._tangent_mean is None:
+            return samples
+        shift = self.network.tangent(self.network.receive(x), self._tangent_mean - self.mean)
+        return samples + shift.to(samples)
+
+    @property
+    def predictive_mean(self) -> PredictiveMean:
+        """What linearised predictions have as their mean: the ``"network"``'s outputs or the ``"tangent"`` optimum's.
+
+        The tangent model's optimum is that of the last tuning by its evidence.
+
+        Raises:
+            ConfigurationError: Setting ``"tangent"`` without such a tuning.
+        """
+        return "network" if self._tangent_mean is None else "tangent"
+
+    @predictive_mean.setter
+    def predictive_mean(self, value: PredictiveMean) -> None:
+        if value == self.predictive_mean:
+            return
+        self._tangent_mean = chosen_mean(value, getattr(self, "tuning", None))
 
     @exactly
     def variance(self) -> Tensor:
@@ -357,53 +469,21 @@ class GaussianPosterior(Posterior):
                 if text not in treatment.setdefault(name, []):
                     treatment[name].append(text)
         rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
-        return Summary(f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature", tuple(rows))
+        title = f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature"
+        return Summary(title, tuple(rows), prior_line(self._prior_groups, self._prior_precision))
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         sums = self._require_sums()
-        tensors, blocks = {"statistics": sums.statistics, "vector": self.mean}, []
-        for number, (layout, block) in enumerate(sums.curvature):
-            blocks.append(
-                {
-                    "key": layout.key,
-                    "names": list(layout.names),
-                    "rule": layout.rule,
-                    "kind": block.storage,
-                    "shape": list(block.shape),
-                }
-            )
-            tensors[f"block.{number}.index"] = layout.index
-            tensors |= {f"block.{number}.{name}": value for name, value in block.tensors().items()}
+        blocks, tensors = curvature_state(sums.curvature)
+        tensors |= {"statistics": sums.statistics, "vector": self.mean}
+        if self._tangent_mean is not None:
+            tensors["tangent_mean"] = self._tangent_mean
         return {"blocks": blocks}, tensors
 
     def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        blocks = []
-        for number, entry in enumerate(header["blocks"]):
-            prefix = f"block.{number}."
-            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], own.pop("index").cpu())
-            blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
-        sums = FitSums(Curvature(blocks), tensors["statistics"].cpu(), self.n_data, self.n_outputs)
+        curvature = restored_curvature(header["blocks"], tensors)
+        sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self._adopt(sums, tensors["vector"])
-
-
-def _changed(expected: str, got: str) -> DataError:
-    return DataError(
-        "A batch is of another shape than the first one, and the network cannot take it.",
-        expected=expected,
-        got=got,
-        fix="Let the loader yield inputs of one kind.",
-    )
-
-
-def _require_finite(curvature: Curvature) -> None:
-    for layout, block in curvature:
-        if not block.is_finite():
-            raise NonFiniteError(
-                f"The curvature of {', '.join(layout.names)} is not finite.",
-                expected="finite activations and output gradients",
-                got="NaN or Inf",
-                fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
-            )
+        self._tangent_mean = tensors.get("tangent_mean")

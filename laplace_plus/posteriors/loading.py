@@ -16,6 +16,7 @@ from laplace_plus.likelihoods import likelihood_from_config
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
+from laplace_plus.posteriors.storing import GROUPS_INDEX, read_groups
 
 
 def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Posterior:
@@ -59,6 +60,8 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
                 got="no likelihood",
             )
         likelihood = likelihood_from_config(header["likelihood"])
+    groups = read_groups(header, tensors)
+    precision = hyper.pop("prior_precision") if groups is not None else None  # other groups than the class starts with
     posterior = get_posterior(header["class"])(
         model,
         likelihood,
@@ -67,9 +70,13 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
         **hyper,
         **header["options"],
     )
+    if groups is not None and precision is not None:
+        posterior.prior_groups = groups
+        posterior.prior_precision = precision
     posterior.n_data, posterior.n_outputs = header["n_data"], header["n_outputs"]
     device = posterior.network.device
-    state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(("mask.", "hyper."))}
+    common = ("mask.", "hyper.", GROUPS_INDEX)
+    state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(common)}
     posterior._restore(header["state"], state)
     posterior._remember()
     return posterior

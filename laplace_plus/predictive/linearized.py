@@ -107,7 +107,7 @@ def functional_posteriors(
             expected='None, "diagonal" (not with joint=True) or indices',
             got=f"{outputs!r} with joint={joint}",
         )
-    chosen = (torch.arange(shape[-1]) if outputs is None or isinstance(outputs, str) else _indices(outputs, shape)).to(
+    chosen = (torch.arange(shape[-1]) if outputs is None or isinstance(outputs, str) else output_indices(outputs, shape)).to(
         mean.device
     )
     mode = "joint" if joint else "diagonal" if diagonal else "full"
@@ -183,7 +183,7 @@ def samples_rather(mean_shape: Sequence[int], *, joint: bool = False) -> bool:
     return 2 * 8 * size * (size if joint else mean_shape[-1]) > _LARGE_COVARIANCE
 
 
-def _indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
+def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
     """Indices, a slice or a mask as indices ``[K]`` from 0 to C−1; those of each example as they are, ``[B, *, K]``."""
     n_outputs = shape[-1]
     try:

@@ -1,0 +1,475 @@
+"""Calibrated class probabilities from training data alone, by leave-one-out predictions.
+
+The recipe, for a network trained with weight decay, in the notation of :mod:`laplace_plus.evidence.leave_one_out`:
+
+1. Leave-one-out outputs ``f₋ₙ`` are taken at ``κ α₀``, where ``α₀`` is the prior precision of training.
+2. ``T`` minimises the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no covariance
+   can repair: predictions are ``p(y | f/T)``, without one.
+3. Otherwise predictions are made with the covariance ``s V(α₀)``, where ``s`` in [0, 1] minimises the leave-one-out
+   loss of ``f₋ₙ`` and ``s V₋ₙ(α₀)``.
+
+``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots what retraining
+gives. A network that fits its training data all but perfectly has no gradients left there, so that leaving out changes
+nothing and tells nothing: such networks are not calibrated in this way.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+
+from laplace_plus import io
+from laplace_plus.batches import can_be_cut, cut, iterate
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    UnsupportedError,
+)
+from laplace_plus.evidence.leave_one_out import INTERPOLATION, LeaveOneOut, Leverages
+from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood
+from laplace_plus.likelihoods.base import checked_log_density
+from laplace_plus.network import Network
+from laplace_plus.posteriors import GaussianPosterior, Posterior, load
+from laplace_plus.posteriors.methods import exactly
+from laplace_plus.predictive import Prediction, from_functional
+from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs
+from laplace_plus.priors import as_hyperparameter
+
+Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
+"""Trains the network anew on some batches of the training data."""
+
+TEMPERATURES = (1 / 8, 8.0)
+"""Between these, temperatures are searched."""
+
+HELD_OUT = 0.2
+"""Share of the training data that a refit does without."""
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What a calibration found.
+
+    Attributes:
+        rule: What predictions are made of: ``"temperature"`` (T < 1), ``"covariance"`` (s), or, where leaving out tells
+            nothing, ``"refit"`` or ``"marginal_likelihood"``.
+        fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
+        training_nll: Mean loss of the network on its training data, in nats.
+        leave_one_out_nll: That of ``f₋ₙ``, the network's own estimated on new data; NaN where nothing was left out.
+        calibrated_nll: The same after calibration; for ``"refit"`` that of the fold. It was minimised over one number.
+        largest_leverage: At ``κ α₀``; NaN where nothing was left out.
+        kappa: The leverage factor.
+        converged: Whether T lies inside of the range that was searched.
+    """
+
+    rule: Literal["temperature", "covariance", "refit", "marginal_likelihood"]
+    fitted_temperature: float
+    training_nll: float
+    leave_one_out_nll: float
+    calibrated_nll: float
+    largest_leverage: float
+    kappa: float
+    converged: bool
+
+
+class CalibratedPosterior:
+    """A posterior whose outputs are divided by a temperature, or whose covariance is scaled; see :func:`calibrate`.
+
+    Args:
+        posterior: The posterior, at the prior precision that its covariance is to have.
+        temperature: Divides the outputs.
+        covariance_scale: Multiplies their covariance.
+        link: The default of :meth:`predictive`.
+        report: How these were found.
+
+    Attributes:
+        posterior: As given.
+        temperature: As given.
+        covariance_scale: As given.
+        link: As given.
+        report: As given.
+    """
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        *,
+        temperature: float,
+        covariance_scale: float,
+        link: str,
+        report: CalibrationReport,
+    ):
+        self.posterior, self.temperature, self.covariance_scale = posterior, temperature, covariance_scale
+        self.link, self.report = link, report
+
+    def __repr__(self) -> str:
+        return (
+            f"CalibratedPosterior({self.posterior!r}, temperature={self.temperature:.4g}, "
+            f"covariance_scale={self.covariance_scale:.4g})"
+        )
+
+    def functional_posterior(self, x: Any, *, joint: bool = False, outputs: Outputs = None) -> FunctionalPosterior:
+        """``N(f/T, s V/T²)``; arguments and shapes as of :meth:`Posterior.functional_posterior`."""
+        mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs)
+        scale = self.covariance_scale / self.temperature**2
+        return FunctionalPosterior(mean / self.temperature, covariance * scale)
+
+    def predictive(
+        self,
+        x: Any,
+        *,
+        link: str | None = None,
+        n_samples: int = 100,
+        joint: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The calibrated predictive distribution; arguments and errors as of :meth:`Posterior.predictive`.
+
+        Without a covariance, every link gives ``p(y | f/T)``, at the cost of a forward pass.
+        """
+        likelihood = self.posterior.likelihood
+        link = self.link if link is None else link
+        if self.covariance_scale == 0:
+            if link not in likelihood.links:
+                raise ConfigurationError(
+                    "Unknown link.", expected=", ".join(map(repr, likelihood.links)), got=repr(link)
+                )
+            mean = self._outputs(x) / self.temperature
+            nothing = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
+            return from_functional(
+                likelihood, mean, nothing, link="probit", n_samples=n_samples, generator=generator, joint=joint
+            )
+        many = self.posterior.n_outputs > MANY_OUTPUTS and not joint and link == "probit"
+        with torch.no_grad():
+            mean, covariance = self.functional_posterior(x, joint=joint, outputs="diagonal" if many else None)
+            return from_functional(
+                likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
+            )
+
+    def _outputs(self, x: Any) -> Tensor:
+        return _outputs(self.posterior, x)
+
+    def save(self, path: str | Path) -> None:
+        """Write the posterior and its calibration to two folders inside of ``path``, which is made if need be.
+
+        Raises:
+            CheckpointError: One of the folders holds something else.
+        """
+        self.posterior.save(Path(path) / "posterior")
+        header = {
+            "temperature": self.temperature,
+            "covariance_scale": self.covariance_scale,
+            "link": self.link,
+            # JSON has no NaN
+            "report": {key: None if value != value else value for key, value in asdict(self.report).items()},
+        }
+        io.write(Path(path) / "calibration", {"calibration": header}, {})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> CalibratedPosterior:
+        """Load what :meth:`save` wrote; arguments and errors as of :func:`laplace_plus.load`."""
+        posterior = load(Path(path) / "posterior", model, likelihood=likelihood)
+        header, _ = io.read(Path(path) / "calibration")
+        found = header.get("calibration")
+        if not isinstance(found, dict):
+            raise CheckpointError("This is no calibration.", expected="a folder that save() wrote", got=str(path))
+        report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
+        return cls(
+            posterior,
+            temperature=found["temperature"],
+            covariance_scale=found["covariance_scale"],
+            link=found["link"],
+            report=CalibrationReport(**report),
+        )
+
+
+def calibrate(
+    posterior: GaussianPosterior,
+    data: Iterable[Any] | None = None,
+    *,
+    training_prior_precision: float | Tensor | None = None,
+    weight_decay: float | None = None,
+    kappa: float = 2.0,
+    leverages: Leverages = "own",
+    link: str = "probit",
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    interpolation: float = INTERPOLATION,
+    fallback: Literal["raise", "marginal_likelihood"] = "raise",
+    refit: Refit | None = None,
+    progress: bool = False,
+) -> CalibratedPosterior:
+    """Calibrate a classifier by leave-one-out on its training data; see :mod:`laplace_plus.calibration`.
+
+    Measured on small networks trained with weight decay; there it was level with, or ahead of, the network itself and
+    of a temperature fitted to validation data. It needs the weight decay that the network was trained with.
+
+    Args:
+        posterior: A fitted Gaussian posterior of a classifier; it stays as it is. Its own prior precision does not
+            matter.
+        data: The training data; by default what the posterior was fitted to.
+        training_prior_precision: ``α₀``, for the loss summed over the data, in a form that prior precisions have.
+        weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (where it is added to the gradient, unlike in
+            AdamW) with the *mean* loss: ``α₀ = N · weight_decay``, N being the rows that the mean is taken over
+            (examples; positions that are not ignored; times the outputs for several binary ones).
+        kappa: The leverage factor.
+        leverages: Of which curvature leverages and displacements are: ``"own"`` for the posterior's, ``"full"`` for the
+            exact Gauss-Newton matrix, ``"last_layer"`` for that of the last layer. KFAC's and the diagonal's own may
+            exceed one, and are then refused.
+        link: ``"probit"`` or ``"mc"``, for the tuning of s and for predictions.
+        n_samples: Number of samples for ``"mc"``.
+        generator: Source of randomness.
+        interpolation: The recipe is refused if the network's mean training loss is below this, in nats.
+        fallback: What to do then, or without a weight decay: ``"raise"`` an error, or ``"marginal_likelihood"``:
+            predict at the prior precision of largest marginal likelihood, with ``s = T = 1``.
+        refit: What to do then instead, if given: a function that takes 80 % of the training data as a list of batches
+            and returns a network trained on them; ``T ≥ 1`` is fitted to the other 20 %, and there is no covariance.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        A posterior with its own ``predictive``; ``.temperature``, ``.covariance_scale`` and ``.report`` say what was
+        found.
+
+    Raises:
+        NotFittedError: Before ``fit``.
+        ConfigurationError: Unknown choices, or no weight decay.
+        UnsupportedError: No classifier; or one that interpolates its training data.
+        DataError: Other data than were fitted to.
+        NotPositiveDefiniteError: Leverages at or above one.
+
+    Warns:
+        ConvergenceWarning: T lies at an end of the range that is searched.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> x = torch.randn(100, 2, generator=generator)
+        >>> y = (x[:, 0] + torch.randn(100, generator=generator) > 0).long()
+        >>> model = nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> calibrated = lp.calibrate(lp.Full(model, "classification").fit([(x, y)]), weight_decay=0.1)
+        >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
+        ('temperature', True)
+    """
+    _check(posterior, link, fallback, training_prior_precision, weight_decay)
+    again = posterior._data.again(data, "Calibration by leave-one-out passes over the training data.")
+    training_nll, n_entries = _training_loss(posterior, again, progress)
+    # a posterior of its own, which shares the curvature and the network
+    own = copy.copy(posterior)
+    known = training_prior_precision is not None or bool(weight_decay)
+    if not known or training_nll < interpolation:
+        if refit is not None:
+            return _refitted(own, again, refit, training_nll, link, generator, kappa)
+        if fallback == "marginal_likelihood":
+            own.fit_prior_precision()
+            nan = math.nan
+            report = CalibrationReport("marginal_likelihood", nan, training_nll, nan, nan, nan, kappa, True)
+            return CalibratedPosterior(own, temperature=1.0, covariance_scale=1.0, link=link, report=report)
+        raise _refusal(known, training_nll, interpolation)
+    if training_prior_precision is None:
+        assert weight_decay is not None
+        training_prior_precision = n_entries * weight_decay / float(posterior.temperature)
+    own.prior_precision = as_hyperparameter(training_prior_precision)
+    left = own.leave_one_out(again, kappa=kappa, leverages=leverages, progress=progress)
+    temperature, loss, inside = _best_temperature(left.likelihood, left.mean, left.targets, TEMPERATURES)
+    if not inside and temperature < 1:
+        warnings.warn(
+            f"The temperature ended at {temperature:.3g}, the end of the range that is searched.",
+            ConvergenceWarning,
+            stacklevel=2,
+        )
+    scale = 0.0
+    if temperature >= 1:
+        scale, loss = _best_scale(left, link, n_samples, generator)
+    report = CalibrationReport(
+        rule="temperature" if temperature < 1 else "covariance",
+        fitted_temperature=temperature,
+        training_nll=training_nll,
+        leave_one_out_nll=float(left.nll(link="probit", scale=0.0)),
+        calibrated_nll=loss,
+        largest_leverage=float(left.leverages.max()),
+        kappa=float(kappa),
+        converged=inside or temperature >= 1,
+    )
+    applied = temperature if temperature < 1 else 1.0
+    return CalibratedPosterior(own, temperature=applied, covariance_scale=scale, link=link, report=report)
+
+
+def _check(posterior: Any, link: str, fallback: str, precision: Any, weight_decay: Any) -> None:
+    if not isinstance(posterior, GaussianPosterior):
+        raise ConfigurationError(
+            "Only Gaussian posteriors are calibrated.",
+            expected="a fitted lp.Full, lp.KFAC, …",
+            got=type(posterior).__name__,
+        )
+    posterior._require_fit()
+    if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
+        raise UnsupportedError(
+            "The recipe is for classes: dividing outputs by a temperature means nothing elsewhere.",
+            expected='likelihood="classification" or "binary"',
+            got=repr(posterior.likelihood),
+            fix='Use fit_prior_precision(method="leave_one_out"), which tunes precision and noise.',
+        )
+    if link not in ("probit", "mc"):
+        raise ConfigurationError("Unknown link.", expected='"probit" or "mc"', got=repr(link))
+    if fallback not in ("raise", "marginal_likelihood"):
+        raise ConfigurationError("Unknown fallback.", expected='"raise" or "marginal_likelihood"', got=repr(fallback))
+    if precision is not None and weight_decay is not None:
+        raise ConfigurationError(
+            "The prior precision of training is given twice.",
+            expected="training_prior_precision or weight_decay",
+            got="both",
+        )
+    number = isinstance(weight_decay, (int, float)) and not isinstance(weight_decay, bool)
+    if weight_decay is not None and not (number and 0 <= weight_decay < math.inf):
+        raise ConfigurationError("There is no such weight decay.", expected="a number >= 0", got=repr(weight_decay))
+
+
+def _refusal(known: bool, training_nll: float, threshold: float) -> Exception:
+    fix = (
+        'Pass fallback="marginal_likelihood" to predict with the marginal likelihood\'s prior precision, or refit= to '
+        "have a temperature fitted to a fold that a second training run did without."
+    )
+    if not known:
+        return ConfigurationError(
+            "Leave-one-out needs to know what pulled the weights back in training.",
+            expected="training_prior_precision=, or weight_decay= above 0",
+            got="none",
+            fix=fix,
+        )
+    return UnsupportedError(
+        "The network fits its training data all but perfectly; leaving one of them out then changes nothing.",
+        expected=f"a mean training loss of at least {threshold:.3g} nats",
+        got=f"{training_nll:.3g}",
+        fix=fix,
+    )
+
+
+@exactly
+def _outputs(posterior: Posterior, x: Any) -> Tensor:
+    """The network's outputs ``[B, *, C]``, in at least float32."""
+    posterior._require_fit()
+    outputs = posterior.network.forward(posterior.network.receive(x))
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+
+@exactly
+def _training_loss(posterior: Posterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
+    """The network's mean loss, and over how many numbers torch's mean would be taken."""
+    likelihood, device = posterior.likelihood, posterior.network.device
+    total = rows = entries = 0.0
+    for batch in iterate(data, device=device, progress=progress, description="training loss"):
+        outputs = posterior.network.forward(batch.inputs)
+        likelihood.validate(outputs, batch.target)
+        flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
+        total -= float((checked_log_density(likelihood, flat, targets) * weight).sum())
+        rows += float(weight.sum())
+        entries += float(weight.sum()) * (outputs.shape[-1] if isinstance(likelihood, Bernoulli) else 1)
+    if not rows:
+        raise DataError("All targets are ignored.", expected="some that count", got="none")
+    return total / rows, entries
+
+
+def _best_temperature(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, limits: tuple[float, float]
+) -> tuple[float, float, bool]:
+    """The temperature of least mean loss, that loss, and whether it lies inside of the limits."""
+    rows, wanted, weight = likelihood.rows(outputs.double(), targets)
+
+    def loss(logarithm: float) -> float:
+        densities = checked_log_density(likelihood, rows / math.exp(logarithm), wanted)
+        return -float((densities * weight).sum() / weight.sum())
+
+    low, high = map(math.log, limits)  # the loss is convex in 1/T
+    found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-6})
+    best = min((low, float(found.x), high), key=loss)
+    return math.exp(best), loss(best), low + 1e-4 < best < high - 1e-4
+
+
+def _best_scale(left: LeaveOneOut, link: str, n_samples: int, generator: torch.Generator | None) -> tuple[float, float]:
+    """The scale in [0, 1] of least leave-one-out loss, and that loss; the same random numbers for all."""
+    source = "cpu" if generator is None else generator.device
+    seed = int(torch.randint(2**62, (), generator=generator, device=source))
+
+    def loss(scale: float) -> float:
+        common = torch.Generator(device=left.mean.device).manual_seed(seed)
+        return float(left.nll(link=link, scale=scale, n_samples=n_samples, generator=common))
+
+    grid = [number / 10 for number in range(11)]
+    best = min(grid, key=loss)
+    bounds = max(best - 0.1, 0.0), min(best + 0.1, 1.0)
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
+    best = min((best, float(found.x)), key=loss)
+    return best, loss(best)
+
+
+def _refitted(
+    posterior: GaussianPosterior,
+    data: Iterable[Any],
+    refit: Refit,
+    training_nll: float,
+    link: str,
+    generator: torch.Generator | None,
+    kappa: float,
+) -> CalibratedPosterior:
+    """A temperature from a fold that a second training run did without."""
+    kept, fold = _fold(posterior, data, generator)
+    model = refit(kept)
+    network = Network(model, "all", posterior.likelihood.arrange)
+    outputs, targets = [], []
+    for inputs, target in fold:
+        outputs.append(network.forward(inputs).double())
+        targets.append(target)
+    rows = [posterior.likelihood.rows(one, target) for one, target in zip(outputs, targets, strict=True)]
+    used = [weight > 0 for _, _, weight in rows]
+    flat = torch.cat([row[0][use] for row, use in zip(rows, used, strict=True)])
+    wanted = torch.cat([row[1][use] for row, use in zip(rows, used, strict=True)])
+    temperature, loss, inside = _best_temperature(posterior.likelihood, flat, wanted, (1.0, 1e3))
+    report = CalibrationReport("refit", temperature, training_nll, math.nan, loss, math.nan, kappa, inside)
+    return CalibratedPosterior(posterior, temperature=temperature, covariance_scale=0.0, link=link, report=report)
+
+
+def _fold(
+    posterior: GaussianPosterior, data: Iterable[Any], generator: torch.Generator | None
+) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
+    """The training data in two random parts, batch by batch: those to train on, and the others."""
+    source = "cpu" if generator is None else generator.device
+    order = torch.randperm(posterior.n_data, generator=generator, device=source).cpu()
+    held_out = torch.zeros(posterior.n_data, dtype=torch.bool)
+    held_out[order[: max(1, round(HELD_OUT * posterior.n_data))]] = True
+    kept: list[tuple[Any, Tensor]] = []
+    fold: list[tuple[Any, Tensor]] = []
+    start = 0
+    for batch in iterate(data, device=posterior.network.device, description="folds"):
+        size = len(batch.target)
+        if not can_be_cut(batch.inputs, size):
+            raise DataError(
+                "The training data cannot be divided.",
+                expected="inputs whose tensors all have the examples along their first axis",
+                got="other inputs",
+                fix='Pass fallback="marginal_likelihood".',
+            )
+        own = held_out[start : start + size]
+        start += size
+        for part, chosen in ((kept, ~own), (fold, own)):
+            number = chosen.nonzero().flatten().tolist()
+            if number:
+                part.append((cut(batch.inputs, number), batch.target[number]))
+    if start != posterior.n_data:
+        raise DataError("Other data than were fitted to.", expected=f"{posterior.n_data} examples", got=f"{start}")
+    return kept, fold

@@ -1,0 +1,354 @@
+"""Groups of weights whose scale a normalisation takes away, found from one forward pass.
+
+Where a layer's output goes into a normalisation, ``y = norm(W x + b)``, all of ``(W, b)`` may be multiplied by k > 0
+and the network stays the same function: its weights' scale is arbitrary, and a prior with a single precision for
+weights of arbitrary scales gives predictions that depend on it. With a precision of its own for each such group they do
+not (Antorán et al., "Adapting the linearised Laplace model evidence for modern deep learning", 2022).
+
+The scales are followed through the operations that the network executes rather than looked up by types of modules.
+Each tensor carries the set of parameters in which it is homogeneous: those that, multiplied by k > 0 all together,
+multiply it by k. Linear maps give their output the set of weight and bias; reshaping, pooling, rectifiers and products
+with other tensors keep it; sums and concatenations of tensors unite their sets (so that all that is added to a residual
+stream is normalised together, where nothing but normalisations read that stream); a normalisation takes it away; and
+any other use, the network's output included, says that the scale matters. What was found is tried out: the groups are
+rescaled, and those that change the outputs after all, because the network hides an operation, are none.
+
+Two remarks. Of batch normalisation, the running statistics belong to the rescaled group: as (W, b) → k (W, b), the mean
+goes to k · mean and the variance to k² · variance, or else the network in evaluation mode is another function; for the
+other normalisations ``J θ_group = 0``. And the ε in a normalisation's denominator makes all of this inexact where
+activations are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from laplace_plus import batches
+from laplace_plus.network import Network
+from laplace_plus.priors import Groups
+from laplace_plus.selection import layer_of
+
+NAME = "normalized_groups"
+"""What such groups are called, as a structure of the prior too."""
+
+REST = "rest"
+"""The group of what is neither normalised nor the last layer."""
+
+_LINEAR: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.bilinear: ("input1", "input2", "weight", "bias"),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), ("input", "weight", "bias")),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), ("input", "weight", "bias")),
+    F.embedding: ("input", "weight"),
+    torch.addmm: ("bias", "input", "weight"),
+    F.multi_head_attention_forward: (),
+}
+"""Functions that are homogeneous in weight and bias, with the names of their first arguments."""
+
+_NORMS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.instance_norm: ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    F.normalize: ("input", "p", "dim", "eps"),
+    torch._weight_norm: ("input", "weight", "dim"),
+}
+"""Functions that take their input's scale away, with the names of their first arguments."""
+
+# fmt: off
+_KEEPING = frozenset({
+    "__get__", "__getitem__", "__neg__", "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "alpha_dropout", "amax", "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "bfloat16", "broadcast_to",
+    "channel_shuffle", "chunk", "clone", "contiguous", "cumsum", "detach", "diagonal", "double", "dropout",
+    "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_dropout", "flatten", "flip",
+    "float", "fold", "gather", "half", "index_select", "interpolate", "leaky_relu", "lp_pool1d", "lp_pool2d",
+    "max_pool1d", "max_pool2d", "max_pool3d", "mean", "moveaxis", "movedim", "nan_to_num", "narrow", "neg",
+    "permute", "pixel_shuffle", "pixel_unshuffle", "relu", "repeat", "repeat_interleave", "requires_grad_",
+    "reshape", "reshape_as", "roll", "rot90", "rrelu", "select", "split", "split_with_sizes", "squeeze", "sum",
+    "swapaxes", "swapdims", "t", "tile", "to", "transpose", "tril", "triu", "type", "type_as", "unbind",
+    "unflatten", "unfold", "unsqueeze", "upsample", "view", "view_as",
+})
+# fmt: on
+"""Names of functions of one tensor that are positively homogeneous in it."""
+
+# fmt: off
+_SUMS = frozenset({
+    "add", "cat", "concat", "concatenate", "hstack", "maximum", "minimum", "rsub", "stack", "sub", "vstack",
+    "where",
+})
+# fmt: on
+"""Names of functions that are positively homogeneous in all of their tensors together."""
+
+# fmt: off
+_PRODUCTS = frozenset({
+    "bmm", "div", "divide", "einsum", "matmul", "mm", "mul", "multiply", "mv", "true_divide",
+})
+# fmt: on
+"""Names of functions that are linear in each of their tensors (of a quotient, in the first one)."""
+
+# fmt: off
+_JOINING = frozenset({
+    "cat", "concat", "concatenate", "hstack", "stack", "vstack",
+})
+# fmt: on
+"""Those among them whose plain numbers are places and not summands."""
+
+# fmt: off
+_READS = frozenset({
+    "__bool__", "__float__", "__int__", "__setitem__", "item", "numpy", "tolist",
+})
+# fmt: on
+"""Names of functions that return no tensor but make something of the entries."""
+
+
+_TOLERANCE = 1e-3
+"""Outputs that change by more of the largest one when a group is doubled do so by more than rounding."""
+
+_NO_EPSILON = 1e-30
+"""In place of the ε of normalisations, where it is tried out what they take away."""
+
+
+def normalized_groups(network: Network, inputs: Any) -> Groups:
+    """One group for each layer whose scale a normalisation takes away, one for the last layer, and one for the rest.
+
+    Args:
+        network: The network; of its selected parameters.
+        inputs: A batch's inputs, which one forward pass is run on.
+
+    Returns:
+        Groups that bear the layers' names; the rest, if there is any, comes last as ``"rest"``. A layer is what owns a
+        weight: its bias belongs to it. Layers that are normalised only together, such as those that add to one residual
+        stream, have a group each.
+
+    Example:
+        >>> from laplace_plus.likelihoods import Categorical
+        >>> net = torch.nn.Sequential(
+        ...     torch.nn.Linear(2, 4), torch.nn.LayerNorm(4), torch.nn.ReLU(), torch.nn.Linear(4, 3)
+        ... )
+        >>> normalized_groups(Network(net, "all", Categorical().arrange), torch.randn(5, 2)).names
+        ('0', '3', 'rest')
+    """
+    inputs, tracer = network.receive(inputs), _Tracer(network.parameters)
+    with torch.no_grad(), tracer:
+        output = network.raw(inputs, tracer.parameters)
+    tracer.escape(output)
+    groups = tracer.scale_free()
+    free = {name for group in groups if _is_free(network, inputs, group) for name in group}
+    last = None if tracer.last_used is None else layer_of(tracer.last_used)
+    keys = []
+    for item in network.selected:
+        apart = item.name in free or item.layer == last
+        keys.append(f"layer {item.layer}" if apart else REST)
+    order = sorted(dict.fromkeys(keys), key=lambda key: key == REST)
+    number = {key: i for i, key in enumerate(order)}
+    sizes = [item.size for item in network.selected]
+    index = torch.cat([torch.full((n,), number[key]) for n, key in zip(sizes, keys, strict=True)])
+    return Groups(NAME, tuple(key.removeprefix("layer ") for key in order), index)
+
+
+def _is_free(network: Network, inputs: Any, names: list[str]) -> bool:
+    """Whether the outputs stay what they are when some parameters are doubled."""
+    parameters = network.parameters
+    doubled = {name: 2 * parameters[name] for name in names}
+    before, after = (_arranged(network, inputs, changed) for changed in ({}, doubled))
+    return bool((after - before).abs().max() <= _TOLERANCE * before.abs().max())
+
+
+def _arranged(network: Network, inputs: Any, changed: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad(), _BatchStatistics():
+        return network.arrange(batches.output_tensor(network.raw(inputs, network.parameters | changed))).double()
+
+
+class _BatchStatistics(TorchFunctionMode):
+    """Normalises by the batch's own statistics in place of the running ones, which would have to be rescaled, too.
+
+    And without an ε, so that doubling a group changes no digit.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _NORMS or "eps" not in _NORMS[func]:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(_NORMS[func], args, strict=False)) | (kwargs or {}) | {"eps": _NO_EPSILON}
+        if func not in (F.batch_norm, F.instance_norm):
+            return func(**given)
+        x = given["input"]
+        axes = [axis for axis in range(x.ndim) if axis != 1 and (axis != 0 or func is F.batch_norm)]
+        variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+        x = (x - mean) / (variance + _NO_EPSILON).sqrt()
+        for combine, name in ((torch.mul, "weight"), (torch.add, "bias")):
+            if given.get(name) is not None:
+                x = combine(x, given[name].view(-1, *[1] * (x.ndim - 2)))
+        return x
+
+
+class _Tracer(TorchFunctionMode):
+    """Follows in which parameters each tensor is homogeneous.
+
+    Args:
+        parameters: All parameters of the network, by name.
+    """
+
+    def __init__(self, parameters: dict[str, Tensor]):
+        super().__init__()
+        self.parameters = parameters
+        self.last_used: str | None = None
+        self._own = {id(tensor): name for name, tensor in parameters.items()}
+        self._sets: dict[int, frozenset[str]] = {key: frozenset([name]) for key, name in self._own.items()}
+        # Ids are only unique among living tensors: hold on to everything that has a set.
+        self._alive: list[Tensor] = list(parameters.values())
+        self._leader = {name: name for name in parameters}
+        self._escaped: set[str] = set()
+        self._normalised: set[str] = set()
+
+    def scale_free(self) -> list[list[str]]:
+        """Sets of parameters whose common scale does not matter."""
+        escaped = {self._find(name) for name in self._escaped}
+        sets: dict[str, list[str]] = {self._find(name): [] for name in self._normalised}
+        for name in self.parameters:
+            if self._find(name) in sets:
+                sets[self._find(name)].append(name)
+        return [names for leader, names in sets.items() if leader not in escaped]
+
+    def escape(self, tree: Any) -> None:
+        """Note that the scale of these tensors matters."""
+        self._escaped.update(*(self._set(tensor) for tensor in _tensors(tree)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Taken before: a function that works in place changes what its input stands for.
+        tensors = list(_tensors((args, kwargs)))
+        own = [self._own[id(tensor)] for tensor in tensors if id(tensor) in self._own]
+        output = func(*args, **kwargs)
+        produced = list(_tensors(output))
+        if own and produced:
+            self.last_used = own[-1]
+        if any(id(tensor) in self._sets for tensor in tensors):
+            self._follow(func, args, kwargs, tensors, produced)
+        elif produced:
+            self._mark(produced, frozenset())  # written to in place, or new
+        return output
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], produced: list[Tensor]) -> None:
+        name = _plain_name(func)
+        if func in _LINEAR:
+            self._mark(produced[:1], self._linear(func, args, kwargs, tensors))
+        elif func in _NORMS:
+            self._mark(produced, self._norm(func, args, kwargs, tensors))
+        elif func is F.scaled_dot_product_attention:
+            value = kwargs["value"] if "value" in kwargs else args[2]
+            self.escape([tensor for tensor in tensors if tensor is not value])
+            self._mark(produced, self._set(value))
+        elif not produced:
+            if name in _READS:
+                self.escape(tensors)
+        elif name == "pad" and kwargs.get("value") in (None, 0) and len(args) < 4:
+            self._mark(produced, self._union(tensors[:1]))
+        elif name in _KEEPING:
+            floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+            self._mark(produced, self._together(floating[:1], floating[1:]))
+        elif name in _SUMS:
+            floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+            shifted = name not in _JOINING and any(n != 0 for n in (*args, kwargs.get("other", 0)) if _is_number(n))
+            self.escape(floating if shifted else ())
+            self._mark(produced, frozenset() if shifted else self._together(floating, []))
+        elif name in _PRODUCTS:
+            self._mark(produced, self._product(name, tensors))
+        else:
+            self.escape(tensors)
+            self._mark(produced, frozenset())
+
+    def _linear(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
+        if func is F.multi_head_attention_forward:
+            names = F.multi_head_attention_forward.__code__.co_varnames
+            given = dict(zip(names, args, strict=False)) | kwargs
+            weight, bias = given["out_proj_weight"], given["out_proj_bias"]
+        else:
+            given = dict(zip(_LINEAR[func], args, strict=False)) | kwargs
+            weight, bias = given["weight"] if "weight" in given else given["mat2"], given.get("bias")
+            if given.get("max_norm") is not None:
+                bias = weight.new_zeros(())  # rescales the table itself
+        return self._together([part for part in (weight, bias) if part is not None], tensors)
+
+    def _norm(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
+        given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
+        source = given["input"]
+        self._normalised |= self._set(source)
+        scale, shift = given.get("weight"), given.get("bias")
+        others = [tensor for tensor in tensors if tensor is not source]
+        if scale is None:
+            self.escape(others)
+            return frozenset()
+        return self._together([part for part in (scale, shift) if part is not None], others)
+
+    def _product(self, name: str, tensors: list[Tensor]) -> frozenset[str]:
+        with_set = [tensor for tensor in tensors if self._set(tensor)]
+        # Of an activation times a bare parameter, such as a layer scale, the activation's scale is the one to follow.
+        activations = [tensor for tensor in with_set if id(tensor) not in self._own]
+        chosen = activations if len(activations) == 1 else with_set
+        if len(chosen) != 1 or (name.endswith("div") or name.endswith("divide")) and chosen[0] is not tensors[0]:
+            self.escape(with_set)
+            return frozenset()
+        self.escape([tensor for tensor in with_set if tensor is not chosen[0]])
+        return self._set(chosen[0])
+
+    def _together(self, parts: list[Tensor], others: list[Tensor]) -> frozenset[str]:
+        """What is homogeneous in all the parts, while the scale of the others matters."""
+        self.escape([tensor for tensor in others if all(tensor is not part for part in parts)])
+        if all(self._set(part) for part in parts):
+            return self._union(parts)
+        self.escape(parts)
+        return frozenset()
+
+    def _union(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        """The sets of several tensors, whose parameters are from now on only rescaled together."""
+        names: frozenset[str] = frozenset().union(*(self._set(tensor) for tensor in tensors))
+        for name in names:
+            self._leader[self._find(name)] = self._find(min(names))
+        return names
+
+    def _find(self, name: str) -> str:
+        while self._leader[name] != name:
+            name = self._leader[name]
+        return name
+
+    def _set(self, value: Any) -> frozenset[str]:
+        return self._sets.get(id(value), frozenset())
+
+    def _mark(self, tensors: list[Tensor], names: frozenset[str]) -> None:
+        for tensor in tensors:
+            if names and tensor.is_floating_point():
+                self._sets[id(tensor)] = names
+                self._alive.append(tensor)
+            else:
+                self._sets.pop(id(tensor), None)
+
+
+def _plain_name(func: Any) -> str:
+    """The name of a function, the same for functions, methods, operators and what works in place."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__getitem__", "__neg__") or name in _READS or name == "requires_grad_":
+        return name
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        for prefix in ("r", "i"):
+            if name.startswith(prefix) and name[1:] in ("add", "sub", "mul", "matmul"):
+                name = name[1:]
+        return "div" if name in ("truediv", "itruediv") else name
+    return name.lstrip("_").rstrip("_")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    leaves, _ = batches.flatten(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,110 @@
+"""The effective dimension ``γ = tr(H⁻¹ M)`` from posterior samples, and its standard error.
+
+With samples ``z ~ N(0, H⁻¹)``, ``H = M + A``, three estimators are unbiased or nearly so: ``zᵀ M z`` in function space,
+``d − zᵀ A z`` in weight space, and the ratio ``d · zᵀMz / (zᵀMz + zᵀAz)``. With the eigenvalues ``p_i`` of ``H^-½ M
+H^-½`` their variances are ``2 Σ p_i²``, ``2 Σ (1 − p_i)²`` and about ``2 Σ (p_i − p̄)²``: the ratio has the smallest of
+the three, wherever γ lies between 0 and d, where it always stays. Function- and weight-space estimators are those of
+Antorán et al. (2023).
+
+For a group g of parameters the two forms are ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g``. The first can be negative for a
+single sample; both are therefore averaged over samples before one is divided by the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.probes import jackknife, standard_error
+
+Estimator = Literal["ratio", "function", "weight"]
+
+
+@dataclass(frozen=True)
+class EffectiveDimension:
+    """Effective dimensions and how well they are known.
+
+    Attributes:
+        value: γ, 0-d or ``[G]``, between 0 and the number of parameters.
+        sem: Standard error over the samples, of the same shape; infinite for a single sample.
+        size: The number of parameters, 0-d or ``[G]``.
+        energy: ``E[zᵀ H z] / d``, which is 1 up to sampling for solved systems, and its standard error.
+    """
+
+    value: Tensor
+    sem: Tensor
+    size: Tensor
+    energy: tuple[float, float]
+
+
+def group_sums(left: Tensor, right: Tensor, index: Tensor, n_groups: int) -> Tensor:
+    """``Σ_{p in g} left_p right_p`` for ``[k, P]``, as ``[k, G]`` float64.
+
+    Args:
+        left: ``[k, P]``.
+        right: ``[k, P]``.
+        index: ``[P]`` integers, the group of each entry.
+        n_groups: G.
+    """
+    totals = torch.zeros(len(left), n_groups, dtype=torch.float64, device=left.device)
+    index = index.to(left.device)
+    for total, a, b in zip(totals, left, right, strict=True):  # one sample at a time, in float64
+        total.index_add_(0, index, a.double() * b.double())
+    return totals
+
+
+def effective_dimension(
+    function_space: Tensor, weight_space: Tensor, size: Tensor, estimator: Estimator = "ratio"
+) -> EffectiveDimension:
+    """Estimate γ of every group.
+
+    Args:
+        function_space: ``z_gᵀ (M z)_g`` of k samples, ``[k, G]``.
+        weight_space: ``z_gᵀ A_g z_g``, ``[k, G]``.
+        size: Number of parameters of each group, ``[G]``.
+        estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module.
+
+    Returns:
+        γ of the groups, ``[G]``.
+
+    Raises:
+        ConfigurationError: Another estimator.
+    """
+    size = size.to(function_space)
+    k = len(function_space)
+    if estimator == "function":
+        values = function_space
+    elif estimator == "weight":
+        values = size - weight_space
+    elif estimator != "ratio":
+        raise ConfigurationError("Unknown estimator.", expected='"ratio", "function" or "weight"', got=repr(estimator))
+    if estimator == "ratio":
+        value = _ratio(function_space.mean(0), weight_space.mean(0), size)
+        sem = torch.full_like(value, torch.inf)
+        if k > 1:
+            a, b = ((total.sum(0) - total) / (k - 1) for total in (function_space, weight_space))
+            sem = jackknife(_ratio(a, b, size))
+    else:
+        value, sem = values.mean(0).clamp_min(0.0).minimum(size), standard_error(values)
+    energy = (function_space + weight_space).sum(1) / size.sum()
+    return EffectiveDimension(value, sem, size, (float(energy.mean()), float(standard_error(energy))))
+
+
+def total_dimension(
+    function_space: Tensor, weight_space: Tensor, size: Tensor, estimator: Estimator = "ratio"
+) -> EffectiveDimension:
+    """γ of all groups together, 0-d; arguments as for :func:`effective_dimension`."""
+    a, b = function_space.sum(1, keepdim=True), weight_space.sum(1, keepdim=True)
+    found = effective_dimension(a, b, size.sum().reshape(1), estimator)
+    return EffectiveDimension(found.value[0], found.sem[0], found.size[0], found.energy)
+
+
+def _ratio(function_space: Tensor, weight_space: Tensor, size: Tensor) -> Tensor:
+    """``d a / (a + b)`` within [0, d]; a may be negative, b is not."""
+    a = function_space.clamp_min(0.0)
+    total = a + weight_space
+    return torch.where(total > 0, size * a / torch.where(total > 0, total, 1.0), 0.0).minimum(size)

@@ -1,0 +1,393 @@
+"""The evidence of the tangent linear model at its own optimum, and tuning by it.
+
+The Laplace evidence assumes that the network's weights are an optimum of the penalised loss. Networks that are stopped
+early, or trained with normalisation layers, are at none, and the evidence there can prefer absurd priors. The network's
+tangent ``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` is a linear model with the same Jacobian, and has an optimum θ* for every
+prior. Its evidence (Antorán et al., "Adapting the linearised Laplace model evidence for modern deep learning", 2022)
+
+    M(Λ) = log p(D | h(θ*))/T − ½ ‖θ* − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T),
+    θ*   = argmin_θ −log p(D | h(θ))/T + ½ ‖θ − μ₀‖²_Λ,
+
+is that of the network's weights with θ* in their place: a prior on θ itself, with mean μ₀ = 0 unless the posterior was
+given another one. H is the posterior's own curvature, in its structure and at the network's outputs, and is not
+computed again at ``h(θ*)``: the simple variant of that paper, which did better there.
+
+As θ* is a minimiser, M has the derivative ``∂M/∂log λ_g = ½ (γ_g − λ_g ‖θ* − μ₀‖²_g)`` with the effective parameters
+``γ_g = tr (H/T + Λ)⁻¹_g H_g/T``, and where it vanishes MacKay's (1992) fixed point ``λ_g = γ_g / ‖θ* − μ₀‖²_g`` is met:
+a joint stationary point of θ and Λ. It is reached by alternation. Each half maximises the same function
+
+    F(θ, Λ) = log p(D | h(θ))/T − ½ ‖θ − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T)
+
+over one of its arguments, in which it is concave (in log Λ; see :mod:`laplace_plus.evidence.tuning`), so that F never
+falls. Extrapolation from the last steps (Anderson, 1965) shortens the way, and is taken back wherever M falls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError
+from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.evidence.search import SPAN, Objective
+from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
+from laplace_plus.evidence.tuning import (
+    TuningResult,
+    ascend,
+    effective_parameters,
+    fixed_point_step,
+    free_gradient,
+    predicted_gain,
+)
+from laplace_plus.network import Network
+from laplace_plus.priors import LAYERWISE
+
+TANGENT_METHODS = ("marginal_likelihood", "mackay", "em")
+
+_COARSE = 0.1
+"""Accuracy of the first optimum, in nats."""
+
+_REACH = 46.0
+"""The logarithm of a group's precision is searched so far from that of its weights' own inverse mean square."""
+
+_POLISHING = 50
+"""At most so many steps of the fixed point follow a line-searched ascent."""
+
+_REMEMBERED = 5
+"""Number of steps that an extrapolation looks back upon."""
+
+
+@dataclass(frozen=True)
+class TangentResult(TuningResult):
+    """What tuning by the tangent model's evidence found, and how.
+
+    Attributes:
+        vector: θ*, the tangent model's optimum, ``[P]``.
+        group_precision: ``[G]``, one precision for each group (for a scalar prior ``[1]``), before any scaling.
+        effective_parameters: γ, how many parameters of each of these groups the data determine.
+        n_iterations: Number of alternations.
+        n_steps: Number of steps that the convex optimisation took, over all alternations.
+        n_passes: Number of passes over the data, the one that collects the Jacobian included.
+        optimum_gradient_norm: Euclidean norm of the penalised loss's gradient at θ*.
+        optimum_decrement: About how many nats the penalised loss at θ* lies above its least value.
+        pressing: The largest derivative by the logarithm of a hyperparameter at a limit of the search, beyond which
+            the evidence still rises.
+        trace: The evidence M after each alternation.
+        network_value: The evidence of the network's own weights at the same hyperparameters, for comparison.
+    """
+
+    vector: Tensor
+    group_precision: Tensor
+    effective_parameters: Tensor
+    n_iterations: int
+    n_steps: int
+    n_passes: int
+    optimum_gradient_norm: float
+    optimum_decrement: float
+    pressing: float
+    trace: tuple[float, ...]
+    network_value: float
+
+
+def tune_tangent(
+    model: LaplaceModel,
+    network: Network,
+    data: Iterable[Any],
+    *,
+    n_data: int,
+    method: str = "marginal_likelihood",
+    structure: str = "scalar",
+    scaling: Tensor | None = None,
+    temperature: Tensor,
+    tune_noise: bool | None = None,
+    progress: bool = False,
+    tolerance: float = 1e-2,
+    max_iterations: int = 100,
+    max_steps: int = 1000,
+    keep_jacobian: bool | None = None,
+) -> TangentResult:
+    """Find the tangent model's optimum and the hyperparameters of greatest evidence there, jointly.
+
+    Args:
+        model: The evidence's parts at the network's weights.
+        network: The network.
+        data: The training data.
+        n_data: How many examples they must have.
+        method: How hyperparameters are updated: ``"marginal_likelihood"`` (to their optimum for each θ), ``"mackay"``
+            (one step of the fixed point) or ``"em"`` (one step, slower).
+        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
+        scaling: Positive ``[P]``: the prior precision of each entry over that of its group.
+        temperature: Stays as it is.
+        tune_noise: Whether to tune the noise; None for whenever there is any.
+        progress: Whether to show a progress bar.
+        tolerance: Converged when no derivative of the evidence by the logarithm of a hyperparameter exceeds this, in
+            nats.
+        max_iterations: The number of alternations after which to give up.
+        max_steps: The number of steps after which the convex optimisation of one alternation gives up.
+        keep_jacobian: See :class:`TangentModel`.
+
+    Raises:
+        ConfigurationError: An unknown method or structure, or noise to be tuned that does not exist.
+        DataError: Not the data of the fit, or data that come only once.
+        NonFiniteError: The loss of the tangent model is not finite.
+
+    Warns:
+        ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
+    """
+    if method not in TANGENT_METHODS:
+        raise ConfigurationError(
+            'Unknown way to tune by the evidence "tangent".', expected=", ".join(TANGENT_METHODS), got=repr(method)
+        )
+    objective = Objective.create(model, structure, temperature, tune_noise, scaling)
+    objective = replace(objective, limits=_limits(objective))
+    tangent = TangentModel(network, model.likelihood, data, temperature=temperature, keep_jacobian=keep_jacobian)
+    if tangent.n_data != n_data:
+        raise DataError(
+            "The tangent model's optimum is that of the training data.",
+            expected=f"the {n_data} examples that the posterior was fitted to",
+            got=f"{tangent.n_data} examples",
+            fix="Pass data=train_loader.",
+        )
+    ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
+    found = _Alternation(objective, tangent, method, tolerance, max_steps, ticks).run(max_iterations)
+    _warn(found, tolerance)
+    return found
+
+
+class _Alternation:
+    """Maximises F over θ and Λ in turns.
+
+    Args:
+        objective: The evidence at the network's weights.
+        tangent: The tangent model.
+        method: How Λ is updated.
+        tolerance: As for :func:`tune_tangent`.
+        max_steps: As there.
+        ticks: Moves the progress bar.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        tangent: TangentModel,
+        method: str,
+        tolerance: float,
+        max_steps: int,
+        ticks: Iterator[int],
+    ):
+        self.objective, self.tangent, self.method = objective, tangent, method
+        self.tolerance, self.max_steps, self.ticks = tolerance, max_steps, ticks
+        self.n_steps = self.n_evaluations = 0
+
+    def run(self, max_iterations: int) -> TangentResult:
+        """Alternate until there is nothing to gain."""
+        point, start = _start(self.objective), None
+        accuracy, mixer = _COARSE, _Extrapolation()
+        trace: list[float] = []
+        plain, best = point, -math.inf
+        for iteration in range(1, max_iterations + 1):
+            next(self.ticks)
+            optimum, objective = self._optimum(point, start, accuracy)
+            value, gradient = objective.value_and_gradient(point)
+            self.n_evaluations += 1
+            if value < best - 2 * accuracy and mixer.used:  # the extrapolation went too far: back to the sure step
+                point, mixer = plain, _Extrapolation()
+                continue
+            start, best = optimum.vector, max(best, value)
+            trace.append(value)
+            norm = float(free_gradient(objective, point, gradient).abs().max())
+            finest = self._finest(objective, point, optimum)
+            exact = optimum.converged and accuracy <= finest
+            if exact and (norm <= self.tolerance or iteration == max_iterations):
+                break
+            if iteration == max_iterations:
+                break
+            if norm <= self.tolerance:  # of an optimum that is not exact yet
+                accuracy = finest
+                continue
+            plain = self._update(objective, point, gradient)
+            # No more digits of θ than the next update of Λ can make use of.
+            accuracy = max(finest, min(accuracy, 0.01 * norm**2))
+            low, high = objective.box
+            point = mixer(point, plain).clamp(low, high)
+        return self._result(objective, point, value, gradient, optimum, iteration, tuple(trace))
+
+    def _optimum(self, point: Tensor, start: Tensor | None, accuracy: float) -> tuple[TangentOptimum, Objective]:
+        """θ* at some hyperparameters, and the evidence as a function of hyperparameters with it in place of θ̃."""
+        model = self.objective.model
+        precision, noise = self.objective.split(point)
+        prior = model.prior(precision)
+        factors = model.factors(precision, self.objective.temperature, noise)
+        likelihood = model.likelihood if noise is None else model.likelihood.with_noise(noise)
+        optimum = tangent_optimum(
+            self.tangent.with_likelihood(likelihood),
+            prior,
+            start,
+            precondition=lambda gradient: model.solve(factors, gradient),
+            tolerance=accuracy,
+            max_iterations=self.max_steps,
+        )
+        self.n_steps += optimum.n_iterations
+        at = replace(model, vector=optimum.vector, statistics=optimum.statistics)
+        return optimum, replace(self.objective, model=at)
+
+    def _finest(self, objective: Objective, point: Tensor, optimum: TangentOptimum) -> float:
+        """The accuracy of θ, in nats, with which no derivative of the evidence is off by more than a quarter.
+
+        ``½ λ ‖θ − μ‖²`` changes by at most ``(λ ‖θ−μ‖² · 2ε)^½`` where the penalised loss lies ε above its least value.
+        """
+        energy = float((point[: objective.n_precisions].exp() * objective.scatter()).sum())
+        rounding = (100 * torch.finfo(self.tangent.vector.dtype).eps) ** 2 * max(1.0, abs(optimum.value))
+        return max(self.tolerance**2 / (32 * max(1.0, energy)), rounding)
+
+    def _update(self, objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
+        """The hyperparameters that suit θ."""
+        if self.method != "marginal_likelihood":
+            return fixed_point_step(objective, point, gradient, self.method)
+        _, point, evaluations = ascend(objective, point, self.method, self.tolerance, 2000, itertools.count())
+        self.n_evaluations += evaluations
+        _, gradient = objective.value_and_gradient(point)
+        norm = free_gradient(objective, point, gradient).abs().max()
+        for _ in range(_POLISHING):  # the fixed point knows more digits than a line search
+            if norm <= self.tolerance / 10:
+                break
+            candidate = fixed_point_step(objective, point, gradient, "mackay")
+            _, new = objective.value_and_gradient(candidate)
+            self.n_evaluations += 1
+            new_norm = free_gradient(objective, candidate, new).abs().max()
+            if not new_norm < norm:
+                break
+            point, gradient, norm = candidate, new, new_norm
+        return point
+
+    def _result(
+        self,
+        objective: Objective,
+        point: Tensor,
+        value: float,
+        gradient: Tensor,
+        optimum: TangentOptimum,
+        iterations: int,
+        trace: tuple[float, ...],
+    ) -> TangentResult:
+        norm = float(free_gradient(objective, point, gradient).abs().max())
+        pressing = float((gradient - free_gradient(objective, point, gradient)).abs().max())
+        settled = norm <= self.tolerance or predicted_gain(objective, point, gradient) <= self.tolerance
+        precision, noise = objective.split(point)
+        dtype = self.tangent.vector.dtype
+        with torch.no_grad():
+            network_value = self.objective.value(point).item()
+        return TangentResult(
+            method=self.method,
+            prior_precision=precision.to(dtype),
+            noise_std=noise,
+            value=value,
+            converged=settled and pressing <= self.tolerance and optimum.decrement <= self.tolerance,
+            pressing=pressing,
+            gradient_norm=norm,
+            n_evaluations=self.n_evaluations,
+            vector=optimum.vector.to(dtype),
+            group_precision=point[: objective.n_precisions].exp().to(dtype),
+            effective_parameters=effective_parameters(objective, point, gradient),
+            n_iterations=iterations,
+            n_steps=self.n_steps,
+            n_passes=self.tangent.n_passes,
+            optimum_gradient_norm=optimum.gradient_norm,
+            optimum_decrement=optimum.decrement,
+            trace=trace,
+            network_value=network_value,
+        )
+
+
+def _own_scales(objective: Objective) -> Tensor:
+    """Logarithms of the precisions that the network's weights have on their own, ``d_g / ‖θ̃−μ‖²_g``.
+
+    As a layer's weights are multiplied by k, they go down by 2 log k, and all that starts from them follows: what is
+    found does not depend on the scale of groups that have a precision of their own.
+    """
+    squares = objective.scatter() / objective.sizes()
+    overall = squares.mean().clamp(1e-16, 1e26)
+    return -torch.where(squares > 1e-12 * overall, squares, overall).log()
+
+
+def _limits(objective: Objective) -> Tensor:
+    """The box in which to search."""
+    box, n = objective.box, objective.n_precisions
+    if objective.structure != LAYERWISE:
+        return box
+    own = _own_scales(objective)
+    return torch.cat([torch.stack([own - _REACH, own + _REACH]).clamp(-SPAN, SPAN), box[:, n:]], 1)
+
+
+def _start(objective: Objective) -> Tensor:
+    """The best point of a coarse grid by the evidence at the network's weights."""
+    if objective.structure != LAYERWISE:
+        return objective.start()
+    own = _own_scales(objective)
+    noises = [objective.residual_noise() + shift for shift in (-1.0, 0.0, 0.7)] if objective.tune_noise else [own[:0]]
+    points = [
+        torch.cat([own + level, noise])
+        for level in torch.linspace(-10.0, 10.0, 21, dtype=torch.float64).tolist()
+        for noise in noises
+    ]
+    with torch.no_grad():
+        return max(points, key=lambda point: objective.value(point).item())
+
+
+class _Extrapolation:
+    """Anderson's (1965) extrapolation of a fixed-point iteration, from a few of its last steps."""
+
+    def __init__(self) -> None:
+        self._points: list[Tensor] = []
+        self._residuals: list[Tensor] = []
+        self.used = False
+
+    def __call__(self, point: Tensor, image: Tensor) -> Tensor:
+        """Where to go on after a point whose image is given."""
+        self._points = [*self._points, point][-_REMEMBERED:]
+        self._residuals = [*self._residuals, image - point][-_REMEMBERED:]
+        self.used = len(self._points) > 1
+        if not self.used:
+            return image
+        residual = self._residuals[-1]
+        changes = torch.stack([residual - other for other in self._residuals[:-1]], 1)
+        moves = torch.stack([point - other for other in self._points[:-1]], 1)
+        # With a trace of regularisation: the last changes may point the same way.
+        gram = changes.T @ changes
+        gram += 1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        if not bool(torch.isfinite(gram).all()) or float(gram.diagonal().min()) <= 0:
+            self.used = False
+            return image
+        weights = torch.linalg.solve(gram, changes.T @ residual)
+        step = residual - (moves + changes) @ weights
+        # Never further in any direction than by a factor of ten beyond the plain step.
+        return point + step.clamp(residual - math.log(10), residual + math.log(10))
+
+
+def _warn(found: TangentResult, tolerance: float) -> None:
+    if found.converged:
+        return
+    if found.pressing > tolerance:
+        warnings.warn(
+            "Tuning by the tangent model's evidence ended at the limits of the search, where the evidence still rises "
+            f"by {found.pressing:.2g} nats for each e-fold of a hyperparameter: the data do not determine it. Is the "
+            "fit exact?",
+            ConvergenceWarning,
+            stacklevel=5,
+        )
+        return
+    warnings.warn(
+        f"Tuning by the tangent model's evidence ended with a derivative of {found.gradient_norm:.2g} nats (tolerance "
+        f"{tolerance:.2g}) and an optimum within {found.optimum_decrement:.2g} nats after {found.n_iterations} "
+        f"alternations and {found.n_steps} steps; raise max_iterations or max_steps, or the tolerance.",
+        ConvergenceWarning,
+        stacklevel=5,
+    )

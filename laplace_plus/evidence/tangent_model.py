@@ -1,0 +1,291 @@
+"""The network's tangent as a model of its own, and its optimum.
+
+    h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)
+
+is linear in the parameters, so that for log-concave likelihoods its penalised loss is convex, and it has one optimum θ*
+whatever the training of the network did (Antorán et al., 2022). θ̃ are the network's weights. The prior is on θ itself,
+not on its distance from θ̃.
+
+All sums stream over the data, which may come in another order in each pass. For small problems the Jacobian of all data
+is kept instead, and nothing runs through the network again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus import _memory
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.output_roots import exact_root
+from laplace_plus.curvature.streaming import Stream
+from laplace_plus.evidence.convex import Evaluation, minimise
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.priors import GaussianPrior
+
+_KEPT_BYTES = 256 * 2**20
+"""A Jacobian of all data up to this size is kept."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One batch's linearised network.
+
+    Attributes:
+        outputs: ``f(θ̃)``, ``[B, *, C]``.
+        target: As the loader gave it.
+        jacobian: ``[n, P]`` with one row for each output.
+    """
+
+    outputs: Tensor
+    target: Any
+    jacobian: Tensor
+
+
+class TangentModel:
+    """``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` on a data set, under a likelihood.
+
+    Points are given by their deviations ``θ − θ̃``, ``[P]`` in any floating type.
+
+    Args:
+        network: The network, or a module of which all parameters that require gradients are taken.
+        likelihood: A name or a :class:`~laplace_plus.Likelihood`.
+        data: An iterable of batches that can be started again; the order may change, the examples may not.
+        temperature: Divides the log-likelihood, and with it loss, gradient and curvature.
+        chunk_size: Number of vectors that are pushed through the network at a time.
+        keep_jacobian: Whether to keep the Jacobian of all data; by default where it is small.
+        progress: Whether to show a progress bar for each pass.
+
+    Attributes:
+        likelihood: The likelihood.
+        network: The network.
+        temperature: 0-d float64.
+        vector: θ̃, ``[P]``.
+        n_data: Number of examples.
+        n_passes: How often the data were passed over so far.
+
+    Raises:
+        DataError: Data that can be run over only once, or of no known form.
+        EmptyDataError: No data.
+        LabelError: Targets that do not fit the likelihood.
+        OutputError: Network outputs that do not fit it.
+        NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(20, 3, dtype=torch.float64)
+        >>> model = TangentModel(nn.Linear(3, 1).double(), "regression", [(x, x.sum(1, keepdim=True))])
+        >>> best = tangent_optimum(model, 1e-6)
+        >>> torch.allclose(best.vector, torch.tensor([1.0, 1.0, 1.0, 0.0]).double(), atol=1e-4)
+        True
+    """
+
+    def __init__(
+        self,
+        network: Network | nn.Module,
+        likelihood: str | Likelihood,
+        data: Iterable[Any],
+        *,
+        temperature: float | Tensor = 1.0,
+        chunk_size: int = CHUNK_SIZE,
+        keep_jacobian: bool | None = None,
+        progress: bool = False,
+    ):
+        self.likelihood = resolve_likelihood(likelihood)
+        self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
+        self.network = self._stream.network
+        self.temperature = torch.as_tensor(temperature, dtype=torch.float64).detach()
+        with exact_arithmetic(self.network):
+            for batch, outputs in self._stream.survey("tangent model: data"):
+                self.likelihood.validate(outputs, batch.target)
+            self.vector = self.network.vector()
+            n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
+            if keep_jacobian is None:
+                keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 4)
+            self._counter = [1]
+            self._kept = [self._keep(batch) for batch in self._batches()] if keep_jacobian else None
+
+    @property
+    def n_data(self) -> int:
+        """Number of examples."""
+        return self._stream.n_data
+
+    @property
+    def n_passes(self) -> int:
+        """How often the data were passed over, by this model and those that share its data."""
+        return self._counter[0]
+
+    def with_likelihood(self, likelihood: Likelihood) -> TangentModel:
+        """The same model under another likelihood, e.g. with another noise; all else is shared."""
+        result = copy.copy(self)
+        result.likelihood = likelihood
+        return result
+
+    def _batches(self) -> Iterable[Batch]:
+        self._counter[0] += 1
+        return self._stream.batches("tangent model", ordered=False)
+
+    def _keep(self, batch: Batch) -> _Kept:
+        capture = Capture(self.network, batch.inputs)
+        gradients = Gradients(self.network, capture)
+        outputs = capture.outputs.to(self.vector.dtype)
+        size = outputs[0].numel()
+        units = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
+        rows = torch.empty(len(outputs), size, len(self.vector), dtype=outputs.dtype, device=outputs.device)
+        for some in gradients.direction_chunks(size):
+            cotangents = units[some].expand(-1, len(outputs), *outputs.shape[1:])
+            stack = gradients.whole(cotangents)[1].dense(slice(0, len(outputs)))  # [V, B, 1, 1, P]
+            rows[:, some] = stack.flatten(2).transpose(0, 1).to(rows)
+        outputs = outputs.view(capture.output_shape)
+        return _Kept(outputs, batch.target, rows.flatten(0, 1))
+
+    def evaluate(self, deviation: Tensor) -> Evaluation[Tensor]:
+        """The loss ``−log p(D | h(θ))/T`` and its gradient, in one pass; ``extra`` is the likelihood's statistics.
+
+        Args:
+            deviation: ``θ − θ̃``, ``[P]``.
+        """
+        gradient = torch.zeros(len(self.vector), dtype=torch.float64, device=self.vector.device)
+        statistics = torch.zeros(())
+        pushed = deviation.to(self.vector)
+        with exact_arithmetic(self.network), torch.no_grad():
+            if self._kept is not None:
+                for kept in self._kept:
+                    outputs = kept.outputs + (kept.jacobian @ pushed).view(kept.outputs.shape)
+                    statistics = statistics + self._statistics(outputs, kept.target)
+                    gradient += kept.jacobian.T @ self._residual(outputs, kept.target).flatten().to(pushed)
+            else:
+                for batch, line in self._lines():
+                    outputs = line.outputs + line.push(pushed[None])[0]
+                    statistics = statistics + self._statistics(outputs, batch.target)
+                    gradient += line.pull.one(self._residual(outputs, batch.target).to(pushed))
+        loss = -self.likelihood.log_likelihood(statistics) / self.temperature
+        return Evaluation(float(loss), gradient / self.temperature.to(gradient.device), statistics)
+
+    def curvature(self, deviation: Tensor, vectors: Tensor) -> Tensor:
+        """``Σ_n J_nᵀ Λ_n J_n v / T`` with the output curvature Λ at ``h(θ)``: the loss's Hessian times vectors.
+
+        Args:
+            deviation: ``θ − θ̃``, ``[P]``.
+            vectors: ``[m, P]``.
+
+        Returns:
+            ``[m, P]``, in one pass.
+        """
+        result, pushed = torch.zeros_like(vectors), deviation.to(self.vector)
+        with exact_arithmetic(self.network), torch.no_grad():
+            if self._kept is not None:
+                for kept in self._kept:
+                    outputs = kept.outputs + (kept.jacobian @ pushed).view(kept.outputs.shape)
+                    tangents = (vectors.to(pushed) @ kept.jacobian.T).view(len(vectors), *outputs.shape)
+                    root = exact_root(self.likelihood, outputs, kept.target)
+                    result += root.up(root.down(tangents)).flatten(1).to(vectors) @ kept.jacobian.to(vectors)
+            else:
+                for batch, line in self._lines():
+                    outputs = line.outputs + line.push(pushed[None])[0]
+                    root = exact_root(self.likelihood, outputs, batch.target)
+                    for some in torch.arange(len(vectors)).split(self._stream.chunk_size):
+                        tangents = line.push(vectors[some].to(pushed))
+                        result[some] += line.pull(root.up(root.down(tangents)).to(pushed)).to(result)
+        return result / self.temperature.to(result)
+
+    def _lines(self) -> Iterable[Any]:
+        self._counter[0] += 1
+        return self._stream.linearizations("tangent model", ordered=False)
+
+    def _statistics(self, outputs: Tensor, target: Any) -> Tensor:
+        return self.likelihood.statistics(outputs, target).cpu()
+
+    def _residual(self, outputs: Tensor, target: Any) -> Tensor:
+        """``−∂ log p(y | h) / ∂h`` at the current noise, in the outputs' shape."""
+        rows, targets, weight = self.likelihood.rows(outputs, target)
+        groups = self.likelihood.output_groups(rows.shape[-1])
+        scale = self.likelihood.curvature_weights().detach()[groups].to(rows)
+        gradient = self.likelihood.gradient(rows, targets).detach()
+        # Ignored rows have targets that were put in; 0 · inf would not be zero.
+        return torch.where(weight[:, None] > 0, gradient * scale, 0.0).view(outputs.shape)
+
+
+@dataclass(frozen=True)
+class TangentOptimum:
+    """The optimum θ* of a tangent model, or where the search for it ended.
+
+    Attributes:
+        vector: θ*, ``[P]``.
+        value: The penalised loss ``−log p(D | h(θ*))/T + ½ (θ*−μ₀)ᵀ P₀ (θ*−μ₀)``, in nats.
+        statistics: The likelihood's statistics at ``h(θ*)``.
+        gradient_norm: Euclidean norm of the penalised loss's gradient.
+        decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P, about how far the value is from the optimum's, in nats.
+        n_iterations: Number of steps.
+        converged: Whether the decrement met the tolerance.
+    """
+
+    vector: Tensor
+    value: float
+    statistics: Tensor
+    gradient_norm: float
+    decrement: float
+    n_iterations: int
+    converged: bool
+
+
+def tangent_optimum(
+    model: TangentModel,
+    prior: GaussianPrior | Tensor | float,
+    start: Tensor | None = None,
+    *,
+    precondition: Callable[[Tensor], Tensor] | None = None,
+    tolerance: float = 1e-6,
+    max_iterations: int = 1000,
+) -> TangentOptimum:
+    """The optimum of a tangent model's penalised loss.
+
+    Args:
+        model: The tangent model.
+        prior: A prior, or the precisions ``[P]`` or a precision of one with mean zero.
+        start: ``[P]``; by default the network's weights.
+        precondition: Multiplies ``[P]`` by about the inverse of the penalised loss's Hessian; by default by that of the
+            prior alone.
+        tolerance: Stop once the value is, by the preconditioner's estimate, so many nats from the optimum's.
+        max_iterations: Largest number of steps, each of about one pass over the data.
+
+    Raises:
+        NonFiniteError: The loss is not finite where the search starts.
+    """
+    if isinstance(prior, GaussianPrior):
+        precision, centre = prior.vector(), prior.mean
+    else:
+        precision, centre = torch.as_tensor(prior).detach(), torch.zeros(())
+    origin = model.vector.double()
+    precision, centre = precision.detach().to(origin), centre.detach().to(origin)
+
+    def function(deviation: Tensor) -> Evaluation[Tensor]:
+        at = model.evaluate(deviation)
+        away = origin + deviation - centre
+        pull = precision * away
+        return Evaluation(at.value + float(pull @ away) / 2, at.gradient + pull, at.extra)
+
+    def scaled(vector: Tensor) -> Tensor:
+        return vector / precision if precondition is None else precondition(vector)
+
+    begin = torch.zeros_like(origin) if start is None else start.to(origin) - origin
+    rounding = 10 * torch.finfo(model.vector.dtype).eps
+    found = minimise(function, begin, scaled, tolerance=tolerance, max_iterations=max_iterations, rounding=rounding)
+    return TangentOptimum(
+        vector=origin + found.point,
+        value=found.at.value,
+        statistics=found.at.extra,
+        gradient_norm=float(found.at.gradient.norm()),
+        decrement=found.decrement,
+        n_iterations=found.n_iterations,
+        converged=found.converged,
+    )

@@ -1,0 +1,30 @@
+"""The geometry of loss surfaces: metric, geodesics, exponential map, diffusions and scalar curvature."""
+
+from laplace_plus.geometry.curvature import estimate_scalar_curvature, scalar_curvature
+from laplace_plus.geometry.diffusion import Diffusion, DiffusionResult, diffuse, noise_field
+from laplace_plus.geometry.geodesic import GeodesicResult, exponential_map, geodesic
+from laplace_plus.geometry.integration import PathStatus
+from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
+from laplace_plus.geometry.loss import LossLandscape
+from laplace_plus.geometry.metric import GraphMetric
+from laplace_plus.geometry.second_order import Derivatives
+from laplace_plus.geometry.smoothness import kinks
+
+__all__ = [
+    "Derivatives",
+    "Diffusion",
+    "DiffusionResult",
+    "FunctionLandscape",
+    "GeodesicResult",
+    "GraphMetric",
+    "Landscape",
+    "LossLandscape",
+    "PathStatus",
+    "diffuse",
+    "estimate_scalar_curvature",
+    "exponential_map",
+    "geodesic",
+    "kinks",
+    "noise_field",
+    "scalar_curvature",
+]

@@ -1,0 +1,188 @@
+"""Scalar curvature of a loss surface ``θ ↦ (θ, L(θ))``.
+
+With ``g = ∇L``, ``H = ∇²L`` and ``β = 1/(1 + ‖g‖²)``, Gauss' equation for a graph gives
+
+    S = β [(tr H)² − tr(H²)] − 2β² [tr(H) gᵀH g − ‖H g‖²]
+
+the sum over pairs of principal curvatures, ``(Σκ)² − Σκ²``. At a stationary point it is ``(tr H)² − tr(H²)``; a Hessian
+of rank one has none, however sharp. It is that of L as it stands: a sum or a mean over data makes a difference, and a
+reparametrisation of the weights changes it. Pouplin, Roy, Singh and Arvanitidis, "On the curvature of the loss
+landscape", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
+from laplace_plus.linalg import Estimate, draw_probes, eigsh
+
+_STACK = 16
+"""Probes that are multiplied together."""
+
+_FEW = 3
+"""A standard error takes at least so many probes."""
+
+
+def scalar_curvature(landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+    """The scalar curvature S of the loss surface at a point, from the Hessian written out.
+
+    Costs P Hessian-vector products and memory for P² numbers.
+
+    Args:
+        landscape: The loss surface, or a function of ``[P]``.
+        point: ``[P]``.
+
+    Returns:
+        0-d, of the point's type.
+
+    Raises:
+        ConfigurationError: A point that is no vector.
+        NonFiniteError: Derivatives that are not finite there.
+        UnsupportedError: A loss that cannot be differentiated twice.
+
+    Example:
+        >>> sphere = lambda point: -(4 - point.square().sum()).sqrt()  # of radius 2, seen from its centre
+        >>> scalar_curvature(sphere, torch.tensor([0.3, 0.4, 0.5], dtype=torch.float64))  # 3 · 2 / 2²
+        tensor(1.5000, dtype=torch.float64)
+    """
+    surface = _Surface(landscape, point)
+    hessian = surface.products(torch.eye(len(point), dtype=point.dtype, device=point.device))
+    hessian = (hessian + hessian.mT) / 2
+    trace, bend = hessian.trace(), hessian @ surface.gradient
+    pairs = trace.square() - hessian.square().sum()
+    return _curvature(surface, pairs, trace, bend)
+
+
+def estimate_scalar_curvature(
+    landscape: Landscape | Callable[[Tensor], Tensor],
+    point: Tensor,
+    *,
+    probes: int = 100,
+    deflate: int = 0,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Estimate:
+    """An unbiased estimate of S from ``probes + 1`` Hessian-vector products, in memory for a few vectors.
+
+    ``(tr H)²`` is the mean of ``t_i t_j`` over pairs of different probes, ``t_i = v_iᵀ H v_i``, since the square of a
+    mean would be biased; ``tr(H²)`` is that of ``‖H v_i‖²``. The two nearly cancel where one eigenvalue of H dominates.
+    ``deflate=k`` then takes the k eigenvectors largest in magnitude out and counts what they contribute exactly,
+    whether or not they are accurate. The standard error is the jackknife's.
+
+    Args:
+        landscape: The loss surface, or a function of ``[P]``, over *all* data: S is not linear in the loss, so that no
+            subset gives an unbiased estimate.
+        point: ``[P]``.
+        probes: Number m ≥ 2 of random vectors of signs; two give no standard error.
+        deflate: Number of eigenvectors to take out.
+        generator: Source of randomness.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The estimate, its value 0-d; ``sem`` is infinite for two probes.
+
+    Raises:
+        ConfigurationError: Numbers of probes or eigenvectors out of range, or a point that is no vector.
+        NonFiniteError: Derivatives that are not finite there.
+        UnsupportedError: A loss that cannot be differentiated twice.
+    """
+    surface = _Surface(landscape, point)
+    n = len(point)
+    for name, number, least, most in (("probes", probes, 2, 2**31), ("deflate", deflate, 0, n)):
+        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+            raise ConfigurationError(
+                "There is no such number.", expected=f"{least} <= {name} <= {most}", got=f"{number!r}"
+            )
+    basis = point.new_zeros(0, n)
+    if deflate:
+        found = eigsh(
+            lambda vectors: surface.products(vectors.reshape(-1, n)).view(vectors.shape),
+            n,
+            deflate,
+            which="magnitude",
+            generator=generator,
+            dtype=point.dtype,
+            device=point.device,
+        )
+        basis = found.vectors
+    image = surface.products(basis)  # [j, P]
+    block = image @ basis.mT
+    block_trace = block.trace()
+    # Of ‖H‖_F², what has to do with the basis: twice ‖H U‖² less what is within it and was counted twice.
+    block_square = 2 * image.square().sum() - block.square().sum()
+    v = draw_probes("signs", probes, n, generator=generator, dtype=point.dtype, device=point.device)
+    v = v - (v @ basis.mT) @ basis
+    t, s = point.new_empty(probes), point.new_empty(probes)
+    for some in progress_bar(torch.arange(probes).split(_STACK), enabled=progress, description="scalar curvature"):
+        h = surface.products(v[some])
+        t[some] = (v[some] * h).sum(1)
+        s[some] = (h - (h @ basis.mT) @ basis).square().sum(1)
+    bend = surface.products(surface.gradient[None])[0]
+
+    def combined(m: int, first: Tensor, squares: Tensor, lengths: Tensor) -> Tensor:
+        """S from sums over m probes of t, t² and s."""
+        trace = block_trace + first / m
+        pairs = block_trace.square() - block_square
+        pairs = pairs + 2 * block_trace * first / m + (first.square() - squares) / (m * (m - 1)) - lengths / m
+        return _curvature(surface, pairs, trace, bend)
+
+    value = combined(probes, t.sum(), t.square().sum(), s.sum())
+    if probes < _FEW:
+        sem = torch.full_like(value, float("inf"))
+    else:
+        without = combined(probes - 1, t.sum() - t, t.square().sum() - t.square(), s.sum() - s)
+        sem = ((probes - 1) / probes * (without - without.mean()).square().sum()).sqrt()
+    return Estimate(value, sem, surface.count, True, probes=probes)
+
+
+def _curvature(surface: _Surface, pairs: Tensor, trace: Tensor, bend: Tensor) -> Tensor:
+    """S from ``(tr H)² − tr(H²)``, ``tr H`` and ``H g``."""
+    g, beta = surface.gradient, surface.beta
+    return beta * pairs - 2 * beta.square() * (trace * (g @ bend) - bend @ bend)
+
+
+class _Surface:
+    """A landscape at one point: its gradient, and products with its Hessian.
+
+    Attributes:
+        gradient: g, ``[P]``.
+        beta: ``1/(1 + ‖g‖²)``.
+        count: Products so far.
+    """
+
+    def __init__(self, landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor):
+        if point.ndim != 1 or not len(point) or not point.is_floating_point():
+            raise ConfigurationError(
+                "This is no point of the loss surface.",
+                expected="a floating vector [P]",
+                got=f"{list(point.shape)} of {point.dtype}",
+            )
+        self._landscape = landscape if isinstance(landscape, Landscape) else FunctionLandscape(landscape)
+        self._point, self.count = point.detach(), 0
+        self.gradient = self._finite(self._landscape.gradient(self._point[None])[0])
+        self.beta = 1 / (1 + self.gradient.square().sum())
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """``H v`` for ``[m, P]``."""
+        self.count += len(vectors)
+        if not len(vectors):
+            return torch.zeros_like(vectors)
+        chunks = [
+            self._landscape.derivatives(self._point.expand(len(some), -1), some).products
+            for some in vectors.split(_STACK)
+        ]
+        return self._finite(torch.cat(chunks))
+
+    @staticmethod
+    def _finite(values: Tensor) -> Tensor:
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(
+                "The derivatives of the loss are not finite at this point.", expected="finite numbers", got="NaN or Inf"
+            )
+        return values

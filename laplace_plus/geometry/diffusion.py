@@ -1,0 +1,286 @@
+"""Diffusions in parameter space under the Gauss-Newton pseudo-metric.
+
+The Laplace approximation ``N(θ̂, (G + P₀)⁻¹)``, G the generalised Gauss-Newton matrix at θ̂, is where
+``dθ = (G + P₀)^-½ dW`` has got to at time 1. Here G is that of the present θ, and the noise is confined to
+
+* its image (``"image"``): directions in which the loss changes, with their standard deviations;
+* its kernel (``"kernel"``): directions in which it does not, with the prior's standard deviation;
+* or neither (``"full"``): the sum of both.
+
+Roy, Miani, Ek, Hennig, Pförtner, Tatzel and Hauberg, "Reparameterization invariance in approximate Bayesian inference",
+2024. A step of length h in units of the prior's standard deviations, where ``G = V Λ Vᵀ`` and P₀ is the identity:
+
+    image:  h^½ V (Λ + 1)^-½ Vᵀ ε        kernel:  h^½ (ε − V Vᵀ ε)        full:  their sum, with one ε
+
+The equation has no drift term. In Itô's sense, which the explicit scheme of Euler and Maruyama is in, it therefore
+leaves the set of parameters with the same outputs at second order, kernel steps included; Heun's scheme, which is in
+Stratonovich's sense, stays on it as steps become small.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus import linalg
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.geometry.integration import PathStatus
+from laplace_plus.geometry.loss import LossLandscape
+from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, ProjectionMethod
+from laplace_plus.linalg.lanczos import LanczosDecomposition
+
+Kind = Literal["image", "kernel", "full"]
+Scheme = Literal["euler_ito", "heun"]
+Backend = Literal["auto", "lanczos", "svd", "lsmr", "alternating"]
+
+_WRITTEN_OUT = 2**24
+"""A root of G with up to so many entries is written out and decomposed."""
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """Options of a diffusion.
+
+    Args:
+        kind: ``"image"``, ``"kernel"`` or ``"full"``.
+        scheme: ``"euler_ito"``, or ``"heun"``, which evaluates twice per step.
+        n_steps: T; a step's length is 1/T.
+        rank: Largest number of directions in which G is resolved by Lanczos' method. What it leaves out gets no noise
+            from ``"image"``, and the full noise of the prior from the other two kinds.
+        backend: How G is taken apart: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; ``"auto"``, the
+            one of these two that suits the size; or, for ``"kernel"`` only, the projections ``"lsmr"`` and
+            ``"alternating"``, which leave nothing out.
+        rtol: Eigenvalues of at most this fraction of the largest count as zero; 1e-10 in float64 and 1e-5 in float32
+            by default.
+
+    Raises:
+        ConfigurationError: Unknown names, numbers out of range, or a projection where eigenvalues are needed.
+    """
+
+    kind: Kind = "image"
+    scheme: Scheme = "euler_ito"
+    n_steps: int = 20
+    rank: int = 100
+    backend: Backend = "auto"
+    rtol: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("kind", self.kind, get_args(Kind)),
+            ("scheme", self.scheme, get_args(Scheme)),
+            ("backend", self.backend, get_args(Backend)),
+        ):
+            if value not in known:
+                raise ConfigurationError(f"Unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value))
+        for name, number in (("n_steps", self.n_steps), ("rank", self.rank)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigurationError("There is no such number.", expected=f"{name} >= 1", got=repr(number))
+        if self.rtol is not None and not 0 <= self.rtol < 1:
+            raise ConfigurationError("There is no such tolerance.", expected="0 <= rtol < 1", got=repr(self.rtol))
+        if self.kind != "kernel" and self.backend in ("lsmr", "alternating"):
+            raise ConfigurationError(
+                "A projection knows no eigenvalues.",
+                expected='kind="kernel", or backend="lanczos" or "svd"',
+                got=f"kind={self.kind!r} with backend={self.backend!r}",
+            )
+
+
+class NoiseField(ABC):
+    """What noise becomes at a point: the square root of a diffusion's covariance.
+
+    Attributes:
+        tail: Largest fraction of G's trace that was not resolved so far; 0 where nothing is left out.
+    """
+
+    tail: float = 0.0
+
+    @abstractmethod
+    def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
+        """The displacement in unit time for standard normal ``noise [..., P]`` at ``point [P]``, ``[..., P]``."""
+
+
+@dataclass(frozen=True)
+class DiffusionResult:
+    """Where diffusions ended.
+
+    Attributes:
+        endpoint: ``[k, P]``; NaN for one that failed.
+        statuses: ``[k]`` integers, :class:`PathStatus`.
+        path: The points after each step, ``[k, T, P]``, if it was asked for.
+    """
+
+    endpoint: Tensor
+    statuses: Tensor
+    path: Tensor | None = None
+
+
+def diffuse(
+    field: NoiseField, start: Tensor, noise: Tensor, *, scheme: Scheme = "euler_ito", keep_path: bool = False
+) -> DiffusionResult:
+    """Follow ``dθ = field(θ) dW`` for unit time.
+
+    Args:
+        field: What noise becomes.
+        start: ``[P]``.
+        noise: Standard normal numbers, ``[k, T, P]``, for T steps of k samples.
+        scheme: ``"euler_ito"`` or ``"heun"``.
+        keep_path: Whether to return all points.
+    """
+    k, n_steps, _ = noise.shape
+    ends = start.expand(k, -1).clone()
+    path = torch.full_like(noise, float("nan")) if keep_path else None
+    statuses = torch.zeros(k, dtype=torch.long, device=start.device)
+    for sample in range(k):
+        point = start
+        for number in range(n_steps):
+            scaled = noise[sample, number] / n_steps**0.5
+            try:
+                step = field.displacement(point, scaled)
+                if scheme == "heun":
+                    step = (step + field.displacement(point + step, scaled)) / 2
+            except NonFiniteError:
+                step = torch.full_like(point, float("nan"))
+            point = point + step
+            if not bool(torch.isfinite(point).all()):
+                statuses[sample] = PathStatus.NOT_FINITE
+                break
+            if path is not None:
+                path[sample, number] = point
+        ends[sample] = point if statuses[sample] == PathStatus.ARRIVED else float("nan")
+    return DiffusionResult(ends, statuses, path)
+
+
+def noise_field(
+    landscape: LossLandscape, options: Diffusion, *, generator: torch.Generator | None = None
+) -> NoiseField:
+    """The field of a landscape's Gauss-Newton matrix and prior.
+
+    Args:
+        landscape: The loss with its prior.
+        options: Kind and backend.
+        generator: Source of Lanczos' start vectors, which have to be independent of the noise.
+    """
+    if options.backend == "lsmr":
+        return ProjectedField(landscape, LSMRProjection())
+    if options.backend == "alternating":
+        return ProjectedField(landscape, AlternatingProjection())
+    return SpectralField(landscape, options, generator)
+
+
+class SpectralField(NoiseField):
+    """From eigenpairs of G in units of the prior's standard deviations.
+
+    Args:
+        landscape: The loss with its prior.
+        options: Kind and backend.
+        generator: Source of Lanczos' start vectors.
+    """
+
+    def __init__(self, landscape: LossLandscape, options: Diffusion, generator: torch.Generator | None = None):
+        self._landscape, self._options, self._generator = landscape, options, generator
+        self._unit = landscape.prior_precision.rsqrt()
+
+    @override
+    def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
+        values, vectors = self.spectrum(point)
+        parts = noise @ vectors.mT
+        result = torch.zeros_like(noise) if self._options.kind == "image" else noise - parts @ vectors
+        if self._options.kind != "kernel":
+            result = result + (parts * (1 + values).rsqrt()) @ vectors
+        return result * self._unit
+
+    def spectrum(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ``[r]`` above the cutoff, and orthonormal eigenvectors by rows ``[r, P]``."""
+        ggn = self._landscape.ggn(point)
+        root = ggn.root()
+        small = root.shape[0] * root.shape[1] <= _WRITTEN_OUT
+        if self._options.backend == "svd" or (self._options.backend == "auto" and small):
+            rows = root.T.dense().mT.double() * self._unit.double()
+            _require_finite(rows)
+            _, singular, vectors = torch.linalg.svd(rows, full_matrices=False)
+            values = singular.square() * self._landscape.likelihood_weight
+        else:
+            values, vectors = self._lanczos(lambda v: self._product(ggn, v), point)
+        default = 1e-10 if point.dtype == torch.float64 else 1e-5
+        cutoff = default if self._options.rtol is None else self._options.rtol
+        kept = values > cutoff * values.amax().clamp(min=0) if len(values) else values > 0
+        return values[kept].to(point), vectors[kept].to(point)
+
+    def _product(self, ggn: Any, vectors: Tensor) -> Tensor:
+        result = self._unit * ggn(self._unit * vectors) * self._landscape.likelihood_weight
+        _require_finite(result)
+        return result
+
+    def _lanczos(self, product: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+        """Ritz pairs of up to ``rank`` steps.
+
+        One start vector finds one copy of a multiple eigenvalue. Where its Krylov space ends early, the search goes on
+        in the complement.
+        """
+        most = min(self._options.rank, len(point))
+        values, vectors = point.new_zeros(0), point.new_zeros(0, len(point))
+        while len(values) < most:
+            start = self._random(point)
+            start = start - (start @ vectors.mT) @ vectors
+            if len(values):
+                largest = values.amax().clamp(min=0)
+                if bool(product(start[None])[0].norm() <= 1e-7 * largest * start.norm()):
+                    return values, vectors  # what is left is the kernel
+            found: LanczosDecomposition = linalg.lanczos(
+                product, start, most - len(values), check_symmetry=False, dtype=point.dtype
+            )
+            rank = int(found.rank)
+            small, turn = torch.linalg.eigh(found.tridiagonal()[:rank, :rank])
+            values = torch.cat([values, small])
+            vectors = torch.cat([vectors, turn.mT @ found.vectors[:rank]])
+            if not found.converged:
+                break
+        self._note_tail(product, values, vectors, point)
+        return values, vectors
+
+    def _note_tail(self, product: Callable[[Tensor], Tensor], values: Tensor, vectors: Tensor, point: Tensor) -> None:
+        """Estimate what fraction of the trace is not resolved, from one more product."""
+        if len(values) == len(point):
+            return
+        probe = self._random(point)
+        probe = probe - (probe @ vectors.mT) @ vectors
+        missing = (probe @ product(probe[None])[0]) / probe.square().sum() * (len(point) - len(values))
+        self.tail = max(self.tail, float(missing / (missing + values.sum()).clamp(min=1e-300)))
+
+    def _random(self, point: Tensor) -> Tensor:
+        return linalg.draw_probes(
+            "gaussian", 1, len(point), generator=self._generator, dtype=point.dtype, device=point.device
+        )[0]
+
+
+class ProjectedField(NoiseField):
+    """Onto the kernel of a root of G, by products with it.
+
+    Args:
+        landscape: The loss with its prior.
+        method: How to project.
+    """
+
+    def __init__(self, landscape: LossLandscape, method: ProjectionMethod):
+        self._landscape, self._method = landscape, method
+        self._unit = landscape.prior_precision.rsqrt()
+
+    @override
+    def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
+        scaling = linalg.Diagonal(self._unit)
+        whole = self._landscape.ggn(point).root() @ scaling
+        projector = self._method.prepare(
+            whole, lambda: [part.root() @ scaling for part in self._landscape.batchwise_ggn(point)]
+        )
+        return projector.project(noise.view(-1, len(point))).value.view(noise.shape) * self._unit
+
+
+def _require_finite(values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise NonFiniteError("Products with the curvature are not finite.", expected="finite numbers", got="NaN or Inf")

@@ -1,0 +1,66 @@
+"""The metric of the loss surface ``θ ↦ (θ, L(θ))``, which it inherits from the space around it.
+
+    M(θ) = I + g gᵀ,   g = ∇L(θ)
+
+Bergamin, Moreno-Muñoz, Hauberg and Arvanitidis, "Riemannian Laplace approximations for Bayesian neural networks", 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GraphMetric:
+    """``M = I + g gᵀ`` at one point, or at a stack of them.
+
+    Attributes:
+        gradient: g, ``[..., P]``.
+
+    Example:
+        >>> metric = GraphMetric(torch.tensor([3.0, 0.0]))
+        >>> metric.apply(torch.tensor([1.0, 1.0])), metric.inverse(torch.tensor([10.0, 1.0]))
+        (tensor([10.,  1.]), tensor([1., 1.]))
+    """
+
+    gradient: Tensor
+
+    @property
+    def beta(self) -> Tensor:
+        """``1/(1 + ‖g‖²)``, ``[...]``: one over the determinant."""
+        return 1 / (1 + self.gradient.square().sum(-1))
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """``M v``, ``[..., P]``."""
+        return vectors + self.gradient * self._slope(vectors)[..., None]
+
+    def inverse(self, vectors: Tensor) -> Tensor:
+        """``M⁻¹ v = v − g (gᵀ v)/(1 + ‖g‖²)``, ``[..., P]``."""
+        return vectors - self.gradient * (self.beta * self._slope(vectors))[..., None]
+
+    def inner(self, left: Tensor, right: Tensor) -> Tensor:
+        """``uᵀ M v``, ``[...]``."""
+        return (left * right).sum(-1) + self._slope(left) * self._slope(right)
+
+    def squared_norm(self, vectors: Tensor) -> Tensor:
+        """``vᵀ M v``, ``[...]``: for a curve's velocity its energy, which geodesics keep."""
+        return self.inner(vectors, vectors)
+
+    def norm(self, vectors: Tensor) -> Tensor:
+        """``(vᵀ M v)^½``, ``[...]``: for a curve's velocity its speed along the surface."""
+        return self.squared_norm(vectors).sqrt()
+
+    def log_determinant(self) -> Tensor:
+        """``log det M = log(1 + ‖g‖²)``, ``[...]``."""
+        return torch.log1p(self.gradient.square().sum(-1))
+
+    def dense(self) -> Tensor:
+        """M written out, ``[..., P, P]``."""
+        g = self.gradient
+        return torch.eye(g.shape[-1], dtype=g.dtype, device=g.device) + g[..., :, None] * g[..., None, :]
+
+    def _slope(self, vectors: Tensor) -> Tensor:
+        return (self.gradient * vectors).sum(-1)

@@ -1,0 +1,92 @@
+"""What Gaussian posteriors' leave-one-out methods do; see :mod:`laplace_plus.evidence.leave_one_out`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.evidence import LeaveOneOut, LeaveOneOutTuning, tune_leave_one_out
+from laplace_plus.evidence.leave_one_out import Leverages, checked_factor, leave_one_out
+from laplace_plus.evidence.loo_covariances import Unit
+from laplace_plus.priors import as_hyperparameter
+
+if TYPE_CHECKING:
+    from laplace_plus.posteriors.gaussian import GaussianPosterior
+
+_WHY = "Leave-one-out passes over the training data."
+
+
+def left_out(
+    posterior: GaussianPosterior,
+    data: Iterable[Any] | None,
+    *,
+    prior_precision: float | Tensor | None,
+    kappa: float,
+    leverages: Leverages,
+    unit: Unit,
+    progress: bool,
+) -> LeaveOneOut:
+    """As :meth:`GaussianPosterior.leave_one_out` says."""
+    model = posterior.laplace_model()
+    _require_network_mean(posterior)
+    own = posterior.prior_precision.detach()
+    training = own if prior_precision is None else as_hyperparameter(prior_precision).detach()
+    return leave_one_out(
+        model,
+        posterior.network,
+        posterior._data.again(data, _WHY),
+        n_data=posterior.n_data,
+        training_precision=checked_factor(kappa) * training,
+        precision=own,
+        temperature=posterior.temperature.detach(),
+        leverages=leverages,
+        unit=unit,
+        progress=progress,
+    )
+
+
+def tuned_by_leaving_out(
+    posterior: GaussianPosterior,
+    data: Iterable[Any] | None,
+    *,
+    evidence: str,
+    scaling: str | None,
+    predictive_mean: str,
+    **options: Any,
+) -> LeaveOneOutTuning:
+    """The tuning of :meth:`GaussianPosterior.fit_prior_precision`; changes nothing."""
+    model = posterior.laplace_model()
+    _require_network_mean(posterior)
+    if (evidence, scaling, predictive_mean) != ("laplace", None, "network"):
+        raise ConfigurationError(
+            "Tuning by leave-one-out has no evidence, and predicts around the network's outputs.",
+            expected='evidence="laplace", scaling=None and predictive_mean="network"',
+            got=f"evidence={evidence!r}, scaling={scaling!r}, predictive_mean={predictive_mean!r}",
+        )
+    before = getattr(posterior, "tuning", None)
+    if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
+        # What was tuned since is not the precision of training.
+        options.setdefault("training_prior_precision", before.training_prior_precision)
+        options.setdefault("training_noise_std", before.training_noise_std)
+    return tune_leave_one_out(
+        model,
+        posterior.network,
+        posterior._data.again(data, _WHY),
+        n_data=posterior.n_data,
+        initial=posterior.prior_precision.detach(),
+        temperature=posterior.temperature.detach(),
+        **options,
+    )
+
+
+def _require_network_mean(posterior: GaussianPosterior) -> None:
+    if posterior.predictive_mean != "network":
+        raise UnsupportedError(
+            "Leave-one-out displaces the network's own outputs.",
+            expected="a posterior that predicts around them",
+            got="predictions around the tangent model's optimum",
+            fix='Set predictive_mean = "network".',
+        )

@@ -1,0 +1,248 @@
+"""Samples along the loss surface, in groups that an interruption leaves intact: by geodesics or by diffusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus import linalg
+from laplace_plus._memory import budget
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.geometry import Diffusion, Landscape, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
+from laplace_plus.geometry.geodesic import check_settings
+from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.resuming import Checkpoint
+
+_GROUP = 32
+"""Geodesics that advance together, if memory allows."""
+
+_VECTORS = 26
+"""Vectors of the parameters' length that one geodesic takes: positions and velocities in the stages of a step."""
+
+
+@dataclass(frozen=True)
+class ExponentialMap:
+    """Options of sampling by the exponential map: geodesics along tangent samples.
+
+    Args:
+        rtol: Relative tolerance of a step's error.
+        atol: Its absolute tolerance, in units of the parameters.
+        max_evaluations: Cap on gradients with Hessian-vector products for each sample.
+        max_energy_drift: Relative change of a geodesic's energy beyond which the sample counts as failed.
+        linearized: Whether to take the network's tangent for the network, on the surface and in predictions.
+        minibatch: Number of examples, drawn at random for each sample, that its surface is of; their log-likelihood
+            counts for that of all. By default all data.
+
+    Raises:
+        ConfigurationError: Numbers out of range.
+    """
+
+    rtol: float = 1e-4
+    atol: float = 1e-5
+    max_evaluations: int = 2000
+    max_energy_drift: float = 0.1
+    linearized: bool = False
+    minibatch: int | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_drift)
+        if self.minibatch is not None:
+            check_count(self.minibatch, "minibatch")
+
+
+Manifold = ExponentialMap | Diffusion
+
+METHODS: dict[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
+
+
+def resolve_method(method: Any) -> Manifold:
+    """A method with its options, from itself, its name, or what :func:`method_config` returned.
+
+    Raises:
+        ConfigurationError: None of these.
+    """
+    if isinstance(method, ExponentialMap | Diffusion):
+        return method
+    if isinstance(method, str) and method in METHODS:
+        return METHODS[method]()
+    if isinstance(method, dict) and method.get("name") in METHODS:
+        options = {name: value for name, value in method.items() if name != "name"}
+        try:
+            return METHODS[method["name"]](**options)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"The method {method['name']!r} has no such option.", got=", ".join(options)
+            ) from error
+    raise ConfigurationError(
+        "There is no such way of sampling.",
+        expected='"exponential", "diffusion", lp.ExponentialMap(...) or lp.Diffusion(...)',
+        got=repr(method),
+    )
+
+
+def method_config(method: Manifold) -> dict[str, Any]:
+    """A method in JSON's terms."""
+    name = next(name for name, cls in METHODS.items() if isinstance(method, cls))
+    return {"name": name, **asdict(method)}
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """How the samples of a :class:`~laplace_plus.Riemannian` posterior were come by, failed ones included.
+
+    Attributes:
+        statuses: ``[n]`` integers, :class:`~laplace_plus.geometry.PathStatus`.
+        n_evaluations: Gradients with Hessian-vector products, or curvatures of a diffusion, for each, ``[n]``.
+        energy_drift: Largest relative change of a geodesic's energy, ``[n]``; zero for diffusions.
+        tail: Largest fraction of the curvature's trace that a diffusion left unresolved; see
+            :class:`~laplace_plus.Diffusion`.
+        gradient_norm: ``‖∇L(θ̂)‖`` of the negative log-posterior, summed over the data.
+        decrement: ``½ ∇Lᵀ Σ ∇L`` with the tangent's covariance Σ, estimated from samples: about how many nats the
+            weights are above the loss's stationary point. Where it is not small, they are not the mode of the posterior
+            that the tangent approximates: the prior precision may not be the weight decay of training.
+    """
+
+    statuses: Tensor
+    n_evaluations: Tensor
+    energy_drift: Tensor
+    tail: float = 0.0
+    gradient_norm: float = 0.0
+    decrement: float = 0.0
+
+    @property
+    def n_failed(self) -> int:
+        """Number of samples that were left out."""
+        return int((self.statuses != PathStatus.ARRIVED).sum())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What there is for each sample."""
+        return {"statuses": self.statuses, "n_evaluations": self.n_evaluations, "energy_drift": self.energy_drift}
+
+    def numbers(self) -> dict[str, float]:
+        """What there is for all of them."""
+        return {"tail": self.tail, "gradient_norm": self.gradient_norm, "decrement": self.decrement}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> PathReport:
+        """What :meth:`tensors`, among others, and :meth:`numbers` gave."""
+        return cls(tensors["statuses"], tensors["n_evaluations"], tensors["energy_drift"], **numbers)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples ``[n, P]``, NaN for those that failed, and how each of them was come by."""
+
+    points: Tensor
+    report: PathReport
+
+    @classmethod
+    def joined(cls, parts: list[Drawn]) -> Drawn:
+        """Several groups as one."""
+        columns = {key: torch.cat([part.report.tensors()[key] for part in parts]) for key in parts[0].report.tensors()}
+        report = PathReport.read(columns, {"tail": max(part.report.tail for part in parts)})
+        return cls(torch.cat([part.points for part in parts]), report)
+
+
+def draw(
+    method: Manifold,
+    landscape: LossLandscape,
+    start: Tensor,
+    tangents: Callable[[int, torch.Generator], Tensor],
+    n: int,
+    seed: int,
+    checkpoint: Checkpoint | None,
+    *,
+    progress: bool,
+    name: str,
+) -> Drawn:
+    """Draw n samples.
+
+    Args:
+        method: How.
+        landscape: The loss.
+        start: θ̂, ``[P]``.
+        tangents: Draws tangent samples, ``θ − θ̂``.
+        n: Number of samples.
+        seed: Where all randomness starts.
+        checkpoint: Where to go on from.
+        progress: Whether to show a progress bar.
+        name: The words before it.
+    """
+    source = torch.Generator().manual_seed(seed)
+    device = start.device
+    saved = None if checkpoint is None else checkpoint.read("draws", device)
+    if saved is not None:
+        given = saved[1]
+    else:
+        given = {"seeds": torch.randint(2**62, (n,), generator=source)}
+        if isinstance(method, ExponentialMap):
+            given["velocities"] = tangents(n, source)
+        if checkpoint is not None:
+            checkpoint.write("draws", {}, given)
+    size = 1 if isinstance(method, Diffusion) else _together(start, n)
+    parts = []
+    groups = torch.arange(n).split(size)
+    for number, some in enumerate(progress_bar(groups, enabled=progress, description=name)):
+        stage = f"samples-{number:05d}"
+        before = None if checkpoint is None else checkpoint.read(stage, device)
+        if before is not None:
+            parts.append(Drawn(before[1]["points"], PathReport.read(before[1], before[0])))
+            continue
+        seeds = given["seeds"].tolist()[int(some[0]) : int(some[-1]) + 1]
+        if isinstance(method, ExponentialMap):
+            part = _by_geodesics(method, landscape, start, given["velocities"][some.to(device)], seeds)
+        else:
+            part = _by_diffusion(method, landscape, start, seeds[0])
+        parts.append(part)
+        if checkpoint is not None:
+            checkpoint.write(stage, part.report.numbers(), {"points": part.points, **part.report.tensors()})
+    return Drawn.joined(parts)
+
+
+def _together(start: Tensor, n: int) -> int:
+    room = budget(start.device) // 2
+    return max(1, min(n, _GROUP, room // max(1, _VECTORS * start.numel() * start.element_size())))
+
+
+def _by_geodesics(
+    method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
+) -> Drawn:
+    surface: LossLandscape | list[Landscape] = landscape
+    if method.minibatch is not None:
+        surface = list(_minibatches(landscape, method.minibatch, seeds))
+    found = exponential_map(
+        surface,
+        start,
+        velocities,
+        rtol=method.rtol,
+        atol=method.atol,
+        max_evaluations=method.max_evaluations,
+        max_energy_drift=method.max_energy_drift,
+    )
+    return Drawn(found.endpoint, PathReport(found.statuses, found.n_evaluations, found.energy_drift))
+
+
+def _minibatches(landscape: LossLandscape, size: int, seeds: list[int]) -> list[LossLandscape]:
+    """One random subset for each seed, all of them gathered in one pass."""
+    if size > landscape.n_data:
+        raise ConfigurationError(
+            "There is no such subset.", expected=f"minibatch <= {landscape.n_data}", got=repr(size)
+        )
+    orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return landscape.subsets([order[:size] for order in orders])
+
+
+def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Drawn:
+    generator = torch.Generator().manual_seed(seed)
+    noise = linalg.draw_probes(
+        "gaussian", method.n_steps, len(start), generator=generator, dtype=start.dtype, device=start.device
+    )
+    field = noise_field(landscape, method, generator=generator)
+    found = diffuse(field, start, noise[None], scheme=method.scheme)
+    steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))
+    return Drawn(found.endpoint, PathReport(found.statuses, steps, start.new_zeros(1), field.tail))

@@ -1,0 +1,137 @@
+"""Posteriors built around a tangent Gaussian: one network and one set of hyperparameters for both."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.likelihoods import resolve_likelihood
+from laplace_plus.network import unwrap
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.priors import GaussianPrior, Groups
+
+
+class AroundTangent(Posterior):
+    """A posterior whose hyperparameters are those of another one, its tangent, wherever they are set or tuned.
+
+    Attributes:
+        tangent: The other posterior.
+    """
+
+    tangent: Posterior
+
+    def _share(self) -> None:
+        """Take over the tangent's network and hyperparameters, which may have been set or tuned there."""
+        tangent = self.tangent
+        self.network, self.likelihood, self.backend = tangent.network, tangent.likelihood, tangent.backend
+        self._prior_precision, self._prior_mean = tangent._prior_precision, tangent._prior_mean
+        self._temperature, self._prior_groups = tangent._temperature, tangent._prior_groups
+
+    @override
+    def _require_fit(self) -> None:
+        self._share()
+        super()._require_fit()
+
+    @override
+    def prior(self) -> GaussianPrior:
+        self._share()
+        return super().prior()
+
+    @property
+    @override
+    def prior_groups(self) -> Groups:
+        return self.tangent.prior_groups
+
+    @prior_groups.setter
+    def prior_groups(self, groups: Groups) -> None:
+        self.tangent.prior_groups = groups
+        self._share()
+
+    @property
+    @override
+    def prior_precision(self) -> Tensor:
+        return self.tangent.prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        self.tangent.prior_precision = value
+        self._share()
+
+    @property
+    @override
+    def temperature(self) -> Tensor:
+        return self.tangent.temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        self.tangent.temperature = value
+        self._share()
+
+    @property
+    @override
+    def noise_std(self) -> Tensor | None:
+        return self.tangent.noise_std
+
+    @noise_std.setter
+    def noise_std(self, value: float | Tensor) -> None:
+        self.tangent.noise_std = value
+        self._share()
+
+    def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The tangent's evidence, in nats; see its own method."""
+        self._require_fit()
+        return self._of_tangent("log_marginal_likelihood")(*args, **kwargs)
+
+    def fit_prior_precision(self, *args: Any, **kwargs: Any) -> Self:
+        """Tune the tangent's hyperparameters, as its own method does; samples are drawn anew when next needed."""
+        self._require_fit()
+        self._of_tangent("fit_prior_precision")(*args, **kwargs)
+        self._share()
+        return self
+
+    def _of_tangent(self, name: str) -> Any:
+        method = getattr(self.tangent, name, None)
+        if method is None:
+            raise UnsupportedError(
+                f"{type(self.tangent).__name__}, the tangent, has no {name}.",
+                expected="a Gaussian posterior such as lp.Full or lp.KFAC",
+                got=type(self.tangent).__name__,
+            )
+        return method
+
+
+def no_tangent(got: Any) -> ConfigurationError:
+    """The error for a tangent that is none."""
+    return ConfigurationError(
+        "The tangent is a Gaussian posterior.",
+        expected="a class such as lp.Full, its name, or a fitted posterior of this network",
+        got=repr(got),
+    )
+
+
+def check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: dict[str, Any]) -> None:
+    """Raise :class:`ConfigurationError` unless a posterior can be taken as it is, without further ``options``."""
+    if isinstance(tangent, AroundTangent):
+        raise no_tangent(tangent)
+    if tangent._vector is None or tangent.network.model is not unwrap(model):
+        raise ConfigurationError(
+            "The tangent has not been fitted to this network.",
+            expected="a posterior of the same model, after fit(), or a class",
+            got=repr(tangent),
+        )
+    if type(resolve_likelihood(likelihood)) is not type(tangent.likelihood):
+        raise ConfigurationError(
+            "The tangent is of another likelihood.",
+            expected=repr(tangent.likelihood),
+            got=repr(resolve_likelihood(likelihood)),
+        )
+    if set(options) - {"memory_budget"}:
+        raise ConfigurationError(
+            "A fitted tangent has its own settings.",
+            expected="no options besides it",
+            got=", ".join(sorted(options)),
+            fix="Set them on the tangent, or pass its class.",
+        )

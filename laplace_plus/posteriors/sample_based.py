@@ -1,0 +1,92 @@
+"""Gaussian posteriors that are known by samples: what k deviations from the mean give."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.curvature.linearization import Ways
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.predictive.deviations import moments, pushed
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, samples_rather
+
+
+class SampleBased(Posterior):
+    """A Gaussian around the trained weights whose covariance is that of k draws, ``1/k Σ z zᵀ``.
+
+    A subclass gives :meth:`_deviations`. Memory is O(k·P), and the relative standard error of a variance ``(2/k)^½``.
+    """
+
+    _ways: Ways
+
+    @abstractmethod
+    def _deviations(self) -> Tensor:
+        """Draws ``z = θ − θ̂`` at the present hyperparameters, ``[k, P]``."""
+
+    @property
+    def samples(self) -> Tensor:
+        """The k independent draws that the posterior holds, ``[k, P]``."""
+        return self.mean + self._deviations()
+
+    @override
+    @exactly
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from the Gaussian with the samples' covariance: ``θ̂ + k^-½ Σ w_s z_s`` with standard normal w.
+
+        Args:
+            n: Number of draws; those beyond k bring nothing new to the covariance.
+            generator: Source of randomness; may live on another device.
+
+        Returns:
+            ``[n, P]``.
+        """
+        check_count(n, "n")
+        return torch.addmm(self.mean, self._combinations(n, generator), self._deviations())
+
+    def _combinations(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Weights ``[n, k]`` with which combinations of samples have their covariance."""
+        z = self._deviations()
+        weights = draw_probes("gaussian", n, len(z), generator=generator, dtype=z.dtype, device=z.device)
+        return weights / len(z) ** 0.5
+
+    def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
+        """The outputs' mean ``[B, *, C]`` and the samples' deviations from it, ``[k, B, *, C]``."""
+        return pushed(
+            self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs, ways=self._ways
+        )
+
+    @override
+    @exactly
+    def functional_posterior(
+        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+    ) -> FunctionalPosterior:
+        """Mean and covariance of the linearised network's outputs, from the k samples pushed through its tangent.
+
+        As for :class:`Posterior`; gradients do not flow to ``x``.
+        """
+        self._require_fit()
+        if differentiable:
+            raise UnsupportedError(
+                f"{type(self).__name__} passes no gradients to x.",
+                expected="differentiable=False",
+                got="differentiable=True",
+            )
+        with torch.no_grad():
+            return moments(*self._pushed(x), joint=joint, outputs=outputs)
+
+    @override
+    def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+        x = self.network.receive(x)
+        if not samples_rather(self.network.forward(x).shape, joint=joint):
+            return None
+        with torch.no_grad():
+            mean, deviations = self._pushed(x)  # k products, however many samples are asked for
+            combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
+            return mean + combined.view(n, *mean.shape)

@@ -1,0 +1,197 @@
+"""What a run of training is told, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn, optim
+
+from laplace_plus.errors import CheckpointError, ConfigurationError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import Network
+from laplace_plus.posteriors import GaussianPosterior, get_posterior
+from laplace_plus.priors import Groups
+from laplace_plus.training.result import Update
+
+OptimizerFactory = Callable[..., optim.Optimizer]
+SchedulerFactory = Callable[[optim.Optimizer], Any]
+PosteriorFactory = Callable[..., GaussianPosterior]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, data and randomness apart.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
+    """
+
+    likelihood: Likelihood
+    epochs: int
+    posterior: PosteriorFactory
+    structure: str | Groups
+    prior_precision: float | Tensor
+    prior_mean: float | Tensor
+    temperature: float
+    tune_noise: bool
+    backend: Any
+    optimizer: OptimizerFactory
+    optimizer_options: Mapping[str, Any]
+    scheduler: SchedulerFactory | None
+    schedule_by: Literal["epoch", "batch"]
+    max_gradient_norm: float | None
+    burn_in: int
+    frequency: int
+    hyper_steps: int | None
+    hyper_lr: float
+    early_stopping: bool
+    patience: int | None
+    checkpoint: Path | None
+    resume: bool
+    callback: Callable[[Update], object] | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("burn_in", 0), ("frequency", 1), ("hyper_steps", 1), ("patience", 1)):
+            value = getattr(self, name)
+            if value is None and name in ("hyper_steps", "patience"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(
+                    "There is no such number.", expected=f"{name}: an integer >= {least}", got=repr(value)
+                )
+        for name in ("temperature", "hyper_lr", "max_gradient_norm"):
+            value = getattr(self, name)
+            if not (value is None and name == "max_gradient_norm") and not _positive(value):
+                raise ConfigurationError(f"{name} is a positive number.", expected=f"{name} > 0", got=repr(value))
+        if self.schedule_by not in ("epoch", "batch"):
+            raise ConfigurationError(
+                "The learning rate changes by epochs or by batches.",
+                expected='schedule_by="epoch" or "batch"',
+                got=repr(self.schedule_by),
+            )
+        if self.burn_in >= self.epochs:
+            raise ConfigurationError(
+                "The hyperparameters would never be updated.",
+                expected="fewer epochs of burn_in than epochs",
+                got=f"burn_in={self.burn_in}, epochs={self.epochs}",
+            )
+        if self.tune_noise and self.likelihood.noise_std is None:
+            raise ConfigurationError(
+                "There is no noise to tune.", expected="a Gaussian likelihood", got=type(self.likelihood).__name__
+            )
+        if self.patience is not None and not self.early_stopping:
+            raise ConfigurationError(
+                "Patience belongs to early stopping.", expected="early_stopping=True", got="early_stopping=False"
+            )
+        if self.resume and self.checkpoint is None:
+            raise ConfigurationError("There is nothing to resume from.", expected="checkpoint=path", got="None")
+
+    def updates_after(self, epoch: int) -> bool:
+        """Whether the hyperparameters are updated after an epoch, counted from 1."""
+        beyond = epoch - self.burn_in
+        return epoch == self.epochs or (beyond > 0 and beyond % self.frequency == 0)
+
+    # -- what is made of them ------------------------------------------------------------------------------------------
+
+    def make_posterior(self, model: nn.Module, noise_std: Tensor | None = None) -> GaussianPosterior:
+        """A posterior of these settings with unit prior precision, of whatever structure that is to have.
+
+        Raises:
+            ConfigurationError: The factory makes something else.
+        """
+        likelihood = self.likelihood if noise_std is None else self.likelihood.with_noise(noise_std)
+        options = {} if self.backend is None else {"backend": self.backend}
+        made = self.posterior(
+            model,
+            likelihood,
+            prior_precision=1.0,
+            prior_mean=self.prior_mean,
+            temperature=self.temperature,
+            **options,
+        )
+        if not isinstance(made, GaussianPosterior):
+            raise ConfigurationError(
+                "The posterior has no evidence.",
+                expected="a Gaussian posterior's class, such as lp.KFAC, or a function that returns one",
+                got=f"a {type(made).__name__}",
+            )
+        return made
+
+    def make_optimizer(self, network: Network) -> optim.Optimizer:
+        """The optimizer of all parameters that require gradients.
+
+        Raises:
+            ConfigurationError: The factory makes something else, or the optimizer has a weight decay of its own.
+        """
+        parameters = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
+        made = self.optimizer(parameters, **self.optimizer_options)
+        if not isinstance(made, optim.Optimizer):
+            raise ConfigurationError(
+                "That is no optimizer.",
+                expected="a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters",
+                got=f"a {type(made).__name__}",
+            )
+        named = dict(network.model.named_parameters())
+        under_prior = {id(named[name]) for name in network.parameter_names}
+        for group in made.param_groups:
+            if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
+                raise ConfigurationError(
+                    "The prior is the weight decay, and would count twice.",
+                    expected="an optimizer without weight decay",
+                    got=f"{type(made).__name__} with weight_decay={group['weight_decay']}",
+                    fix='Pass optimizer_options={"weight_decay": 0, ...}.',
+                )
+        return made
+
+    # -- continuing ----------------------------------------------------------------------------------------------------
+
+    def described(self) -> dict[str, Any]:
+        """What has to be the same when a run is continued, as JSON can hold it."""
+        same = (
+            *("temperature", "tune_noise", "schedule_by", "max_gradient_norm", "burn_in", "frequency"),
+            *("hyper_steps", "hyper_lr", "early_stopping"),
+        )
+        structure = self.structure if isinstance(self.structure, str) else [self.structure.name, *self.structure.names]
+        named = {name: getattr(self, name) for name in same}
+        return named | {"structure": structure, "likelihood": self.likelihood.config()}
+
+    def require_same(self, before: Mapping[str, Any]) -> None:
+        """Refuse to continue a run of other settings.
+
+        Raises:
+            CheckpointError: Names the first that differs.
+        """
+        for name, value in self.described().items():
+            if before.get(name) != value:
+                raise CheckpointError(
+                    f"The checkpoint is of a run with another {name}.",
+                    expected=repr(before.get(name)),
+                    got=repr(value),
+                    fix="Pass the same arguments as before, or another path.",
+                )
+
+
+def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
+    """A class by its name, or the factory itself.
+
+    Raises:
+        ConfigurationError: Something else.
+    """
+    found = get_posterior(posterior) if isinstance(posterior, str) else posterior
+    if not callable(found):
+        raise ConfigurationError(
+            "The posterior is not a class.",
+            expected="a Gaussian posterior's class, its name, or a function (model, likelihood, **options)",
+            got=f"a {type(posterior).__name__}",
+            fix="Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options.",
+        )
+    return found  # type: ignore[return-value]  # whatever it makes is checked
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,494 @@
+"""Leave-one-out predictions against data that are really left out, or left out by one dense Newton step."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from dense_reference import jacobian, relative_error
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    ConfigurationError,
+    DataError,
+    LabelError,
+    NotFittedError,
+    NotPositiveDefiniteError,
+    SelectionError,
+)
+
+LIKELIHOODS = {
+    "classification": lp.Categorical(),
+    "binary": lp.Bernoulli(),
+    "Poisson": lp.Poisson(),
+    "regression": lp.Gaussian(0.6),
+    "noise of each output": lp.Gaussian(torch.tensor([0.4, 0.7, 1.1])),
+    "heteroscedastic": lp.HeteroscedasticGaussian(),
+}
+
+
+def problem(name, n=16):
+    """A small network and data; nothing here asks for an optimum."""
+    torch.manual_seed(0)
+    outputs = 4 if name == "heteroscedastic" else 3
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    x = torch.randn(n, 4, dtype=torch.float64)
+    targets = {
+        "classification": torch.randint(0, 3, (n,)),
+        "binary": torch.randint(0, 2, (n, 3)),
+        "Poisson": torch.randint(0, 4, (n, 3)),
+        "heteroscedastic": torch.randn(n, 2, dtype=torch.float64),
+    }
+    return net, x, targets.get(name, torch.randn(n, 3, dtype=torch.float64))
+
+
+def chunks(x, y, *sizes):
+    return list(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True))
+
+
+def newton_step(likelihood, outputs, targets, jacobians, precision, temperature=1.0):
+    """Mean and covariance of each datum's outputs after one Newton step on all others, every matrix written out."""
+    f = outputs.clone().requires_grad_()
+    losses = -likelihood.log_density(f, targets.double() if targets.is_floating_point() else targets)
+    gradients = torch.autograd.grad(losses.sum(), f)[0] / temperature
+    weights = likelihood.curvature_weights()[likelihood.output_groups(outputs.shape[-1])]
+    unit = likelihood.output_hessian(outputs, targets)
+    hessians = unit * (weights.sqrt()[:, None] * weights.sqrt()) / temperature
+    each = torch.einsum("ncp,ncd,ndq->npq", jacobians, hessians, jacobians)
+    means, covariances = [], []
+    for n in range(len(outputs)):
+        others = torch.linalg.inv(each.sum(0) - each[n] + torch.diag(precision))
+        covariance = jacobians[n] @ others @ jacobians[n].T
+        means.append(outputs[n] + covariance @ gradients[n])
+        covariances.append(covariance)
+    return torch.stack(means), torch.stack(covariances)
+
+
+def ridge(features, targets, noise, precision):
+    covariance = torch.linalg.inv(features.T @ features / noise**2 + torch.diag(precision))
+    return covariance @ features.T @ targets / noise**2, covariance
+
+
+@pytest.mark.parametrize("parameters", ["all", "last_layer"])
+def test_ridge_regression_is_left_out_exactly(parameters):
+    torch.manual_seed(1)
+    x = torch.randn(25, 4, dtype=torch.float64)
+    y = x @ torch.randn(4, 2, dtype=torch.float64) + 0.4 * torch.randn(25, 2, dtype=torch.float64)
+    net = nn.Linear(4, 2).double()
+    noise, precision = 0.5, torch.full((5,), 0.7, dtype=torch.float64)
+    features = torch.cat([x, torch.ones(25, 1)], 1)
+    weights, _ = ridge(features, y, noise, precision)
+    with torch.no_grad():
+        net.weight.copy_(weights[:4].T)
+        net.bias.copy_(weights[4])
+    posterior = lp.Full(net, lp.Gaussian(noise), parameters=parameters, prior_precision=0.7)
+    left = posterior.fit(chunks(x, y, 7, 18)).leave_one_out()
+    for n in range(25):
+        others = torch.arange(25) != n
+        own, covariance = ridge(features[others], y[others], noise, precision)
+        torch.testing.assert_close(left.mean[n], features[n] @ own, rtol=0, atol=1e-12)
+        variance = features[n] @ covariance @ features[n]
+        torch.testing.assert_close(left.covariance[n], variance * torch.eye(2).double(), rtol=0, atol=1e-12)
+        exact = torch.distributions.Normal(features[n] @ own, (variance + noise**2).sqrt()).log_prob(y[n]).sum()
+        assert abs(left.log_prob()[n] - exact) < 1e-11
+    # the hat matrix's diagonal, for each of two outputs
+    hat = features @ ridge(features, y, noise, precision)[1] @ features.T / noise**2
+    torch.testing.assert_close(left.leverages, hat.diagonal(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(left.traces, 2 * hat.diagonal(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_one_newton_step(name, temperature):
+    net, x, y = problem(name)
+    likelihood = LIKELIHOODS[name]
+    posterior = lp.Full(net, likelihood, prior_precision=0.3, temperature=temperature).fit(chunks(x, y, 5, 11))
+    precision = torch.full((posterior.n_parameters,), 0.3, dtype=torch.float64)
+    mean, covariance = newton_step(likelihood, net(x).detach(), y, jacobian(net, x), precision, temperature)
+    left = posterior.leave_one_out()
+    assert relative_error(left.mean, mean) < 1e-10
+    assert relative_error(left.covariance, covariance) < 1e-10
+    expected = lp.predictive.from_functional(likelihood, mean, covariance).log_prob(y)
+    torch.testing.assert_close(left.log_prob(), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(left.nll(), -expected.mean(), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(left.training_nll(), -likelihood.log_density(net(x).detach(), y).mean())
+    torch.testing.assert_close(left.displacement, mean - net(x).detach())
+    assert float(left.leverages.max()) < 1
+
+
+def test_the_two_priors_are_kept_apart():
+    net, x, y = problem("classification")
+    posterior = lp.Full(net, "classification", prior_precision=2.0).fit([(x, y)])
+    training = torch.tensor([0.5, 3.0], dtype=torch.float64)  # one for each layer
+    each = training[posterior.network.layer_index()]
+    outputs, jacobians = net(x).detach(), jacobian(net, x)
+    left = posterior.leave_one_out(prior_precision=training, kappa=1.5)
+    mean, _ = newton_step(lp.Categorical(), outputs, y, jacobians, 1.5 * each)
+    _, covariance = newton_step(lp.Categorical(), outputs, y, jacobians, torch.full_like(each, 2.0))
+    assert relative_error(left.mean, mean) < 1e-10
+    assert relative_error(left.covariance, covariance) < 1e-10
+
+
+def test_a_tied_precision_would_erase_the_displacement():
+    """With one precision in both places, a large one predicts training data as if they had been seen."""
+    net, x, y = trained()
+    posterior = lp.Full(net, "classification", prior_precision=0.5).fit([(x, y)])
+    honest = posterior.leave_one_out()
+    posterior.prior_precision = 1e9
+    tied, separate = posterior.leave_one_out(), posterior.leave_one_out(prior_precision=0.5)
+    torch.testing.assert_close(tied.nll(), tied.training_nll(), rtol=1e-6, atol=1e-6)
+    assert float(tied.nll()) < float(honest.nll()) - 0.02
+    torch.testing.assert_close(separate.mean, honest.mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(separate.nll(), honest.nll(scale=0.0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(16,), (1,) * 16, (3, 8, 5)])
+@pytest.mark.parametrize("leverages", ["own", "full", "last_layer"])
+def test_any_chunks_give_the_same(sizes, leverages):
+    net, x, y = problem("classification")
+    whole = lp.Full(net, "classification").fit([(x, y)]).leave_one_out(leverages=leverages)
+    left = lp.Full(net, "classification").fit(chunks(x, y, *sizes)).leave_one_out(leverages=leverages)
+    for name in ("mean", "covariance", "outputs", "targets", "leverages", "traces"):
+        torch.testing.assert_close(getattr(left, name), getattr(whole, name), rtol=1e-9, atol=1e-10)
+
+
+def test_low_rank_with_all_eigenpairs_is_full():
+    net, x, y = problem("classification")
+    full = lp.Full(net, "classification").fit([(x, y)]).leave_one_out()
+    left = lp.LowRank(net, "classification", rank=43).fit([(x, y)]).leave_one_out()
+    torch.testing.assert_close(left.mean, full.mean, rtol=1e-6, atol=1e-6)
+
+
+def trained(n=40, precision=0.5):
+    """A softmax regression at its optimum, by Newton's method."""
+    torch.manual_seed(3)
+    x = torch.randn(n, 3, dtype=torch.float64)
+    y = (x @ torch.randn(3, 3, dtype=torch.float64) + torch.randn(n, 3, dtype=torch.float64)).argmax(-1)
+    net = nn.Linear(3, 3).double()
+    optimise(net, x, y, precision)
+    return net, x, y
+
+
+def optimise(net, x, y, precision):
+    optimizer = torch.optim.LBFGS(
+        net.parameters(), max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        squares = sum(p.square().sum() for p in net.parameters())
+        loss = nn.functional.cross_entropy(net(x), y, reduction="sum") + precision / 2 * squares
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_really_retrained_softmax_regression():
+    net, x, y = trained()
+    left = lp.Full(net, "classification", prior_precision=0.5).fit([(x, y)]).leave_one_out()
+    means = torch.zeros(len(x), 3, dtype=torch.float64)
+    for n in range(len(x)):
+        others, again = torch.arange(len(x)) != n, nn.Linear(3, 3).double()
+        again.load_state_dict(net.state_dict())
+        optimise(again, x[others], y[others], 0.5)
+        means[n] = again(x[n]).detach()
+    losses = nn.functional.cross_entropy(means, y, reduction="none")
+    error = left.nll(scale=0.0) - losses.mean()
+    assert abs(float(error)) < 0.02
+    assert float(losses.mean() - left.training_nll()) > 5 * abs(float(error))
+    moved, exact = left.displacement.flatten(), (means - left.outputs).flatten()
+    assert abs(float(moved @ exact / moved.square().sum()) - 1) < 0.1
+    assert float(torch.corrcoef(torch.stack([moved, exact]))[0, 1]) > 0.98
+
+
+def test_really_retrained_network():
+    """A small network with enough weight decay to have one optimum nearby, trained until its gradient vanishes."""
+    torch.manual_seed(4)
+    x = torch.randn(24, 2, dtype=torch.float64)
+    y = (x[:, 0] + x[:, 1].square() - 0.5 + 0.5 * torch.randn(24, dtype=torch.float64) > 0).long()
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    optimise(net, x, y, 2.0)
+    left = lp.Full(net, "classification", prior_precision=2.0).fit([(x, y)]).leave_one_out()
+    means = torch.zeros(24, 2, dtype=torch.float64)
+    for n in range(24):
+        others, again = torch.arange(24) != n, copy.deepcopy(net)
+        optimise(again, x[others], y[others], 2.0)
+        means[n] = again(x[n]).detach()
+    error = float(left.nll(scale=0.0) - nn.functional.cross_entropy(means, y))
+    assert abs(error) < 0.005
+    assert float(left.nll(scale=0.0) - left.training_nll()) > 0.05
+    moved, exact = left.displacement.flatten(), (means - left.outputs).flatten()
+    assert float(torch.corrcoef(torch.stack([moved, exact]))[0, 1]) > 0.99
+    assert abs(float(moved @ exact / moved.square().sum()) - 1) < 0.05
+
+
+# -- leverages of one and more ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+def test_leverages_of_one_are_refused_or_taken_from_the_exact_matrix(cls):
+    net, x, y = problem("classification", n=12)
+    posterior = cls(net, "classification", prior_precision=1e-3).fit(chunks(x, y, 5, 7))
+    with pytest.raises(NotPositiveDefiniteError, match=r"of 12 data.*leverage of \d.*leverages=\"full\"") as caught:
+        posterior.leave_one_out()
+    with pytest.raises(NotPositiveDefiniteError, match='leverages="full"'):
+        posterior.fit_prior_precision("leave_one_out")
+    assert float(posterior.prior_precision) == 1e-3
+    # how many, and the largest one
+    precision = posterior.functional_posterior(x).covariance
+    hessian = lp.Categorical().output_hessian(net(x).detach(), y)
+    values = torch.linalg.eigvals(precision @ hessian).real.amax(-1)
+    assert f"{int((values >= 1).sum())} of 12" in str(caught.value)
+    assert f"{float(values.max()):.3g}" in str(caught.value)
+    left = posterior.leave_one_out(leverages="full")
+    exact = lp.Full(net, "classification", prior_precision=1e-3).fit([(x, y)]).leave_one_out()
+    torch.testing.assert_close(left.mean, exact.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(left.leverages, exact.leverages, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(left.covariance, precision, rtol=1e-10, atol=1e-12)
+
+
+def test_leverages_at_the_covariance_s_prior_count_too():
+    net, x, y = problem("classification", n=12)
+    posterior = lp.KFAC(net, "classification", prior_precision=1e-3).fit([(x, y)])
+    with pytest.raises(NotPositiveDefiniteError, match="of 12 data"):
+        posterior.leave_one_out(prior_precision=100.0)
+    posterior.prior_precision = 100.0
+    assert float(posterior.leave_one_out().leverages.max()) < 1
+
+
+def test_leverages_of_the_last_layer():
+    net, x, y = problem("classification")
+    posterior = lp.KFAC(net, "classification", prior_precision=torch.tensor([2.0, 0.5])).fit([(x, y)])
+    last = lp.Full(net, "classification", parameters="last_layer", prior_precision=0.5).fit([(x, y)])
+    left, exact = posterior.leave_one_out(leverages="last_layer"), last.leave_one_out()
+    torch.testing.assert_close(left.mean, exact.mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(left.covariance, posterior.functional_posterior(x).covariance)
+    first = lp.KFAC(net, "classification", parameters=["0.*"]).fit([(x, y)])
+    with pytest.raises(SelectionError, match="2.weight"):
+        first.leave_one_out(leverages="last_layer")
+
+
+@pytest.mark.parametrize("name", ["classification", "noise of each output"])
+def test_over_rows_where_parameters_are_many(name):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 150), nn.Tanh(), nn.Linear(150, 3)).double()
+    _, x, y = problem(name, n=10)
+    options = {"prior_precision": torch.tensor([0.5, 2.0], dtype=torch.float64), "temperature": 0.8}
+    data = chunks(x, y, 4, 6)
+    posterior = lp.KFAC(net, LIKELIHOODS[name], **options, memory_budget="1 GiB").fit(data)
+    dense = posterior.leave_one_out(leverages="full")
+    posterior.memory_budget = "10 MiB"  # the matrix over 1203 parameters takes 12 MB, three times
+    rows = posterior.leave_one_out(leverages="full")
+    torch.testing.assert_close(rows.mean, dense.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(rows.leverages, dense.leverages, rtol=1e-8, atol=1e-8)
+    posterior.fit_prior_precision("leave_one_out", leverages="full", tune_noise=False)  # more than one pass
+    posterior.memory_budget = "300 KiB"
+    with pytest.raises(ConfigurationError, match=r"MiB over 1,203 parameters.*KiB over all 30 outputs"):
+        posterior.leave_one_out(leverages="full")
+
+
+def test_over_rows_in_single_precision():
+    """With a wide prior, V is a small difference of large matrices."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 150), nn.Tanh(), nn.Linear(150, 3))
+    _, x, y = problem("classification", n=10)
+    posterior = lp.KFAC(net, "classification", prior_precision=1e-3, memory_budget="5 MiB").fit([(x.float(), y)])
+    left = posterior.leave_one_out(leverages="full")
+    exact = lp.Full(net.double(), "classification", prior_precision=1e-3).fit([(x, y)]).leave_one_out()
+    torch.testing.assert_close(left.leverages, exact.leverages, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(1 - left.leverages, 1 - exact.leverages, rtol=1e-2, atol=0)
+
+
+def test_over_rows_the_order_matters():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 150), nn.Tanh(), nn.Linear(150, 3)).double()
+    _, x, y = problem("classification")
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    posterior = lp.KFAC(net, "classification", memory_budget="10 MiB").fit(loader)
+    with pytest.raises(DataError, match="does not shuffle"):
+        posterior.leave_one_out(leverages="full")
+
+
+# -- positions --------------------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Three outputs for each of T tokens, every one of which sees all."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        hidden = self.inner(x).tanh()
+        return self.head(hidden + hidden.mean(1, keepdim=True))
+
+
+def tokens():
+    torch.manual_seed(0)
+    net = Tokens().double()
+    x, y = torch.randn(6, 3, 2, dtype=torch.float64), torch.randint(0, 3, (6, 3))
+    y[1, 2] = y[4, 0] = -100
+    return net, x, y
+
+
+@pytest.mark.parametrize("leverages", ["own", "full"])
+@pytest.mark.parametrize("unit", ["example", "position"])
+def test_tokens(unit, leverages):
+    net, x, y = tokens()
+    posterior = lp.Full(net, "classification", prior_precision=0.4).fit(chunks(x, y, 2, 4))
+    left = posterior.leave_one_out(unit=unit, leverages=leverages)
+    outputs, jacobians = net(x).detach(), jacobian(net, x).view(6, 3, 3, -1)
+    used = y != -100
+    safe = torch.where(used, y, 0)
+    hessians = (
+        lp.Categorical().output_hessian(outputs.view(-1, 3), safe.view(-1)).view(6, 3, 3, 3) * used[..., None, None]
+    )
+    gradients = (outputs.softmax(-1) - nn.functional.one_hot(safe, 3)) * used[..., None]
+    each = torch.einsum("ntcp,ntcd,ntdq->ntpq", jacobians, hessians, jacobians)
+    total = each.sum((0, 1)) + 0.4 * torch.eye(posterior.n_parameters, dtype=torch.float64)
+    means = outputs.clone()
+    for n in range(6):
+        for t in range(3):
+            own = each[n].sum(0) if unit == "example" else each[n, t]
+            pulled = torch.einsum("tcp,tc->p", jacobians[n], gradients[n])
+            if unit == "position":
+                pulled = jacobians[n, t].T @ gradients[n, t]
+            means[n, t] += jacobians[n, t] @ torch.linalg.solve(total - own, pulled)
+    expected = means if unit == "example" else means[used]
+    torch.testing.assert_close(left.mean, expected, rtol=1e-9, atol=1e-10)
+    losses = -means[used].log_softmax(-1).gather(-1, y[used][:, None])
+    torch.testing.assert_close(left.nll(scale=0.0), losses.mean(), rtol=1e-9, atol=1e-10)
+    assert left.n_rows == 16
+    if unit == "example":
+        assert float(left.log_prob()[1, 2]) == 0.0
+        block = posterior.functional_posterior(x).covariance
+        assert left.covariance.shape == block.shape
+
+
+def test_positions_of_a_head_over_rows():
+    """Where the head is the only selection, positions are captured as examples of their own."""
+    net, x, y = tokens()
+    options = {"parameters": "last_layer", "prior_precision": 0.4}
+    dense = lp.Full(net, "classification", **options).fit([(x, y)]).leave_one_out()
+    posterior = lp.KFAC(net, "classification", **options, memory_budget="100 KiB").fit([(x, y)])
+    posterior.memory_budget = 5000  # 15 parameters need 5400 bytes
+    with pytest.raises(ConfigurationError, match="over all 54 outputs"):
+        posterior.leave_one_out(leverages="full")
+    posterior.memory_budget = "100 KiB"
+    torch.testing.assert_close(posterior.leave_one_out(leverages="full").mean, dense.mean, rtol=1e-9, atol=1e-9)
+
+
+def test_batches_of_different_lengths():
+    net, x, y = tokens()
+    data = [(x[:3], y[:3]), (x[3:, :2], y[3:, :2])]
+    posterior = lp.Full(net, "classification").fit(data)
+    with pytest.raises(DataError, match='unit="position"'):
+        posterior.leave_one_out()
+    assert posterior.leave_one_out(unit="position").mean.shape == (13, 3)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_before_fitting():
+    net, x, y = problem("classification")
+    with pytest.raises(NotFittedError):
+        lp.Full(net, "classification").leave_one_out()
+
+
+def test_other_data_than_fitted():
+    net, x, y = problem("classification")
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    for data in ([(x[:9], y[:9])], [(x, y), (x, y)]):
+        with pytest.raises(DataError, match="16 examples"):
+            posterior.leave_one_out(data)
+        with pytest.raises(DataError, match="16 examples"):
+            posterior.fit_prior_precision("leave_one_out", data=data)
+
+
+def test_data_that_are_gone(tmp_path):
+    net, x, y = problem("classification")
+    posterior = lp.Full(net, "classification").fit(iter([(x, y)]))
+    for call in (posterior.leave_one_out, lambda: posterior.leave_one_out(iter([(x, y)]))):
+        with pytest.raises(DataError, match="Leave-one-out"):
+            call()
+    expected = posterior.leave_one_out([(x, y)])
+    posterior.save(tmp_path / "posterior")
+    loaded = lp.load(tmp_path / "posterior", net)
+    with pytest.raises(DataError, match="train_loader"):
+        loaded.leave_one_out()
+    torch.testing.assert_close(loaded.leave_one_out([(x, y)]).mean, expected.mean)
+
+
+def test_wrong_labels():
+    net, x, y = problem("classification")
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    for wrong in (y + 1, y.double(), y[:, None]):
+        with pytest.raises(LabelError):
+            posterior.leave_one_out([(x, wrong)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"leverages": "exact"},
+        {"unit": "token"},
+        {"kappa": 0.0},
+        {"kappa": -1},
+        {"kappa": math.nan},
+        {"kappa": "2"},
+        {"prior_precision": -1.0},
+        {"prior_precision": torch.ones(3)},
+    ],
+)
+def test_unknown_choices(options):
+    net, x, y = problem("classification")
+    with pytest.raises(ConfigurationError):
+        lp.Full(net, "classification").fit([(x, y)]).leave_one_out(**options)
+
+
+def test_scalings_of_the_prediction():
+    net, x, y = problem("classification")
+    left = lp.Full(net, "classification").fit([(x, y)]).leave_one_out()
+    plain = left.predictive(temperature=2.0, scale=0.0).mean
+    torch.testing.assert_close(plain, (left.mean / 2).softmax(-1))
+    scaled = left.predictive(scale=0.25).functional_covariance
+    torch.testing.assert_close(scaled, left.covariance / 4)
+    sampled = left.nll(link="mc", n_samples=4000, generator=torch.Generator().manual_seed(0))
+    assert abs(float(sampled - left.nll())) < 0.1
+    for options in ({"scale": -1.0}, {"temperature": 0.0}, {"temperature": math.inf}, {"link": "exact"}):
+        with pytest.raises(ConfigurationError):
+            left.predictive(**options)
+
+
+def test_words():
+    net, x, y = problem("classification")
+    left = lp.Full(net, "classification").fit([(x, y)]).leave_one_out()
+    text = left.summary()
+    assert f"{float(left.nll()):.4f} left out" in text
+    assert f"effective parameters: {float(left.traces.sum()):.1f}" in text
+    assert repr(left).startswith("LeaveOneOut(16 examples")
+
+
+def test_too_many_outputs_for_the_budget():
+    net, x, y = problem("classification")
+    posterior = lp.Diagonal(net, "classification", prior_precision=100.0, memory_budget="1 MiB").fit([(x, y)])
+    posterior.memory_budget = 1000
+    with pytest.raises(ConfigurationError, match="memory budget"):
+        posterior.leave_one_out()
+
+
+def test_the_posterior_stays_as_it_is():
+    net, x, y = problem("classification")
+    posterior = lp.Full(net, "classification", prior_precision=0.3).fit([(x, y)])
+    before = posterior.functional_posterior(x)
+    posterior.leave_one_out(prior_precision=7.0, kappa=3.0)
+    assert float(posterior.prior_precision) == 0.3
+    torch.testing.assert_close(posterior.functional_posterior(x).covariance, before.covariance)
+    assert float(posterior.leave_one_out().leverages.max()) > float(posterior.leave_one_out(kappa=2.0).leverages.max())

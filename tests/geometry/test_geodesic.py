@@ -1,0 +1,297 @@
+"""Geodesics of loss surfaces against closed forms, invariants and SciPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad, solve_ivp
+from torch import nn
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.geometry import (
+    FunctionLandscape,
+    GraphMetric,
+    LossLandscape,
+    PathStatus,
+    exponential_map,
+    geodesic,
+)
+
+DTYPE = torch.float64
+TIGHT = {"rtol": 1e-8, "atol": 1e-8}
+
+
+def vectors(k, n, seed=0, scale=1.0):
+    return scale * torch.randn(k, n, generator=torch.Generator().manual_seed(seed), dtype=DTYPE)
+
+
+def wavy(point):
+    return (point * torch.arange(1, len(point) + 1)).sin().sum() + 0.5 * point.square().sum() + point[0] * point[1]
+
+
+def network_landscape(**options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x, y = vectors(12, 2, seed=1), torch.arange(12) % 2
+    return LossLandscape(net, "classification", [(x[:7], y[:7]), (x[7:], y[7:])], **options)
+
+
+# -- the metric -------------------------------------------------------------------------------------------------------
+
+
+def test_metric_is_that_of_the_graph():
+    g, u, v = vectors(4, 5), vectors(4, 5, 1), vectors(4, 5, 2)
+    metric = GraphMetric(g)
+    dense = metric.dense()
+    torch.testing.assert_close(metric.apply(u), (dense @ u[..., None]).squeeze(-1))
+    torch.testing.assert_close(metric.inverse(u), torch.linalg.solve(dense, u))
+    torch.testing.assert_close(metric.inner(u, v), torch.einsum("ki,kij,kj->k", u, dense, v))
+    torch.testing.assert_close(metric.norm(u).square(), metric.squared_norm(u))
+    torch.testing.assert_close(metric.log_determinant(), torch.linalg.slogdet(dense)[1])
+    torch.testing.assert_close(metric.beta, 1 / torch.linalg.det(dense))
+
+
+# -- invariants -------------------------------------------------------------------------------------------------------
+
+
+def test_energy_is_kept():
+    landscape = network_landscape()
+    result = exponential_map(landscape, landscape.vector, vectors(5, 17, scale=0.7), **TIGHT)
+    assert result.arrived.all()
+    metric = GraphMetric(landscape.gradient(result.endpoint))
+    torch.testing.assert_close(metric.squared_norm(result.velocity), result.energy, rtol=1e-6, atol=0)
+    assert result.energy_drift.max() < 1e-6
+    start = GraphMetric(landscape.gradient(landscape.vector[None]))
+    torch.testing.assert_close(start.squared_norm(vectors(5, 17, scale=0.7)), result.energy)
+
+
+def test_going_back_leads_to_the_start():
+    start, v = vectors(1, 4)[0], vectors(3, 4, 1)
+    there = exponential_map(wavy, start, v, **TIGHT)
+    back = exponential_map(wavy, there.endpoint, -there.velocity, **TIGHT)
+    torch.testing.assert_close(back.endpoint, start.expand(3, -1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(back.velocity, -v, rtol=0, atol=1e-6)
+
+
+def test_velocities_scale_time():
+    start, v = vectors(1, 4)[0], vectors(3, 4, 1)
+    times = torch.tensor([0.25, 0.6, 1.0], dtype=DTYPE)
+    path = geodesic(wavy, start, v, times, **TIGHT).path
+    for number, time in enumerate(times):
+        scaled = exponential_map(wavy, start, time * v, **TIGHT).endpoint
+        torch.testing.assert_close(path[:, number], scaled, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stationary", "order"), [(False, 2), (True, 3)])
+def test_small_steps_are_straight(stationary, order):
+    start = torch.zeros(4, dtype=DTYPE)
+    slope = 0.0 if stationary else 1.0
+
+    def loss(p):
+        return slope * p[0] + 0.7 * p.square().sum() + p[0] * p[1] + p[2] ** 3
+
+    v = vectors(1, 4, 3)
+    errors = []
+    for size in (0.02, 0.01):
+        end = exponential_map(loss, start, size * v, rtol=1e-12, atol=1e-14).endpoint
+        errors.append(float((end - start - size * v).norm()))
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.15)
+
+
+def test_no_velocity_stays():
+    start = vectors(1, 4)[0]
+    assert torch.equal(exponential_map(wavy, start, torch.zeros(2, 4, dtype=DTYPE)).endpoint, start.expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "velocity"),
+    [
+        (lambda p: 3 * p[0] - 2 * p[1] + 1, [1.3, -0.4]),  # a plane
+        (lambda p: p[0] * p[1] + p[1] ** 2, [2.0, 0.0]),  # vᵀ H v = 0 all along
+    ],
+)
+def test_straight_lines(loss, velocity):
+    start, v = torch.zeros(2, dtype=DTYPE), torch.tensor([velocity], dtype=DTYPE)
+    result = exponential_map(loss, start, v)
+    torch.testing.assert_close(result.endpoint, v, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("a", [0.5, 3.0])
+def test_bowl_is_radial(a):
+    v = vectors(4, 5)
+    result = exponential_map(lambda p: a * p.square().sum() / 2, torch.zeros(5, dtype=DTYPE), v, **TIGHT)
+    rho = result.endpoint.norm(dim=1)
+    length = (rho * (1 + a**2 * rho**2).sqrt() + torch.asinh(a * rho) / a) / 2
+    torch.testing.assert_close(length, v.norm(dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(result.endpoint / rho[:, None], v / v.norm(dim=1, keepdim=True), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("velocity", [1.7, -0.9])
+def test_one_dimension_is_arc_length(velocity):
+    def slope(x):
+        return 3 * math.cos(3 * x) + 2 * x
+
+    start = 0.2
+    end = exponential_map(
+        lambda p: (3 * p).sin().sum() + p.square().sum(),
+        torch.tensor([start], dtype=DTYPE),
+        torch.tensor([[velocity]], dtype=DTYPE),
+        **TIGHT,
+    ).endpoint.item()
+    length, _ = quad(lambda x: math.sqrt(1 + slope(x) ** 2), start, end, epsabs=1e-12)
+    assert abs(length) == pytest.approx(abs(velocity) * math.sqrt(1 + slope(start) ** 2), rel=1e-6)
+
+
+def test_equivariance():
+    turn, _ = torch.linalg.qr(vectors(4, 4, 5))
+    shift, start, v = vectors(1, 4, 6)[0], vectors(1, 4)[0], vectors(3, 4, 1)
+    plain = exponential_map(wavy, start, v, **TIGHT).endpoint
+    moved = exponential_map(lambda p: wavy(turn.T @ (p - shift)), turn @ start + shift, v @ turn.T, **TIGHT).endpoint
+    torch.testing.assert_close(moved, plain @ turn.T + shift, rtol=0, atol=1e-6)
+
+
+def test_linearized_is_the_same_on_a_linear_model():
+    x, y = vectors(9, 3), torch.arange(9) % 3
+    net = nn.Linear(3, 3).double()
+    v = vectors(3, 12, 4)
+    ends = []
+    for linearized in (False, True):
+        landscape = LossLandscape(net, "classification", [(x, y)], linearized=linearized)
+        ends.append(exponential_map(landscape, landscape.vector, v, **TIGHT).endpoint)
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-7)
+
+
+# -- the integrator ---------------------------------------------------------------------------------------------------
+
+
+def test_agrees_with_scipy():
+    start, v = vectors(1, 4)[0], vectors(3, 4, 1)
+    ours = exponential_map(wavy, start, v, **TIGHT)
+    surface = FunctionLandscape(wavy)
+
+    def function(t, state):
+        c, u = torch.from_numpy(state).view(2, 1, 4)
+        g, hu = surface.derivatives(c, u)
+        return torch.cat([u, -g * (u * hu).sum() / (1 + g.square().sum())]).flatten().numpy()
+
+    for row, velocity in enumerate(v):
+        found = solve_ivp(function, (0, 1), np.concatenate([start, velocity]), method="DOP853", rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.endpoint[row], torch.from_numpy(found.y[:4, -1]), rtol=0, atol=1e-6)
+
+
+def test_tolerances_are_met():
+    start, v = vectors(1, 4)[0], vectors(3, 4, 1)
+    exact = exponential_map(wavy, start, v, **TIGHT).endpoint
+    errors, costs = [], []
+    for tolerance in (1e-3, 1e-5):
+        found = exponential_map(wavy, start, v, rtol=tolerance, atol=tolerance)
+        errors.append(float((found.endpoint - exact).abs().max()))
+        costs.append(int(found.n_evaluations.sum()))
+    assert errors[0] < 5e-2 and errors[1] < 1e-3
+    assert costs[0] < costs[1]
+
+
+def test_each_sample_has_its_own_steps():
+    start, v = vectors(1, 4)[0], torch.cat([vectors(1, 4, 1, scale=0.01), vectors(1, 4, 2, scale=5.0)])
+    together = exponential_map(wavy, start, v)
+    assert together.n_evaluations[0] < together.n_evaluations[1]
+    for row in range(2):
+        alone = exponential_map(wavy, start, v[row : row + 1])
+        assert alone.n_evaluations[0] == together.n_evaluations[row]
+        torch.testing.assert_close(alone.endpoint[0], together.endpoint[row], rtol=0, atol=1e-12)
+
+
+def test_single_precision():
+    landscape = network_landscape()
+    v = vectors(3, 17, scale=0.5)
+    exact = exponential_map(landscape, landscape.vector, v, **TIGHT).endpoint
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    x, y = vectors(12, 2, seed=1).float(), torch.arange(12) % 2
+    single = LossLandscape(net, "classification", [(x, y)])
+    found = exponential_map(single, landscape.vector.float(), v.float())
+    assert found.endpoint.dtype == torch.float32 and found.arrived.all()
+    torch.testing.assert_close(found.endpoint.double(), exact, rtol=0, atol=2e-3)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_caps_mark_the_sample_alone():
+    start, v = torch.zeros(4, dtype=DTYPE), torch.cat([vectors(1, 4, 1, scale=0.01), vectors(1, 4, 2, scale=5.0)])
+    result = exponential_map(wavy, start, v, max_evaluations=40)
+    assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.TOO_MANY_EVALUATIONS]
+    assert result.n_evaluations.max() <= 40
+    assert torch.isfinite(result.endpoint[0]).all() and torch.isnan(result.endpoint[1]).all()
+    assert torch.isnan(result.velocity[1]).all() and 0 < result.reached[1] < 1
+
+
+def test_a_great_circle_and_its_end():
+    start = torch.zeros(2, dtype=DTYPE)
+    v = torch.tensor([[0.3, 0.4], [3.0, 0.0]], dtype=DTYPE)  # the second one meets the equator, where the graph ends
+
+    def hemisphere(p):
+        return -(1 - p.square().sum()).sqrt()
+
+    result = exponential_map(hemisphere, start, v, max_evaluations=300)
+    torch.testing.assert_close(result.endpoint[0], v[0] / 0.5 * math.sin(0.5), rtol=0, atol=1e-4)
+    assert result.statuses[1] != PathStatus.ARRIVED and torch.isnan(result.endpoint[1]).all()
+
+
+def test_leaving_the_domain_is_marked():
+    v = torch.tensor([[0.5], [3.0]], dtype=DTYPE)
+    result = exponential_map(lambda p: ((1 - p) ** 2.5).sum(), torch.zeros(1, dtype=DTYPE), v)
+    assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.NOT_FINITE]
+    assert torch.isnan(result.endpoint[1]).all() and 0 < result.reached[1] < 1
+
+
+def test_not_finite_at_the_start_is_marked():
+    result = exponential_map(lambda p: p.log().sum(), torch.tensor([[1.0], [0.0]]), torch.ones(2, 1))
+    assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.NOT_FINITE]
+
+
+def test_lost_energy_is_marked():
+    v = vectors(2, 4, 2, scale=3.0)
+    kept = exponential_map(wavy, torch.zeros(4, dtype=DTYPE), v)
+    limit = float(kept.energy_drift.min()) / 2
+    lost = exponential_map(wavy, torch.zeros(4, dtype=DTYPE), v, max_energy_drift=limit)
+    assert (lost.statuses == PathStatus.ENERGY_LOST).all() and torch.isnan(lost.endpoint).all()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.zeros(3), torch.zeros(2, 4)),
+        (torch.zeros(4), torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(2, 4, dtype=DTYPE)),
+        (torch.zeros(4), torch.zeros(0, 4)),
+    ],
+)
+def test_bad_shapes_are_refused(arguments):
+    with pytest.raises(ConfigurationError, match="fit together"):
+        exponential_map(wavy, *arguments)
+
+
+@pytest.mark.parametrize("options", [{"rtol": 0.0}, {"atol": -1.0}, {"max_evaluations": 0}, {"max_energy_drift": 0.0}])
+def test_bad_settings_are_refused(options):
+    with pytest.raises(ConfigurationError, match="settings"):
+        exponential_map(wavy, torch.zeros(4), torch.zeros(1, 4), **options)
+
+
+@pytest.mark.parametrize("times", [[], [0.0, 1.0], [1.0, 0.5], [float("nan")]])
+def test_bad_times_are_refused(times):
+    with pytest.raises(ConfigurationError, match="times"):
+        geodesic(wavy, torch.zeros(4), torch.zeros(1, 4), torch.tensor(times))
+
+
+def test_one_landscape_for_each_geodesic():
+    surfaces = [FunctionLandscape(lambda p, a=a: a * p.square().sum()) for a in (0.1, 2.0)]
+    start, v = torch.zeros(2, dtype=DTYPE), vectors(2, 2)
+    both = exponential_map(surfaces, start, v).endpoint
+    for row, surface in enumerate(surfaces):
+        torch.testing.assert_close(both[row], exponential_map(surface, start, v[row : row + 1]).endpoint[0])
+    with pytest.raises(ConfigurationError, match="one landscape for each"):
+        exponential_map(surfaces, start, vectors(3, 2))

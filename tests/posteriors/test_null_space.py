@@ -1,0 +1,300 @@
+"""The posterior on the kernel of the training Jacobian: its invariants, against dense projectors and closed forms."""
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    UnsupportedError,
+)
+from laplace_plus.linalg.kernel_projectors import (
+    AlternatingProjection,
+    LSMRKernelProjector,
+    LSMRProjection,
+    SVDProjection,
+)
+from laplace_plus.posteriors import null_space
+from laplace_plus.testing import PosteriorConformance
+
+
+class TestNullSpace(PosteriorConformance):
+    one_pass = False
+    rows = 12
+
+    def network(self, outputs):
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Dropout(0.5), nn.Linear(9, outputs)]
+        return nn.Sequential(*layers).double().train()
+
+    def make(self, model, likelihood, **options):
+        return lp.NullSpace(model, likelihood, n_samples=3, **options)
+
+
+class TestNullSpaceLosses(TestNullSpace):
+    def make(self, model, likelihood, **options):
+        return lp.NullSpace(model, likelihood, n_samples=3, rows="loss", projector="svd", **options)
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    x = torch.randn(6, 2, dtype=torch.float64)
+    y = torch.arange(6) % 3
+    return net, [(x[:3], y[:3]), (x[3:5], y[3:5]), (x[5:], y[5:])]
+
+
+def jacobian(posterior, data):
+    network, x = posterior.network, torch.cat([x for x, _ in data])
+    return torch.func.jacrev(lambda v: network(x, network.substitute(v)))(network.vector())
+
+
+def kernel_rows(posterior, data, kind):
+    J = jacobian(posterior, data)
+    p = posterior.network.forward(torch.cat([x for x, _ in data])).softmax(-1)
+    if kind == "logit":
+        return J.flatten(0, 1)
+    if kind == "ggn":
+        root = p.sqrt().diag_embed() - p[:, :, None] * p.sqrt()[:, None]
+        return (root.mT @ J).flatten(0, 1)
+    y = torch.cat([y for _, y in data])
+    return torch.einsum("nc,ncp->np", p - nn.functional.one_hot(y, 3), J)
+
+
+def projector_of(rows):
+    return torch.eye(rows.shape[1], dtype=rows.dtype) - torch.linalg.pinv(rows, rtol=1e-9) @ rows
+
+
+@pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
+@pytest.mark.parametrize("projector", ["svd", "lsmr"])
+def test_samples_are_projected_noise(problem, kind, projector):
+    net, data = problem
+    posterior = lp.NullSpace(
+        net, "classification", rows=kind, projector=projector, n_samples=6, prior_precision=4.0
+    ).fit(data, generator=generator())
+    rows = kernel_rows(posterior, data, kind)
+    P = projector_of(rows)
+    deviations = (posterior.samples - posterior.mean) * 2.0
+    torch.testing.assert_close(deviations @ P, deviations, rtol=0, atol=1e-6)
+    other = lp.NullSpace(net, "classification", rows=kind, projector="svd", n_samples=6, prior_precision=4.0)
+    torch.testing.assert_close(other.fit(data, generator=generator()).samples, posterior.samples, rtol=0, atol=1e-6)
+    assert posterior.report.converged.all()
+    assert (posterior.report.residual < 1e-6).all()
+
+
+def test_sweeps_lead_to_the_same_samples(problem):
+    net, data = problem
+    options = {"rows": "loss", "n_samples": 4}
+    sweeps = AlternatingProjection(tolerance=1e-9)
+    one = lp.NullSpace(net, "classification", projector=sweeps, **options).fit(data, generator=generator())
+    other = lp.NullSpace(net, "classification", projector="svd", **options).fit(data, generator=generator())
+    assert one.report.converged.all()
+    torch.testing.assert_close(one.samples, other.samples, rtol=0, atol=1e-6)
+
+
+def test_training_predictions_are_the_networks(problem):
+    net, data = problem
+    net = net.float()
+    data = [(x.float(), y) for x, y in data]
+    posterior = lp.NullSpace(net, "classification", n_samples=10).fit(data)
+    x = torch.cat([x for x, _ in data])
+    deviations = posterior.samples - posterior.mean
+    moved = torch.stack([posterior.network.tangent(x, deviation) for deviation in deviations])
+    assert moved.abs().max() < 1e-5
+    assert posterior.functional_posterior(x).covariance.abs().max() < 1e-9
+    away = posterior.functional_posterior(x + 3).covariance.diagonal(dim1=-2, dim2=-1)
+    assert (away > 1e-3).all()
+    torch.testing.assert_close(posterior.predictive(x).mean, net(x).softmax(-1), rtol=0, atol=1e-5)
+
+
+def test_rank_is_exact_by_svd_and_unbiased_otherwise(problem):
+    net, data = problem
+    exact = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data).report
+    assert float(exact.rank.value) == torch.linalg.matrix_rank(
+        kernel_rows(lp.Full(net, "classification").fit(data), data, "logit")
+    )
+    assert exact.rank.sem == 0
+    estimated = lp.NullSpace(net, "classification", n_samples=40).fit(data, generator=generator()).report
+    assert estimated.rank.sem > 0
+    assert abs(estimated.rank.value - exact.rank.value) < 4 * estimated.rank.sem
+    assert estimated.kernel_dimension.value == sum(p.numel() for p in net.parameters()) - estimated.rank.value
+
+
+def test_linear_regression_in_closed_form():
+    """``E‖δ‖² = R/α``, and the variance is what x has outside of the span of the data, over α."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(5, 12, generator=generator, dtype=torch.float64)
+    net = nn.Linear(12, 1, bias=False).double()
+    posterior = lp.NullSpace(net, "regression", n_samples=4000, prior_precision=2.0, projector="svd")
+    posterior.fit([(X, X.sum(-1, keepdim=True))], generator=generator)
+    squares = (posterior.samples - posterior.mean).square().sum(-1)
+    assert abs(squares.mean() - 7 / 2) < 4 * squares.std() / 4000**0.5
+    x = torch.randn(3, 12, generator=generator, dtype=torch.float64)
+    expected = (x @ projector_of(X) * x).sum(-1) / 2
+    found = posterior.functional_posterior(x).covariance[:, 0, 0]
+    assert ((found - expected).abs() < 4 * (2 / 4000) ** 0.5 * expected).all()
+
+
+def test_the_optimal_precision_maximises_the_evidence(problem):
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=3).fit(data).fit_prior_precision()
+    alpha = posterior.prior_precision.double()
+    point = alpha.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(posterior.relative_log_evidence(point), point)
+    assert abs(slope * alpha) < 1e-6
+    assert float(alpha) == pytest.approx(float(posterior.report.rank.value / posterior.mean.square().sum()))
+
+
+def test_networks_change_to_second_order_only(problem):
+    """A smooth network's outputs move as s² along kernel directions, and as s along others."""
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data, generator=generator())
+    network, x = posterior.network, torch.cat([x for x, _ in data])
+    base = network.forward(x)
+
+    def slope(direction):
+        sizes = torch.tensor([1e-3, 1e-2], dtype=torch.float64)
+        moved = [(network(x, network.substitute(posterior.mean + s * direction)) - base).abs().max() for s in sizes]
+        return torch.log10(moved[1] / moved[0])
+
+    for direction in posterior.samples - posterior.mean:
+        assert abs(slope(direction) - 2) < 0.1
+    for direction in torch.randn(4, posterior.n_parameters, generator=generator(), dtype=torch.float64):
+        assert abs(slope(direction) - 1) < 0.1
+
+
+def test_what_only_the_losses_keep(problem):
+    """In the losses' kernel but not in the logits': logits move as s, losses as s²."""
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", rows="loss", projector="svd", n_samples=4)
+    posterior.fit(data, generator=generator())
+    network, x, y = posterior.network, torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    logits = kernel_rows(posterior, data, "logit")
+    base, loss = network.forward(x), nn.functional.cross_entropy(network.forward(x), y, reduction="none")
+    for direction in posterior.samples - posterior.mean:
+        direction = direction - direction @ projector_of(logits)
+        changes = []
+        for s in (1e-4, 1e-3):
+            now = network(x, network.substitute(posterior.mean + s * direction))
+            change = nn.functional.cross_entropy(now, y, reduction="none") - loss
+            changes.append(((now - base).abs().max(), change.abs().max()))
+        assert abs(torch.log10(changes[1][0] / changes[0][0]) - 1) < 0.1
+        assert abs(torch.log10(changes[1][1] / changes[0][1]) - 2) < 0.1
+
+
+def test_rows_of_examples_that_are_fitted_exactly_are_counted():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1, bias=False).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    y = net(x).detach() + torch.tensor([[0.0], [1.0], [-1.0]], dtype=torch.float64)
+    posterior = lp.NullSpace(net, "regression", rows="loss", n_samples=5, projector="svd").fit([(x, y)])
+    assert posterior.report.ignored_rows == 1
+    moved = (posterior.samples - posterior.mean) @ x.mT
+    assert moved[:, 1:].abs().max() < 1e-10
+    assert moved[:, 0].abs().min() > 1e-6
+
+
+def test_line_search_keeps_the_training_loss(problem):
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=5).fit(data, generator=generator())
+    posterior.fit_prior_precision("line_search", allowance=0.05, n_samples=5)
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+
+    def loss(vectors):
+        outputs = [posterior.network(x, posterior.network.substitute(v)) for v in vectors]
+        return torch.stack([nn.functional.cross_entropy(o, y) for o in outputs]).mean()
+
+    excess = loss(posterior.samples) - loss(posterior.mean[None])
+    assert excess <= 0.05
+    posterior.prior_precision = posterior.prior_precision / 10**0.06
+    assert loss(posterior.samples) - loss(posterior.mean[None]) > 0.05
+
+
+def test_validation_finds_the_best_precision_of_its_grid(problem):
+    net, data = problem
+    with torch.no_grad():
+        net[2].weight *= 6  # too sure of itself, a third of the labels being at random
+    x = 2 * torch.randn(60, 2, generator=generator(), dtype=torch.float64)
+    y = net(x).argmax(-1)
+    y[::3] = torch.arange(20) % 3
+    held_out = [(x, y)]
+    posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=5).fit(data, generator=generator())
+    posterior.fit_prior_precision("validation", data=held_out)
+
+    def score():
+        return posterior.predictive(held_out[0][0]).log_prob(held_out[0][1]).mean()
+
+    best = score()
+    assert float(best) == pytest.approx(posterior.tuning.value)
+    for factor in (10**0.5, 10**-0.5):
+        posterior.prior_precision = posterior.tuning.prior_precision * factor
+        assert score() <= best
+
+
+def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
+    net, data = problem
+    project, calls = LSMRKernelProjector.project, []
+    monkeypatch.setattr(null_space, "_TOGETHER", 2)
+    whole = lp.NullSpace(net, "classification", n_samples=5).fit(data, generator=generator()).samples
+
+    def interrupted(self, vectors, **options):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(len(vectors))
+        return project(self, vectors, **options)
+
+    monkeypatch.setattr(LSMRKernelProjector, "project", interrupted)
+    posterior = lp.NullSpace(net, "classification", n_samples=5)
+    with pytest.raises(KeyboardInterrupt):
+        posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
+    monkeypatch.setattr(LSMRKernelProjector, "project", lambda *a, **o: (calls.append(0), project(*a, **o))[1])
+    posterior.fit(data, checkpoint=tmp_path / "c")
+    assert len(calls) == 3
+    torch.testing.assert_close(posterior.samples, whole, rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="another computation"):
+        lp.NullSpace(net, "classification", n_samples=6).fit(data, checkpoint=tmp_path / "c")
+
+
+def test_projectors_are_loaded_with_their_options(problem, tmp_path):
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", rows="ggn", projector=LSMRProjection(tolerance=1e-9), n_samples=2)
+    posterior.fit(data).save(tmp_path / "p")
+    loaded = lp.load(tmp_path / "p", net)
+    assert loaded.projector == posterior.projector
+    assert loaded.rows == "ggn"
+    assert loaded.report.rank == posterior.report.rank
+    with pytest.raises(DataError, match="data=train_loader"):
+        loaded.fit_prior_precision("line_search")
+
+
+def test_bad_requests_are_named(problem):
+    net, data = problem
+    make = lambda **options: lp.NullSpace(net, "classification", n_samples=2, **options)  # noqa: E731
+    for options in ({"rows": "all"}, {"projector": "qr"}, {"prior_precision": torch.ones(2)}, {"chunk_size": 0}):
+        with pytest.raises(ConfigurationError):
+            make(**options)
+    small = nn.Linear(2, 3).double()
+    for projector in ("svd", "lsmr"):
+        posterior = lp.NullSpace(small, "classification", projector=projector, n_samples=2)
+        with pytest.raises(UnsupportedError, match="no direction free"):
+            posterior.fit(data)
+    with pytest.warns(ConvergenceWarning, match="did not meet"):
+        make(projector=LSMRProjection(max_iterations=2)).fit(data)
+    with pytest.raises(UnsupportedError, match="cannot be updated"):
+        make(projector=SVDProjection()).fit(data).update(data)
+    fitted = make(projector="svd").fit(data)
+    with pytest.raises(ConfigurationError, match="held-out"):
+        fitted.fit_prior_precision("validation")
+    with pytest.raises(ConfigurationError, match="Unknown method"):
+        fitted.fit_prior_precision("mackay")
+    with pytest.raises(UnsupportedError, match="no gradients"):
+        fitted.functional_posterior(data[0][0], differentiable=True)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)

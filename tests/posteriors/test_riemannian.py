@@ -1,0 +1,324 @@
+"""The Riemannian posterior: what it shares with its tangent, its samples, their failures and their storage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    NotFittedError,
+    SamplingError,
+    SmoothnessWarning,
+    UnsupportedError,
+)
+from laplace_plus.geometry import PathStatus
+from laplace_plus.posteriors import riemannian_drawing
+
+DTYPE = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def problem(activation=nn.Tanh):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), activation(), nn.Linear(4, 2)).double()
+    x = torch.randn(30, 2, generator=generator(1), dtype=DTYPE)
+    y = (x.prod(1) > 0).long()
+    optimiser = torch.optim.Adam(net.parameters(), lr=0.05)
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y, reduction="sum")
+        loss = loss + sum(p.square().sum() for p in net.parameters()) / 2
+        loss.backward()
+        optimiser.step()
+    net.zero_grad()
+    return net, [(x[:20], y[:20]), (x[20:], y[20:])]
+
+
+def training_loss(posterior, points, data):
+    network = posterior.network
+    return torch.stack(
+        [
+            sum(nn.functional.cross_entropy(network(x, network.substitute(point)), y, reduction="sum") for x, y in data)
+            for point in points
+        ]
+    )
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_keep_the_loss_low():
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=12).fit(data, generator=generator())
+    assert posterior.report.n_failed == 0 and len(posterior.samples) == 12
+    assert posterior.report.energy_drift.max() < 0.05 and posterior.report.n_evaluations.min() > 7
+    bent = training_loss(posterior, posterior.samples, data).mean()
+    flat = training_loss(posterior, posterior.tangent.sample(12, generator=generator()), data).mean()
+    assert bent < flat - 5
+
+
+def test_linearized_on_a_linear_model_is_the_same():
+    torch.manual_seed(0)
+    net = nn.Linear(2, 2).double()
+    _, data = problem()
+    samples = []
+    for linearized in (False, True):
+        method = lp.ExponentialMap(rtol=1e-7, atol=1e-7, linearized=linearized)
+        posterior = lp.Riemannian(net, "classification", method=method, n_samples=3)
+        samples.append(posterior.fit(data, generator=generator()).samples)
+    torch.testing.assert_close(*samples, rtol=0, atol=1e-5)
+
+
+def test_linearized_predicts_with_the_tangent():
+    net, data = problem()
+    method = lp.ExponentialMap(linearized=True)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=4, chunk_size=3).fit(data)
+    x = data[0][0][:3]
+    shifts = torch.stack([posterior.network.tangent(x, point - posterior.mean) for point in posterior.samples])
+    expected = (posterior.network.forward(x) + shifts).softmax(-1).mean(0)
+    torch.testing.assert_close(posterior.predictive(x).mean, expected)
+
+
+def test_predictions_average_over_each_sample_once():
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=4).fit(data)
+    x, network = data[0][0][:3], posterior.network
+    outputs = torch.stack([network(x, network.substitute(point)) for point in posterior.samples])
+    prediction = posterior.predictive(x)
+    assert len(prediction.samples) == 4
+    torch.testing.assert_close(prediction.mean, outputs.softmax(-1).mean(0))
+    assert len(posterior.predictive(x, n_samples=3).samples) == 3
+    order = posterior.sample(6, generator=generator())
+    assert len(order[:4].unique(dim=0)) == 4 and len(order[4:].unique(dim=0)) == 2
+
+
+def test_minibatches_differ_between_samples():
+    net, data = problem()
+    method = lp.ExponentialMap(minibatch=5)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=3).fit(data, generator=generator())
+    whole = lp.Riemannian(net, "classification", n_samples=3).fit(data, generator=generator())
+    assert (posterior.samples - whole.samples).abs().amax(1).min() > 1e-3
+    assert torch.equal(posterior.samples, posterior.draw().samples)
+    whole_again = lp.Riemannian(net, "classification", method=lp.ExponentialMap(minibatch=30), n_samples=3)
+    torch.testing.assert_close(whole_again.fit(data, generator=generator()).samples, whole.samples, rtol=0, atol=1e-6)
+    posterior.method = lp.ExponentialMap(minibatch=31)
+    with pytest.raises(ConfigurationError, match="minibatch <= 30"):
+        posterior.draw()
+
+
+@pytest.mark.parametrize("options", [{"kind": "kernel", "scheme": "heun"}, {"kind": "full"}, {"backend": "lanczos"}])
+def test_diffusions(options):
+    net, data = problem()
+    method = lp.Diffusion(n_steps=2, **options)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=3).fit(data, generator=generator())
+    assert posterior.report.n_failed == 0
+    assert (posterior.samples - posterior.mean).norm(dim=1).min() > 0.1
+    assert posterior.report.n_evaluations.tolist() == [4 if options.get("scheme") == "heun" else 2] * 3
+    assert torch.equal(posterior.samples, posterior.draw().samples)
+    assert not torch.equal(posterior.samples, posterior.draw(generator=generator(5)).samples)
+
+
+def test_one_full_step_is_sampled_laplace_in_distribution():
+    net, data = problem()
+    method = lp.Diffusion(kind="full", n_steps=1)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=150).fit(data, generator=generator())
+    covariance = lp.Full(net, "classification").fit(data).covariance_matrix()
+    whitened = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(covariance), (posterior.samples - posterior.mean).T, upper=False
+    )
+    size = whitened.numel()
+    assert abs(whitened.square().mean() - 1) < 4 * (2 / size) ** 0.5
+    assert abs(whitened.mean()) < 4 * size**-0.5
+
+
+# -- the tangent ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tangent": "KFAC"},
+        {"tangent": lp.Diagonal},
+        {"tangent": "LowRank"},
+        {"parameters": "last_layer"},
+        {"tangent": lp.Subnetwork, "tangent_options": {"selector": lp.LargestMagnitude(6)}},
+    ],
+)
+def test_any_gaussian_is_a_tangent(options, tmp_path):
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=2, **options).fit(data)
+    assert posterior.sample(2).shape == (2, posterior.n_parameters)
+    assert posterior.n_parameters == posterior.tangent.n_parameters
+    x = data[0][0]
+    mean = posterior.predictive(x, generator=generator()).mean
+    posterior.save(tmp_path / "saved")
+    loaded = lp.load(tmp_path / "saved", net)
+    assert type(loaded.tangent) is type(posterior.tangent)
+    assert torch.equal(loaded.predictive(x, generator=generator()).mean, mean)
+
+
+def test_a_fitted_tangent_is_taken_as_it_is():
+    net, data = problem()
+    tangent = lp.KFAC(net, "classification", prior_precision=3.0).fit(data)
+    posterior = lp.Riemannian(net, "classification", tangent=tangent, n_samples=2).fit(data)
+    assert posterior.tangent is tangent and posterior.prior_precision == 3.0 and posterior.n_data == 30
+    other, _ = problem()
+    with pytest.raises(ConfigurationError, match="fitted to this network"):
+        lp.Riemannian(other, "classification", tangent=tangent)
+    with pytest.raises(ConfigurationError, match="fitted to this network"):
+        lp.Riemannian(net, "classification", tangent=lp.KFAC(net, "classification"))
+    with pytest.raises(ConfigurationError, match="another likelihood"):
+        lp.Riemannian(net, "regression", tangent=tangent)
+    with pytest.raises(ConfigurationError, match="own settings"):
+        lp.Riemannian(net, "classification", tangent=tangent, prior_precision=1.0)
+    with pytest.raises(DataError, match="not the data"):
+        lp.Riemannian(net, "classification", tangent=tangent).fit(data[:1])
+
+
+@pytest.mark.parametrize("tangent", [lp.Riemannian, nn.Linear, 3])
+def test_other_tangents_are_refused(tangent):
+    net, _ = problem()
+    with pytest.raises(ConfigurationError, match="tangent is a Gaussian"):
+        lp.Riemannian(net, "classification", tangent=tangent)
+
+
+def test_hyperparameters_are_shared():
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=3).fit(data)
+    before = posterior.samples
+    assert posterior.samples is before
+    posterior.tangent.fit_prior_precision()
+    assert posterior.prior_precision == posterior.tangent.prior_precision != 1.0
+    assert posterior.prior().precision == posterior.tangent.prior_precision
+    tuned = posterior.samples
+    assert not torch.equal(tuned, before)
+    posterior.prior_precision = 1.0
+    assert posterior.tangent.prior_precision == 1.0
+    assert torch.equal(posterior.samples, before)
+    posterior.temperature = 0.5
+    assert posterior.tangent.temperature == 0.5 and not torch.equal(posterior.samples, before)
+    assert posterior.log_marginal_likelihood() == posterior.tangent.log_marginal_likelihood()
+    assert posterior.fit_prior_precision(structure="layerwise").prior_precision.shape == (2,)
+    assert len(posterior.prior_groups.names) == 2
+
+
+def test_noise_is_shared():
+    net, data = problem()
+    regression = [(x, torch.stack([y, 1 - y], 1).double()) for x, y in data]
+    posterior = lp.Riemannian(net, "regression", n_samples=3).fit(regression)
+    before = posterior.samples
+    posterior.noise_std = 0.3
+    assert posterior.tangent.noise_std == 0.3 and not torch.equal(posterior.samples, before)
+    assert posterior.predictive(data[0][0]).aleatoric.max() == pytest.approx(0.09)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_failed_samples_are_left_out_and_named():
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=12).fit(data, generator=generator())
+    counts = posterior.report.n_evaluations.sort().values
+    cap = int(counts[4])
+    posterior.method = lp.ExponentialMap(max_evaluations=cap)
+    with pytest.warns(ConvergenceWarning, match=r"of 12 samples failed and are left out: \d+ reached the cap"):
+        posterior.draw()
+    report = posterior.report
+    assert 0 < report.n_failed < 12 and len(posterior.samples) == 12 - report.n_failed
+    assert (report.statuses == PathStatus.TOO_MANY_EVALUATIONS).sum() == report.n_failed
+    assert torch.isfinite(posterior.samples).all()
+    kept = posterior.samples
+    posterior.method = lp.ExponentialMap(max_evaluations=8)
+    with pytest.raises(SamplingError, match="12 reached the cap"):
+        posterior.draw()
+    assert torch.equal(posterior.samples, kept)
+
+
+def test_kinks_are_warned_about():
+    net, data = problem(nn.ReLU)
+    for method in ("exponential", "diffusion"):
+        with pytest.warns(SmoothnessWarning, match="The network's relu"):
+            lp.Riemannian(net, "classification", method=method).fit(data)
+    lp.Riemannian(net, "classification", method=lp.ExponentialMap(linearized=True)).fit(data)
+
+
+def test_stationarity_is_reported():
+    net, data = problem()
+    near = lp.Riemannian(net, "classification", n_samples=2).fit(data).report
+    far = lp.Riemannian(net, "classification", n_samples=2, prior_precision=20.0).fit(data).report
+    assert far.gradient_norm > 2 * near.gradient_norm and far.decrement > 2 * near.decrement
+
+
+def test_updates_and_unfitted_are_refused():
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=2)
+    for call in (posterior.draw, lambda: posterior.samples, posterior.log_marginal_likelihood):
+        with pytest.raises(NotFittedError):
+            call()
+    with pytest.raises(UnsupportedError, match="cannot be updated"):
+        posterior.fit(data).update(data)
+
+
+@pytest.mark.parametrize("method", ["straight", {"name": "exponential", "speed": 2}, 3])
+def test_unknown_methods_are_refused(method):
+    net, _ = problem()
+    with pytest.raises(ConfigurationError, match=r"no such"):
+        lp.Riemannian(net, "classification", method=method)
+
+
+# -- storage ----------------------------------------------------------------------------------------------------------
+
+
+def test_saved_statuses_and_lost_data(tmp_path):
+    net, data = problem()
+    posterior = lp.Riemannian(net, "classification", n_samples=3).fit(data)
+    posterior.save(tmp_path / "saved")
+    loaded = lp.load(tmp_path / "saved", net)
+    assert torch.equal(loaded.samples, posterior.samples)
+    assert torch.equal(loaded.report.statuses, posterior.report.statuses)
+    assert loaded.report.decrement == posterior.report.decrement
+    loaded.prior_precision = 2.0
+    with pytest.raises(DataError, match="data=train_loader"):
+        loaded.predictive(data[0][0])
+    posterior.prior_precision = 2.0
+    assert torch.equal(loaded.draw(data=data).samples, posterior.samples)
+    with pytest.raises(DataError, match="not the data"):
+        loaded.draw(data=data[:1])
+
+
+@pytest.mark.parametrize("method", [lp.ExponentialMap(), lp.Diffusion(n_steps=2)])
+def test_interrupted_drawing_goes_on(method, tmp_path, monkeypatch):
+    net, data = problem()
+    monkeypatch.setattr(riemannian_drawing, "_GROUP", 2)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=5).fit(data, generator=generator())
+    expected = posterior.samples
+    name = "exponential_map" if isinstance(method, lp.ExponentialMap) else "diffuse"
+    original, calls = getattr(riemannian_drawing, name), []
+
+    def breaking(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(riemannian_drawing, name, breaking)
+    folder = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        posterior.draw(checkpoint=folder)
+    assert torch.equal(posterior.samples, expected)
+    other = lp.Riemannian(net, "classification", method=method, n_samples=5).fit(data, generator=generator(7))
+    n_before = len(calls)
+    assert torch.equal(other.draw(checkpoint=folder).samples, expected)
+    assert len(calls) - n_before == (1 if isinstance(method, lp.ExponentialMap) else 3)
+    other.prior_precision = 2.0
+    with pytest.raises(CheckpointError, match="prior precision differs"):
+        other.draw(checkpoint=folder)

@@ -1,0 +1,485 @@
+"""The sampled posterior beside dense linear algebra: its law, its tuning, and going on after an interruption."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    NonFiniteError,
+    UnsupportedError,
+)
+from laplace_plus.evidence import sample_then_optimise
+from laplace_plus.priors import Groups
+
+TIGHT = lp.CGSolver(tolerance=1e-12)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def linear():
+    """A linear model, of which the tangent model is the model itself."""
+    torch.manual_seed(0)
+    x = randn(40, 3)
+    y = x[:, :1] - 0.5 * x[:, 1:2] + 0.3 * randn(40, 1, seed=1)
+    return nn.Linear(3, 1).double(), [(a, b) for a, b in zip(x.split(11), y.split(11), strict=True)]
+
+
+def deep(classes=3):
+    torch.manual_seed(0)
+    x = randn(30, 2)
+    y = torch.randint(classes, (30,), generator=generator(1))
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, classes)).double()
+    return model, [(a, b) for a, b in zip(x.split(8), y.split(8), strict=True)]
+
+
+def dense(model, likelihood, data, **options):
+    return lp.Full(model, likelihood, **options).fit(data)
+
+
+# -- the law of the samples -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", ["linear", "deep"])
+def test_the_samples_covariance_is_the_inverse_precision(problem):
+    model, data = linear() if problem == "linear" else deep()
+    likelihood = lp.Gaussian(0.5) if problem == "linear" else "classification"
+    options = {"prior_precision": torch.tensor([2.0] if problem == "linear" else [0.5, 3.0]), "temperature": 0.7}
+    k = 1500
+    posterior = lp.SampledLaplace(
+        model, likelihood, n_samples=k, solver=lp.CGSolver(tolerance=1e-8), chunk_size=k, **options
+    ).fit(data, generator=generator())
+    exact = dense(model, likelihood, data, **options).covariance_matrix()
+    z = posterior.samples - posterior.mean
+    error = (exact.square() + torch.outer(exact.diagonal(), exact.diagonal())).div(k).sqrt()
+    assert ((z.T @ z / k - exact).abs() <= 4.5 * error).all()
+    assert (z.mean(0).abs() <= 4.5 * (exact.diagonal() / k).sqrt()).all()
+    report = posterior.report
+    assert report.converged and float(report.residual.max()) < 2e-8
+    assert abs(report.energy[0] - 1) < 4.5 * report.energy[1]
+    # Equal shapes do not get equal noise.
+    halves = posterior._draws.prior[:, :8].reshape(k, 2, 4) if problem == "deep" else None
+    assert halves is None or not torch.equal(halves[:, 0], halves[:, 1])
+
+
+def test_the_effective_dimension_is_that_of_the_dense_matrices():
+    model, data = deep()
+    posterior = lp.SampledLaplace(model, "classification", n_samples=200, chunk_size=200).fit(
+        data, generator=generator()
+    )
+    full = dense(model, "classification", data)
+    exact = posterior.n_parameters - full.covariance_matrix().diagonal().sum()  # the prior precision is 1
+    for estimator in ("ratio", "function", "weight"):
+        found = posterior.effective_dimension(estimator)
+        assert abs(float(found.value - exact)) < 4 * float(found.sem) + 0.05
+    by_layer = posterior.report.by_layer
+    variances = torch.stack([full.variance()[:12].sum(), full.variance()[12:].sum()])
+    expected = torch.tensor([12.0, 15.0], dtype=torch.float64) - variances
+    assert ((by_layer.value - expected).abs() < 4.5 * by_layer.sem).all()
+
+
+def test_predictions_are_those_of_the_samples():
+    model, data = deep()
+    posterior = lp.SampledLaplace(model, "classification", n_samples=5).fit(data, generator=generator())
+    x = data[0][0][:4]
+    vector = posterior.network.vector()
+    J = torch.func.jacrev(lambda v: posterior.network(x, posterior.network.substitute(v)))(vector)
+    pushed = torch.einsum("bcp,kp->kbc", J, posterior.samples - posterior.mean)
+    covariance = torch.einsum("kbc,kde->bcde", pushed, pushed) / 5
+    mean, joint = posterior.functional_posterior(x, joint=True)
+    torch.testing.assert_close(mean, posterior.network.forward(x))
+    torch.testing.assert_close(joint, covariance)
+    own = torch.einsum("bcbe->bce", covariance)
+    torch.testing.assert_close(posterior.functional_posterior(x).covariance, own)
+    diagonal = own.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(posterior.functional_posterior(x, outputs="diagonal").covariance, diagonal)
+    some = posterior.functional_posterior(x, outputs=[2, 0])
+    torch.testing.assert_close(some.covariance, own[:, [2, 0]][..., [2, 0]])
+    torch.testing.assert_close(some.mean, mean[:, [2, 0]])
+    probit = (mean / (1 + torch.pi / 8 * diagonal).sqrt()).softmax(-1)
+    torch.testing.assert_close(posterior.predictive(x, link="probit").mean, probit)
+    sampled = posterior.predictive(x, link="mc", n_samples=4000, generator=generator()).mean
+    draws = torch.einsum("sk,kbc->sbc", randn(4000, 5, seed=9), pushed) / 5**0.5
+    torch.testing.assert_close(sampled, (mean + draws).softmax(-1).mean(0), rtol=0, atol=0.02)
+
+
+def test_more_samples_than_were_solved_for_have_their_covariance():
+    model, data = linear()
+    posterior = lp.SampledLaplace(model, "regression", n_samples=3).fit(data, generator=generator())
+    own = posterior.samples - posterior.mean
+    exact = own.T @ own / 3
+    n = 20_000
+    drawn = posterior.sample(n, generator=generator(1)) - posterior.mean
+    error = (exact.square() + torch.outer(exact.diagonal(), exact.diagonal())).div(n).sqrt()
+    assert ((drawn.T @ drawn / n - exact).abs() <= 4.5 * error).all()
+
+
+def test_many_outputs_are_pushed_once_and_combined(monkeypatch):
+    model, data = deep()
+    posterior = lp.SampledLaplace(model, "classification", n_samples=4).fit(data, generator=generator())
+    monkeypatch.setattr("laplace_plus.posteriors.sample_based.samples_rather", lambda *_, **__: True)
+    x = data[0][0]
+    found = posterior._functional_samples(x, 20_000, False, generator(1))
+    mean, covariance = posterior.functional_posterior(x)
+    assert found.shape == (20_000, 8, 3)
+    torch.testing.assert_close(found.mean(0), mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(found.var(0), covariance.diagonal(dim1=-2, dim2=-1), rtol=0.06, atol=1e-3)
+
+
+# -- solvers --------------------------------------------------------------------------------------------------------
+
+
+def test_descent_and_conjugate_gradients_find_the_same_samples():
+    model, data = linear()
+    exact = lp.SampledLaplace(model, "regression", solver=TIGHT).fit(data, generator=generator()).samples
+    whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
+    one = lp.SGDSolver(epochs=90, final_learning_rate=0.5, tolerance=1e-4)
+    # A single batch draws its noise in one go, which is other noise; the draws are therefore handed over.
+    torch.testing.assert_close(handed_over(model, data, whole, one), exact, rtol=1e-3, atol=1e-4)
+    several = lp.SGDSolver(epochs=40, tolerance=0.02)  # the last of the four batches is smaller than the others
+    descended = lp.SampledLaplace(model, "regression", solver=several).fit(data, generator=generator()).samples
+    spread = (exact - exact.mean(0)).norm()
+    assert (descended - exact).norm() < 0.02 * spread
+
+
+def handed_over(model, data, other, solver):
+    first = lp.SampledLaplace(model, "regression", solver=TIGHT).fit(data, generator=generator())
+    second = lp.SampledLaplace(model, "regression", solver=solver).fit(other, generator=generator())
+    second._draws, second._z = first._draws, torch.zeros_like(first._z)
+    return second.solve().samples
+
+
+def test_preconditioners_change_the_iterations_and_not_the_samples():
+    iterations = {}
+    for problem, likelihood in ((linear(), "regression"), (deep(), "classification")):
+        model, data = problem
+        samples = []
+        for name in ("none", "kfac", "nystrom"):
+            solver = lp.CGSolver(tolerance=1e-9, preconditioner=name, rank=15)
+            posterior = lp.SampledLaplace(model, likelihood, prior_precision=0.1, n_samples=3, solver=solver)
+            posterior.fit(data, generator=generator())
+            iterations[likelihood, name] = posterior.report.iterations
+            samples.append(posterior.samples)
+            torch.testing.assert_close(samples[-1], samples[0], rtol=1e-6, atol=1e-7)
+    assert iterations["regression", "kfac"] == 1  # exact for one layer and a Gaussian likelihood
+    assert iterations["classification", "nystrom"] < iterations["classification", "none"] / 2
+
+
+def test_a_missed_tolerance_is_told():
+    model, data = deep()
+    with pytest.warns(ConvergenceWarning, match="residuals"):
+        posterior = lp.SampledLaplace(model, "classification", solver=lp.CGSolver(max_iterations=1)).fit(data)
+    assert not posterior.report.converged
+    assert posterior.report.iterations == 1
+
+
+# -- tuning ---------------------------------------------------------------------------------------------------------
+
+
+def mackay(full, structure):
+    """The fixed point by the dense posterior's tangent evidence."""
+    full.fit_prior_precision("mackay", structure, evidence="tangent", tolerance=1e-9)
+    return full.prior_precision, full.noise_std
+
+
+def grouped():
+    """Three groups in a linear regression."""
+    torch.manual_seed(0)
+    x = randn(120, 30)
+    weights = randn(30, seed=4) * torch.tensor([3.0, 1.0, 0.3], dtype=torch.float64).repeat_interleave(10)
+    y = (x @ weights + 0.5 * randn(120, seed=2))[:, None]
+    groups = Groups("thirds", ("a", "b", "c"), torch.arange(30) // 10)
+    return nn.Linear(30, 1, bias=False).double(), [(x[:70], y[:70]), (x[70:], y[70:])], groups
+
+
+@pytest.mark.parametrize("method", ["mackay", "em"])
+def test_the_fixed_point_is_that_of_the_dense_evidence(method):
+    model, data, groups = grouped()
+    exact, noise = mackay(dense(model, "regression", data), groups)
+    posterior = lp.SampledLaplace(
+        model, "regression", n_samples=200, chunk_size=200, solver=lp.CGSolver(tolerance=1e-5)
+    )
+    posterior.fit(data, generator=generator())
+    posterior.fit_prior_precision(method, groups, tolerance=1e-4, max_steps=100, optimum_tolerance=1e-8)
+    assert posterior.tuning.converged
+    assert posterior.prior_groups is groups
+    step = posterior.tuning.steps[-1]
+    error = step.sem / step.effective_dimension  # of a logarithm, at given optimum and noise
+    assert ((posterior.prior_precision / exact).log().abs() < 6 * error + 0.01).all()
+    assert float(posterior.noise_std) == pytest.approx(float(noise), rel=0.02)
+    # At the end, samples are those of the tuned prior.
+    fresh = lp.SampledLaplace(
+        model,
+        lp.Gaussian(posterior.noise_std),
+        prior_precision=posterior.prior().vector(),
+        n_samples=200,
+        chunk_size=200,
+        solver=lp.CGSolver(tolerance=1e-5),
+    ).fit(data, generator=generator())
+    torch.testing.assert_close(posterior.samples, fresh.samples, rtol=1e-3, atol=1e-4)
+
+
+def test_tuning_of_classification_and_its_options():
+    model, data = deep()
+    posterior = lp.SampledLaplace(model, "classification", n_samples=20, chunk_size=20).fit(data, generator=generator())
+    posterior.fit_prior_precision(structure="layerwise", max_steps=30)
+    assert posterior.prior_precision.shape == (2,) and posterior.noise_std is None
+    assert posterior.tuning.converged and posterior.tuning.change < 0.05
+    network = posterior.predictive(data[0][0]).functional_mean
+    posterior.fit_prior_precision(structure="normalized_groups", predictive_mean="tangent", max_steps=30)
+    assert posterior.prior_groups.name == "normalized_groups"
+    moved = posterior.predictive(data[0][0]).functional_mean
+    assert not torch.allclose(moved, network, atol=1e-3)
+    posterior.fit_prior_precision(scaling="g_prior", max_steps=30)
+    assert posterior.prior_precision.shape == (posterior.n_parameters,)
+    torch.testing.assert_close(posterior.predictive(data[0][0]).functional_mean, network)
+
+
+def test_a_warm_start_takes_fewer_passes_to_the_same_samples():
+    model, data = deep()
+    options = {"n_samples": 4, "solver": lp.CGSolver(tolerance=1e-8)}
+    warm = lp.SampledLaplace(model, "classification", **options).fit(data, generator=generator())
+    cold = lp.SampledLaplace(model, "classification", prior_precision=1.01, **options).fit(data, generator=generator())
+    warm.prior_precision = 1.01
+    torch.testing.assert_close(warm.samples, cold.samples, rtol=1e-5, atol=1e-6)  # solved for when they are asked for
+    assert 0 < warm.report.iterations < cold.report.iterations
+
+
+def test_changed_noise_and_temperature_reach_the_samples():
+    model, data = linear()
+    posterior = lp.SampledLaplace(model, lp.Gaussian(1.0), solver=TIGHT).fit(data, generator=generator())
+    before = posterior.samples
+    posterior.noise_std, posterior.temperature = 0.5, 4.0  # which cancel
+    torch.testing.assert_close(posterior.samples, before)
+    posterior.temperature = 1.0
+    assert not torch.allclose(posterior.samples, before, atol=1e-2)
+
+
+# -- interruption ---------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """In place of a machine that goes down."""
+
+
+def broken(monkeypatch, after):
+    """Let the curvature's products fail after so many."""
+    product, count = sample_then_optimise.PriorUnits.image, [0]
+
+    def failing(self, *args, **kwargs):
+        count[0] += 1
+        if count[0] > after:
+            raise Interrupted
+        return product(self, *args, **kwargs)
+
+    monkeypatch.setattr(sample_then_optimise.PriorUnits, "image", failing)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        lp.CGSolver(tolerance=1e-8, checkpoint_every=3),
+        lp.SGDSolver(epochs=8, tolerance=9.0, learning_rate=0.01, checkpoint_every=2),
+    ],
+)
+def test_an_interrupted_fit_goes_on_to_the_same_samples(tmp_path, monkeypatch, solver):
+    model, data = deep()
+
+    def posterior():
+        return lp.SampledLaplace(model, "classification", n_samples=3, solver=solver)
+
+    whole = posterior().fit(data, generator=generator())
+    with monkeypatch.context() as patch:
+        broken(patch, 7 if isinstance(solver, lp.CGSolver) else 20)
+        with pytest.raises(Interrupted):
+            posterior().fit(data, generator=generator(), checkpoint=tmp_path)
+    resumed = posterior().fit(data, generator=generator(99), checkpoint=tmp_path)
+    assert torch.equal(resumed.samples, whole.samples)
+    assert torch.equal(posterior().fit(data, checkpoint=tmp_path).samples, whole.samples)  # and once it has ended
+
+
+@pytest.mark.parametrize("after", [2, 9, 14, 25, 40])
+def test_an_interrupted_tuning_goes_on_to_the_same_result(tmp_path, monkeypatch, after):
+    model, data = linear()
+    solver = lp.CGSolver(tolerance=1e-8, checkpoint_every=1)
+
+    def fitted():
+        return lp.SampledLaplace(model, "regression", n_samples=3, solver=solver).fit(
+            data, generator=generator(), checkpoint=tmp_path / "run"
+        )
+
+    def tuned(posterior, **options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return posterior.fit_prior_precision(max_steps=6, tolerance=1e-3, **options)
+
+    whole = tuned(fitted())
+    posterior = fitted()
+    with monkeypatch.context() as patch:
+        broken(patch, after)
+        try:
+            tuned(posterior, checkpoint=tmp_path / "run")
+        except Interrupted:
+            assert float(posterior.prior_precision) == 1.0  # as it was
+    resumed = tuned(fitted(), checkpoint=tmp_path / "run")
+    assert torch.equal(resumed.prior_precision, whole.prior_precision)
+    assert torch.equal(resumed.noise_std, whole.noise_std)
+    assert torch.equal(resumed.samples, whole.samples)
+    assert len(resumed.tuning.steps) == len(whole.tuning.steps)
+
+
+def test_checkpoints_of_other_problems_are_refused(tmp_path):
+    model, data = deep()
+
+    def fit(model=model, data=data, n_samples=2, **options):
+        return lp.SampledLaplace(model, "classification", n_samples=n_samples, **options).fit(data, checkpoint=tmp_path)
+
+    fit()
+    other = deep()[0]
+    with torch.no_grad():
+        other[0].weight += 1
+    with pytest.raises(CheckpointError, match="network"):
+        fit(model=other)
+    with pytest.raises(CheckpointError, match="number of data"):
+        fit(data=data[:-1])
+    with pytest.raises(CheckpointError, match="data differs"):
+        fit(data=[(x + 1, y) for x, y in data])
+    with pytest.raises(CheckpointError, match="options"):
+        fit(n_samples=3)
+    with pytest.raises(CheckpointError, match="prior precision"):
+        fit(prior_precision=2.0)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="folder"):
+        lp.SampledLaplace(model, "classification").fit(data, checkpoint=file)
+
+
+# -- parameters, storage, bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", ["last_layer", ["0.weight"], "mask", "frozen"])
+def test_parts_of_the_parameters(parameters):
+    model, data = deep()
+    if parameters == "frozen":
+        model[0].requires_grad_(False)
+        parameters = "all"
+    if parameters == "mask":
+        weight = torch.zeros(4, 2, dtype=torch.bool)
+        weight[1:3] = True
+        parameters = {"0.weight": weight, "2.bias": torch.ones(3, dtype=torch.bool)}
+    posterior = lp.SampledLaplace(model, "classification", parameters=parameters, n_samples=300, chunk_size=300)
+    posterior.fit(data, generator=generator())
+    exact = dense(model, "classification", data, parameters=parameters).covariance_matrix()
+    z = posterior.samples - posterior.mean
+    error = (exact.square() + torch.outer(exact.diagonal(), exact.diagonal())).div(300).sqrt()
+    assert z.shape == (300, len(exact))
+    assert ((z.T @ z / 300 - exact).abs() <= 4.5 * error).all()
+
+
+def test_a_saved_posterior_knows_its_tuning_and_solves_on(tmp_path):
+    model, data = linear()
+    posterior = lp.SampledLaplace(model, "regression", n_samples=3, solver=TIGHT).fit(data, generator=generator())
+    posterior.fit_prior_precision(max_steps=30, predictive_mean="tangent")
+    posterior.save(tmp_path / "saved")
+    loaded = lp.load(tmp_path / "saved", model)
+    x = data[0][0]
+    torch.testing.assert_close(loaded.predictive(x).mean, posterior.predictive(x).mean, rtol=0, atol=0)
+    assert loaded.solver == TIGHT
+    assert loaded.report.energy == posterior.report.energy
+    loaded.prior_precision = posterior.prior_precision = 3.0
+    with pytest.raises(DataError, match="data=train_loader"):
+        loaded.sample(1)
+    torch.testing.assert_close(loaded.solve(data).samples, posterior.samples)
+    with pytest.raises(DataError, match="noise was drawn"):
+        lp.load(tmp_path / "saved", model).solve(data[:1])
+
+
+def test_equal_generators_give_equal_samples():
+    model, data = deep()
+
+    def samples(seed):
+        return lp.SampledLaplace(model, "classification").fit(data, generator=generator(seed)).samples
+
+    assert torch.equal(samples(0), samples(0))
+    assert not torch.allclose(samples(0), samples(1))
+
+
+def test_an_update_is_refused_by_name():
+    model, data = deep()
+    posterior = lp.SampledLaplace(model, "classification").fit(data)
+    with pytest.raises(UnsupportedError, match="SampledLaplace cannot be updated"):
+        posterior.update(data)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_samples": 0},
+        {"n_samples": 2.5},
+        {"n_samples": True},
+        {"chunk_size": 0},
+        {"solver": "adam"},
+        {"prior_precision": -1.0},
+    ],
+)
+def test_bad_arguments_are_refused(options):
+    with pytest.raises(ConfigurationError):
+        lp.SampledLaplace(deep()[0], "classification", **options)
+
+
+def test_other_curvatures_are_refused():
+    for backend in (lp.Native("empirical_fisher"), "curvlinops"):
+        with pytest.raises(UnsupportedError, match="backend"):
+            lp.SampledLaplace(deep()[0], "classification", backend=backend)
+    model, data = linear()
+    two = nn.Linear(3, 2).double()
+    targets = [(x, x[:, :2]) for x, _ in data]
+    with pytest.raises(UnsupportedError, match="noise level"):
+        lp.SampledLaplace(two, lp.Gaussian(torch.tensor([1.0, 2.0]))).fit(targets)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "validation"},
+        {"structure": "blockwise"},
+        {"evidence": "laplace"},
+        {"scaling": "unit"},
+        {"predictive_mean": "mode"},
+        {"max_steps": 0},
+        {"tune_noise": True},
+    ],
+)
+def test_bad_tuning_is_refused(options):
+    model, data = deep()
+    posterior = lp.SampledLaplace(model, "classification", n_samples=2).fit(data)
+    with pytest.raises(ConfigurationError):
+        posterior.fit_prior_precision(**options)
+
+
+def test_what_is_not_finite_is_refused():
+    model, data = deep()
+    bad = [(torch.full_like(x, torch.nan), y) for x, y in data]
+    with pytest.raises(NonFiniteError):
+        lp.SampledLaplace(model, "classification").fit(bad)
+    posterior = lp.SampledLaplace(model, "classification", n_samples=2).fit(data)
+    with pytest.raises(UnsupportedError):
+        posterior.functional_posterior(data[0][0], differentiable=True)
+    with pytest.raises(ConfigurationError):
+        posterior.functional_posterior(data[0][0], outputs="all")
+    with pytest.raises(DataError):
+        posterior.functional_posterior(data[0][0][:0])
