@@ -162,14 +162,19 @@ def _two_loops(
     conditioned: Tensor,
     precondition: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The inverse Hessian that the pairs and the preconditioner make, times the gradient."""
+    """The inverse Hessian that the pairs and the preconditioner make, times the gradient.
+
+    The preconditioner is scaled to fit the latest step (Nocedal and Wright, 2006, section 7.2): one of the right form
+    and the wrong size, as a Kronecker-factored one of a network with shared weights, would cost many steps.
+    """
     if not pairs:
         return conditioned
     result, weights = gradient.clone(), []
     for step, change in reversed(pairs):
         weights.append(float(step @ result) / float(step @ change))
         result -= weights[-1] * change
-    result = precondition(result)
+    step, change = pairs[-1]
+    result = precondition(result) * (float(step @ change) / float(change @ precondition(change)))
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
         result += (weight - float(change @ result) / float(step @ change)) * step
     return result

@@ -107,9 +107,8 @@ def functional_posteriors(
             expected='None, "diagonal" (not with joint=True) or indices',
             got=f"{outputs!r} with joint={joint}",
         )
-    chosen = (torch.arange(shape[-1]) if outputs is None or isinstance(outputs, str) else output_indices(outputs, shape)).to(
-        mean.device
-    )
+    selection = slice(None) if outputs is None or isinstance(outputs, str) else outputs
+    chosen = output_indices(selection, shape).to(mean.device)
     mode = "joint" if joint else "diagonal" if diagonal else "full"
     n_chosen = chosen.shape[-1]
     flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
