@@ -381,6 +381,7 @@ def last_layer(problem: Problem) -> Iterator[Task]:
                 lambda: predictive.head_predictive(problem, x),
                 "2 forwards, an N × N inverse and 2 products with it for each class",
                 Target(1.15, peak_mb=2e3),
+                {"forwards, inverses and products alone": lambda: predictive.head_operations(problem, x)},
                 check=partial(_head_agreement, problem, x),
             )
 

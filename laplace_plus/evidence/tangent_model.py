@@ -32,7 +32,7 @@ from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
-_KEPT_BYTES = 256 * 2**20
+_KEPT_BYTES = 2 * 2**30
 """A Jacobian of all data up to this size is kept."""
 
 
@@ -110,7 +110,7 @@ class TangentModel:
             self.vector = self.network.vector()
             n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
             if keep_jacobian is None:
-                keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 4)
+                keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 2)
             self._counter = [1]
             self._kept = [self._keep(batch) for batch in self._batches()] if keep_jacobian else None
 
