@@ -33,7 +33,12 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 """Difference of the solutions of order 5 and 4; the last stage of a step is the first one of the next."""
 
 _SAFETY, _LEAST, _MOST = 0.9, 0.2, 10.0
+_TINY = 1e-6
+"""In a step that is so short a part of the way, the invariant does not change but at a kink."""
 _EVALUATIONS = len(_A)
+
+Correction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From states and derivatives ``[m, n]`` and the invariant's ratio ``[m]`` to those with the right invariant."""
 
 
 class PathStatus(IntEnum):
@@ -48,7 +53,7 @@ class PathStatus(IntEnum):
     NOT_FINITE = 3
     """A gradient or a Hessian-vector product along it was NaN or infinite."""
     ENERGY_LOST = 4
-    """The energy, which is constant along the exact path, drifted by more than was allowed."""
+    """The energy, which is constant along the exact path, jumped by more than was allowed, as it does at kinks."""
 
 
 WORDS = {
@@ -70,7 +75,7 @@ class Paths:
         statuses: :class:`PathStatus` of each sample, ``[k]`` integers.
         n_evaluations: Evaluations of the right-hand side for each sample, ``[k]``.
         initial: The invariant at the start, ``[k]``.
-        drift: Largest relative change of the invariant at any accepted step, ``[k]``.
+        drift: Sum over the steps of the invariant's relative changes, which were corrected for, ``[k]``.
     """
 
     states: Tensor
@@ -89,11 +94,14 @@ def integrate(
     rtol: float,
     atol: float,
     max_evaluations: int,
+    max_change: float,
+    correct: Correction,
 ) -> Paths:
     """Follow ``y' = f(y)`` from ``start [k, n]`` at time 0 to increasing, positive ``times [T]``.
 
     The error of a step, in root mean square over the entries of a sample's state in units of
-    ``atol + rtol max(|y|, |y_next|)``, is at most one.
+    ``atol + rtol max(|y|, |y_next|)``, is at most one, and the invariant's relative change at most ``max_change``.
+    After each step the state is put back to where the invariant is what it was at the start.
     """
     k, device = len(start), start.device
     goals = times.to(device=device, dtype=torch.float64)
@@ -128,15 +136,20 @@ def integrate(
         scale = atol + rtol * torch.maximum(y[active].abs(), state.abs())
         norm = (error / scale).square().mean(1).sqrt().to(h)
         finite = torch.isfinite(norm) & torch.isfinite(stages[-1]).all(1) & torch.isfinite(invariant)
-        accepted = finite & (norm <= 1)
+        change = (invariant / initial[active].clamp(min=torch.finfo(y.dtype).tiny) - 1).abs().to(h)
+        change = torch.where(initial[active] > 0, change, 0.0)
+        kept = change <= max_change
+        jumped = finite & (norm <= 1) & ~kept & (step < _TINY * goals[-1])
+        accepted = finite & (norm <= 1) & kept
         factor = (_SAFETY * norm.clamp(min=1e-10) ** -0.2).clamp(_LEAST, _MOST)
+        factor = torch.where(kept, factor, torch.minimum(factor, (max_change / change) ** 0.2).clamp(_LEAST, 0.8))
         factor = torch.where(accepted, factor, torch.where(finite, factor.clamp(max=1.0), _LEAST))
 
-        moved = active[accepted]
-        y[moved], slope[moved] = state[accepted], stages[-1][accepted]
+        moved, ratio = active[accepted], (initial[active] / invariant)[accepted]
+        ratio = torch.where(initial[moved] > 0, ratio, 1.0)
+        y[moved], slope[moved] = correct(state[accepted], stages[-1][accepted], ratio)
         t[moved] = torch.where(landing, goals[goal[active]], t[active] + step)[accepted]
-        change = (invariant[accepted] - initial[moved]).abs() / initial[moved].clamp(min=torch.finfo(y.dtype).tiny)
-        drift[moved] = torch.maximum(drift[moved], change)
+        drift[moved] += change[accepted].to(drift)
         # A step that was cut short to land on a time says nothing against the longer one that was planned.
         h[active] = torch.where(accepted & landing, torch.maximum(h[active], step * factor), step * factor)
         landed = active[accepted & landing]
@@ -146,6 +159,7 @@ def integrate(
         ended = goal[active] == len(goals)
         statuses[active[~ended & (h[active] < smallest * left)]] = PathStatus.STEP_TOO_SMALL
         statuses[active[~ended & (count[active] + _EVALUATIONS > max_evaluations)]] = PathStatus.TOO_MANY_EVALUATIONS
+        statuses[active[jumped]] = PathStatus.ENERGY_LOST
         failed = ~ended & (statuses[active] != PathStatus.ARRIVED)
         statuses[active[failed & ~finite]] = PathStatus.NOT_FINITE
         active = active[~ended & ~failed]

@@ -36,6 +36,7 @@ from laplace_plus.linalg.cg import CGSolution, cg
 from laplace_plus.linalg.diagonals import diagonal
 from laplace_plus.linalg.factor import Factor
 from laplace_plus.linalg.factor_sums import FactorSum
+from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, SVDProjection
 from laplace_plus.linalg.kronecker import KroneckerBlock
 from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos, tridiagonal
 from laplace_plus.linalg.low_rank import LowRankBlock
@@ -55,6 +56,7 @@ from laplace_plus.linalg.structured import BlockDiagonal, Dense, Diagonal, Ident
 from laplace_plus.linalg.traces import trace
 
 __all__ = [
+    "AlternatingProjection",
     "ArnoldiDecomposition",
     "Basis",
     "Bidiagonalization",
@@ -79,6 +81,7 @@ __all__ = [
     "KroneckerBlock",
     "LanczosDecomposition",
     "LeastSquaresSolution",
+    "LSMRProjection",
     "LowRankBlock",
     "LowRankPlusDiagonal",
     "NullSpaceProjector",
@@ -112,5 +115,6 @@ __all__ = [
     "svds",
     "trace",
     "tridiagonal",
+    "SVDProjection",
     "SampledSpectrum",
 ]

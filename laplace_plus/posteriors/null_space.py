@@ -89,7 +89,7 @@ class NullSpace(SampleBased):
             one row for each example rather than C and leaves a larger kernel. Examples that are fitted exactly have no
             such row; they are counted in the report.
         projector: ``"lsmr"``, ``"svd"`` (for small problems: exact), ``"alternating"`` (the paper's sweeps), or
-            :class:`LSMRProjection`, :class:`SVDProjection` or :class:`AlternatingProjection` with options.
+            ``lp.linalg.LSMRProjection``, ``SVDProjection`` or ``AlternatingProjection`` with options.
         n_samples: Number k of samples that are projected.
         chunk_size: Number of vectors that are pushed through the network at a time.
         *args: As for :class:`Posterior`.
@@ -462,7 +462,7 @@ def _resolve(projector: str | ProjectionMethod | dict[str, Any]) -> ProjectionMe
     if name not in METHODS:
         raise ConfigurationError(
             "Unknown projector.",
-            expected=f"{', '.join(METHODS)}, or lp.LSMRProjection(...) and the like with options",
+            expected=f"{', '.join(METHODS)}, or lp.linalg.LSMRProjection(...) and the like with options",
             got=repr(projector),
         )
     return METHODS[name](**options)

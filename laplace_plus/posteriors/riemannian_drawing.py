@@ -33,7 +33,8 @@ class ExponentialMap:
         rtol: Relative tolerance of a step's error.
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap on gradients with Hessian-vector products for each sample.
-        max_energy_drift: Relative change of a geodesic's energy beyond which the sample counts as failed.
+        max_energy_change: Relative change of a geodesic's energy beyond which a step is repeated with a smaller one; if
+            that does not help, the sample counts as failed.
         linearized: Whether to take the network's tangent for the network, on the surface and in predictions.
         minibatch: Number of examples, drawn at random for each sample, that its surface is of; their log-likelihood
             counts for that of all. By default all data.
@@ -42,15 +43,15 @@ class ExponentialMap:
         ConfigurationError: Numbers out of range.
     """
 
-    rtol: float = 1e-4
-    atol: float = 1e-5
-    max_evaluations: int = 2000
-    max_energy_drift: float = 0.1
+    rtol: float = 1e-3
+    atol: float = 1e-3
+    max_evaluations: int = 10_000
+    max_energy_change: float = 0.3
     linearized: bool = False
     minibatch: int | None = None
 
     def __post_init__(self) -> None:
-        check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_drift)
+        check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_change)
         if self.minibatch is not None:
             check_count(self.minibatch, "minibatch")
 
@@ -98,7 +99,8 @@ class PathReport:
     Attributes:
         statuses: ``[n]`` integers, :class:`~laplace_plus.geometry.PathStatus`.
         n_evaluations: Gradients with Hessian-vector products, or curvatures of a diffusion, for each, ``[n]``.
-        energy_drift: Largest relative change of a geodesic's energy, ``[n]``; zero for diffusions.
+        energy_drift: Sum of the relative changes of a geodesic's energy that were corrected for, ``[n]``; zero for
+            diffusions.
         tail: Largest fraction of the curvature's trace that a diffusion left unresolved; see
             :class:`~laplace_plus.Diffusion`.
         gradient_norm: ``‖∇L(θ̂)‖`` of the negative log-posterior, summed over the data.
@@ -222,7 +224,7 @@ def _by_geodesics(
         rtol=method.rtol,
         atol=method.atol,
         max_evaluations=method.max_evaluations,
-        max_energy_drift=method.max_energy_drift,
+        max_energy_change=method.max_energy_change,
     )
     return Drawn(found.endpoint, PathReport(found.statuses, found.n_evaluations, found.energy_drift))
 
