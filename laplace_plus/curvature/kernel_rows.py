@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from laplace_plus.batches import iterate
-from laplace_plus.curvature.operators import CHUNK_SIZE, FisherOperator, GGNOperator, JacobianOperator
+from laplace_plus.curvature.operators import (
+    CHUNK_SIZE,
+    FisherOperator,
+    GGNOperator,
+    JacobianOperator,
+    RootOperator,
+)
 from laplace_plus.curvature.pieces import gradient_pieces
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
@@ -39,6 +45,7 @@ class KernelRows:
     Attributes:
         whole: All rows.
         n_ignored: Number of rows that were ignored.
+        data_summary: Sums over the examples, by which other data, or another order, can be told.
 
     Raises:
         ConfigurationError: Another kind.
@@ -60,6 +67,7 @@ class KernelRows:
         self._kind, self._chunk_size = kind, chunk_size
         self.n_ignored = 0
         self._scales = self._row_scales() if kind == "loss" else None
+        self.data_summary: tuple[float, ...] = ()
         self.whole = self._operator(data)
 
     def parts(self) -> Iterator[Operator]:
@@ -71,15 +79,18 @@ class KernelRows:
             yield part
 
     def _operator(self, data: Iterable[Any], first: int = 0) -> Operator:
+        options: dict[str, Any] = {"chunk_size": self._chunk_size}
+        rows: JacobianOperator | RootOperator
         if self._kind == "logit":
-            return JacobianOperator(self._network, data, chunk_size=self._chunk_size)
-        if self._kind == "ggn":
-            return GGNOperator(self._network, self._likelihood, data, chunk_size=self._chunk_size).root()
-        losses = FisherOperator(
-            self._network, self._likelihood, data, kind="empirical", chunk_size=self._chunk_size
-        ).root()
-        assert self._scales is not None
-        return Diagonal(self._scales[first : first + losses.shape[0]]) @ losses
+            rows = JacobianOperator(self._network, data, **options)
+        elif self._kind == "ggn":
+            rows = GGNOperator(self._network, self._likelihood, data, **options).root()
+        else:
+            rows = FisherOperator(self._network, self._likelihood, data, kind="empirical", **options).root()
+        self.data_summary = self.data_summary or rows.data_summary  # the first operator is that of all data
+        if self._scales is None:
+            return rows
+        return Diagonal(self._scales[first : first + rows.shape[0]]) @ rows
 
     def _row_scales(self) -> Tensor:
         """The reciprocal length of each loss's gradient ``[N]``, zero for those of rounding size."""

@@ -135,7 +135,7 @@ def tune_tangent(
         keep_jacobian: See :class:`TangentModel`.
 
     Raises:
-        ConfigurationError: An unknown method or structure, or noise to be tuned that does not exist.
+        ConfigurationError: An unknown method or structure, a number below 1, or noise to be tuned that does not exist.
         DataError: Not the data of the fit, or data that come only once.
         NonFiniteError: The loss of the tangent model is not finite.
 
@@ -146,6 +146,9 @@ def tune_tangent(
         raise ConfigurationError(
             'Unknown way to tune by the evidence "tangent".', expected=", ".join(TANGENT_METHODS), got=repr(method)
         )
+    for name, value in (("max_iterations", max_iterations), ("max_steps", max_steps)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError("There is no such number.", expected=f"{name}: an integer >= 1", got=repr(value))
     objective = Objective.create(model, structure, temperature, tune_noise, scaling)
     objective = replace(objective, limits=_limits(objective))
     tangent = TangentModel(network, model.likelihood, data, temperature=temperature, keep_jacobian=keep_jacobian)
@@ -203,6 +206,7 @@ class _Alternation:
                 continue
             start, best = optimum.vector, max(best, value)
             trace.append(value)
+            accepted = objective, point, value, gradient, optimum
             norm = float(free_gradient(objective, point, gradient).abs().max())
             finest = self._finest(objective, point, optimum)
             exact = optimum.converged and accuracy <= finest
@@ -218,7 +222,7 @@ class _Alternation:
             accuracy = max(finest, min(accuracy, 0.01 * norm**2))
             low, high = objective.box
             point = mixer(point, plain).clamp(low, high)
-        return self._result(objective, point, value, gradient, optimum, iteration, tuple(trace))
+        return self._result(*accepted, iteration, tuple(trace))
 
     def _optimum(self, point: Tensor, start: Tensor | None, accuracy: float) -> tuple[TangentOptimum, Objective]:
         """θ* at some hyperparameters, and the evidence as a function of hyperparameters with it in place of θ̃."""

@@ -358,7 +358,8 @@ class GaussianPosterior(Posterior):
     def _factors(self) -> dict[str, Factor]:
         """The factorised posterior precision, kept until a hyperparameter changes."""
         precision, temperature = self._prior_precision, self._temperature
-        key = (precision, precision._version, temperature, temperature._version, self.likelihood)
+        groups = self._group_index()
+        key = (precision, precision._version, temperature, temperature._version, self.likelihood, groups)
         cached = self._factor_cache
         if cached is None or any(a is not b for a, b in zip(cached[0], key, strict=True)):
             factors = self.laplace_model().factors(precision.detach(), temperature.detach())

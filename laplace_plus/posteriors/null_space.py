@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus import batches, kernels
+from laplace_plus import kernels
 from laplace_plus.curvature.kernel_rows import KINDS, KernelRows, Rows
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.distributed import Distributed
@@ -182,12 +182,16 @@ class NullSpace(SampleBased):
         rows = KernelRows(self.network, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
         checkpoint = None
         if self._checkpoint_folder is not None:
-            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"rows": rows.whole.shape[0]})
+            data_summary = [f"{value:.6e}" for value in rows.data_summary]
+            checkpoint = Checkpoint(
+                self._checkpoint_folder,
+                identity(self, n_data) | {"number of rows": rows.whole.shape[0], "data": data_summary},
+            )
         saved = None if checkpoint is None else checkpoint.read("draws")
         if saved is not None:
             seed = int(saved[0]["seed"])
         else:
-            seed = draw_seed(generator) if generator is not None else torch.Generator().seed() % 2**62
+            seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
             if checkpoint is not None:
                 checkpoint.write("draws", {"seed": seed}, {})
         projector = self.projector.prepare(rows.whole, rows.parts)
@@ -316,7 +320,7 @@ class NullSpace(SampleBased):
                 ``data``, on a grid of half decades around the optimum.
             data: Held-out batches for ``"validation"``; training batches for ``"line_search"``, by default those of
                 :meth:`fit`.
-            allowance: Of ``"line_search"``, in nats for each example.
+            allowance: Of ``"line_search"``, in nats for each target.
             n_samples: Sampled networks of ``"line_search"``.
             generator: Source of randomness of predictions that draw samples.
 
@@ -360,17 +364,18 @@ class NullSpace(SampleBased):
     def _held_out(self, data: Iterable[Any], alpha: float, generator: torch.Generator | None) -> float:
         """The mean log-probability of held-out targets at a precision, which stays what it was."""
         before, state = self._prior_precision, None if generator is None else generator.get_state()
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
         try:
             self._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
             for batch in self._batches(data, progress=False, description=""):
                 log_prob = self.predictive(batch.inputs, generator=generator).log_prob(batch.target)
-                total, count = total + float(log_prob.double().sum()), count + log_prob.numel()
+                total += float(log_prob.double().sum())
+                count += self._n_rows(self.network.forward(batch.inputs), batch.target)
         finally:
             self._prior_precision = before
             if generator is not None and state is not None:
                 generator.set_state(state)  # every precision sees the same random numbers
-        return total / max(1, count)
+        return total / max(1.0, count)
 
     def _line_search(
         self, data: Iterable[Any], allowance: float, n_samples: int, optimum: float
@@ -399,8 +404,8 @@ class NullSpace(SampleBased):
         return optimum * 10.0**high, -(base + excess(high)), count
 
     def _training_loss(self, data: Iterable[Any], vectors: Tensor) -> float:
-        """The mean negative log-likelihood over examples and networks."""
-        total, count = 0.0, 0
+        """The mean negative log-likelihood over targets and networks."""
+        total, count = 0.0, 0.0
         for batch in self._batches(data, progress=False, description=""):
             for vector in vectors:
                 with torch.no_grad():
@@ -409,8 +414,12 @@ class NullSpace(SampleBased):
                     return float("inf")
                 statistics = self.likelihood.statistics(outputs, batch.target)
                 total -= float(self.likelihood.log_likelihood(statistics))
-            count += batches.batch_size(batch.target)
-        return total / (count * len(vectors))
+                count += self._n_rows(outputs, batch.target)
+        return total / max(1.0, count)
+
+    def _n_rows(self, outputs: Tensor, target: Any) -> float:
+        """Number of targets that are not ignored."""
+        return float(self.likelihood.rows(outputs, target)[2].sum())
 
     # -- what it gives -------------------------------------------------------------------------------------------------
 

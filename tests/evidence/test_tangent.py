@@ -388,3 +388,39 @@ def test_an_exact_fit_has_a_bounded_noise():
     assert math.isfinite(posterior.tuning.value)
     assert torch.isfinite(posterior.tuning.vector).all()
     assert 0 < posterior.noise_std < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+def test_results_belong_together_wherever_it_ends():
+    """Also where the last alternation was an extrapolation that is taken back."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter *= 2.5
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (30,), generator=generator)
+    n_fewer = 0
+    for count in range(1, 11):
+        posterior = lp.Full(net, "classification").fit([(x, y)])
+        posterior.fit_prior_precision(evidence="tangent", structure="diagonal", max_iterations=count)
+        found = posterior.tuning
+        assert found.trace[-1] == found.value
+        n_fewer += len(found.trace) < found.n_iterations
+        prior = posterior.prior_precision.double()
+        energy = (prior * found.vector.double().square()).sum()
+        logits = net(x) + posterior.network.tangent(x, found.vector - posterior.mean)
+        value = -nn.functional.cross_entropy(logits, y, reduction="sum") - energy / 2
+        value = value - posterior.precision_matrix().logdet() / 2 + prior.log().sum() / 2
+        torch.testing.assert_close(value.item(), found.value, rtol=0, atol=1e-4)
+    assert n_fewer, "no extrapolation was taken back"
+
+
+@pytest.mark.parametrize("name", ["max_iterations", "max_steps"])
+def test_numbers_of_steps_are_positive(name):
+    net = nn.Linear(2, 2).double()
+    x = torch.randn(6, 2, dtype=torch.float64)
+    posterior = lp.Full(net, "classification").fit([(x, torch.arange(6) % 2)])
+    with pytest.raises(ConfigurationError, match="no such number"):
+        posterior.fit_prior_precision(evidence="tangent", **{name: 0})

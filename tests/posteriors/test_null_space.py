@@ -258,6 +258,31 @@ def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     torch.testing.assert_close(posterior.samples, whole, rtol=0, atol=0)
     with pytest.raises(CheckpointError, match="another computation"):
         lp.NullSpace(net, "classification", n_samples=6).fit(data, checkpoint=tmp_path / "c")
+    others = [(x + 1, y) for x, y in data]
+    for other in (others, data[::-1]):
+        with pytest.raises(CheckpointError, match="data differs"):
+            lp.NullSpace(net, "classification", n_samples=5).fit(other, checkpoint=tmp_path / "c")
+
+
+def test_ignored_targets_do_not_count(problem):
+    net, data = problem
+    batches = [(x, y.where(torch.arange(len(y)) < 1, torch.tensor(-100))) for x, y in data]
+    kept = [(x[:1], y[:1]) for x, y in data]
+    found = []
+    for part in (batches, kept):
+        posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=3, rows="loss")
+        posterior.fit(part, generator=generator()).fit_prior_precision("line_search", allowance=0.1, n_samples=3)
+        found.append((float(posterior.prior_precision), posterior.tuning.value))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_torchs_own_seed_is_honoured(problem):
+    net, data = problem
+    samples = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        samples.append(lp.NullSpace(net, "classification", projector="svd", n_samples=3).fit(data).samples)
+    assert torch.equal(*samples)
 
 
 def test_projectors_are_loaded_with_their_options(problem, tmp_path):

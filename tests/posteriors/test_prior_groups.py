@@ -200,3 +200,17 @@ def test_error_bars_of_a_batch_normalised_network():
     assert nll["tangent", "scalar"] < nll["laplace", "scalar"] - 1
     assert nll["tangent", "normalized_groups"] < nll["tangent", "scalar"] - 1
     assert nll["tangent", "normalized_groups"] < -0.7  # with the true noise and mean it is −0.88
+
+
+def test_other_groups_are_another_posterior():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    x = torch.randn(15, 2, dtype=torch.float64)
+    posterior = lp.Full(net, "classification", prior_precision=torch.tensor([0.1, 100.0])).fit(
+        [(x, torch.arange(15) % 3)]
+    )
+    before = posterior.variance()
+    posterior.prior_groups = lp.Groups("swapped", ("a", "b"), 1 - posterior.prior_groups.index)
+    after = posterior.variance()
+    torch.testing.assert_close(after, posterior.precision_matrix().inverse().diagonal(), rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(before, after)
