@@ -16,6 +16,9 @@ from laplace_plus.posteriors.selectors import LargestMagnitude, LargestVariance,
 from laplace_plus.posteriors.subnetwork import Subnetwork
 from laplace_plus.posteriors.summary import Summary
 from laplace_plus.posteriors.swag import DiagonalSWAG
+from laplace_plus.posteriors.viking import VIKING
+from laplace_plus.posteriors.viking_scales import ScaleFit
+from laplace_plus.posteriors.viking_training import ELBOTraining
 
 register("Full", Full)
 register("KFAC", KFAC)
@@ -25,11 +28,13 @@ register("Riemannian", Riemannian)
 register("SampledLaplace", SampledLaplace)
 register("Subnetwork", Subnetwork)
 register("NullSpace", NullSpace)
+register("VIKING", VIKING)
 
 __all__ = [
     "CGSolver",
     "Diagonal",
     "DiagonalSWAG",
+    "ELBOTraining",
     "ExponentialMap",
     "Full",
     "GaussianPosterior",
@@ -43,9 +48,11 @@ __all__ = [
     "Riemannian",
     "SGDSolver",
     "SampledLaplace",
+    "ScaleFit",
     "Selector",
     "Subnetwork",
     "Summary",
+    "VIKING",
     "get_posterior",
     "load",
     "register",

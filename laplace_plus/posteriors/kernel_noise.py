@@ -1,0 +1,187 @@
+"""Normal vectors split into their parts in the kernel of a network's rows and beside it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus import kernels
+from laplace_plus.curvature.kernel_rows import KernelRows
+from laplace_plus.errors import ConfigurationError, NonFiniteError, UnsupportedError
+from laplace_plus.linalg import Estimate
+from laplace_plus.linalg.kernel_projectors import (
+    AlternatingProjection,
+    KernelProjector,
+    LSMRProjection,
+    ProjectionMethod,
+    SVDProjection,
+)
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.posteriors.resuming import Checkpoint
+
+_METHODS: dict[str, type[ProjectionMethod]] = {
+    "svd": SVDProjection,
+    "lsmr": LSMRProjection,
+    "alternating": AlternatingProjection,
+}
+
+_TOGETHER = 8
+"""Vectors that are projected at a time, so that an interrupted fit loses little."""
+
+
+@dataclass(frozen=True)
+class NoiseReport:
+    """How the projections of stored noise ended.
+
+    Attributes:
+        residual: ``‖A v‖ / (‖A‖ ‖ε‖)`` of each, ``[k]``.
+        iterations: Iterations or sweeps of each, ``[k]``.
+        converged: Whether each met its tolerance, ``[k]`` bool.
+        rank: The dimension of the image: exact with ``projector="svd"``, else ``mean ‖(I − P) ε‖²``, which is
+            unbiased, with its standard error.
+        ignored_rows: Number of rows that are too small, beside the largest, to say anything.
+    """
+
+    residual: Tensor
+    iterations: Tensor
+    converged: Tensor
+    rank: Estimate
+    ignored_rows: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """To be stored."""
+        return {
+            "residual": self.residual,
+            "iterations": self.iterations,
+            "converged": self.converged,
+            "rank": torch.stack([self.rank.value, self.rank.sem]).cpu(),
+        }
+
+    @staticmethod
+    def read(tensors: dict[str, Tensor], header: dict[str, Any]) -> NoiseReport:
+        """What :meth:`tensors` gave, with the rest of it."""
+        value, sem = tensors["rank"].cpu()
+        converged = tensors["converged"].bool()
+        probes = len(converged) if sem > 0 else 0
+        rank = Estimate(value, sem, 0, bool(converged.all()), probes)
+        return NoiseReport(tensors["residual"], tensors["iterations"], converged, rank, header["ignored_rows"])
+
+
+@dataclass(frozen=True)
+class KernelNoise:
+    """``ε = kernel + image`` for k normal vectors ε, both ``[k, P]``."""
+
+    kernel: Tensor
+    image: Tensor
+    report: NoiseReport
+
+
+def resolve_projector(projector: str | ProjectionMethod | dict[str, Any]) -> ProjectionMethod:
+    """A projection method by name, or as it is.
+
+    Raises:
+        ConfigurationError: There is none of that name.
+    """
+    if isinstance(projector, ProjectionMethod):
+        return projector
+    options = dict(projector) if isinstance(projector, dict) else {"name": projector}
+    name = options.pop("name", None)
+    if name not in _METHODS:
+        raise ConfigurationError("Unknown projector.", expected=", ".join(_METHODS), got=repr(projector))
+    return _METHODS[name](**options)
+
+
+def projector_config(projector: ProjectionMethod) -> dict[str, Any]:
+    """What :func:`resolve_projector` reads, in JSON's terms."""
+    name = next(name for name, cls in _METHODS.items() if isinstance(projector, cls))
+    return {"name": name, **asdict(projector)}  # type: ignore[call-overload]
+
+
+def draw_kernel_noise(
+    rows: KernelRows,
+    method: ProjectionMethod,
+    count: int,
+    seed: int,
+    checkpoint: Checkpoint | None = None,
+    *,
+    progress: bool = False,
+) -> KernelNoise:
+    """Draw normal vectors and split them, a few at a time.
+
+    Args:
+        rows: What the kernel is of.
+        method: How to project.
+        count: k.
+        seed: Of the noise; the vectors depend on it and their number alone.
+        checkpoint: Where finished vectors are kept.
+        progress: Whether to show progress bars.
+
+    Raises:
+        NonFiniteError: A projection is not finite.
+        UnsupportedError: There is no kernel.
+    """
+    projector: KernelProjector | None = None
+    found = []
+    for start in range(0, count, _TOGETHER):
+        n = min(_TOGETHER, count - start)
+        stage = f"noise-{start}"
+        known = None if checkpoint is None else checkpoint.read(stage, rows.whole.device)
+        if known is None:
+            projector = method.prepare(rows.whole, rows.parts) if projector is None else projector
+            source = torch.Generator().manual_seed((seed + start * 0x9E3779B97F4A7C15) % 2**63)
+            noise = draw_probes(
+                "gaussian", n, rows.whole.shape[1], generator=source, dtype=rows.whole.dtype, device=rows.whole.device
+            )
+            split = projector.project(noise, progress=progress)
+            known = (
+                {"rank": projector.rank},
+                {
+                    "kernel": split.value,
+                    "image": noise - split.value,
+                    "residual": split.residual,
+                    "iterations": split.iterations,
+                    "converged": split.converged,
+                },
+            )
+            if checkpoint is not None:
+                checkpoint.write(stage, *known)
+        found.append(known)
+    parts = {name: torch.cat([part[name] for _, part in found]) for name in found[0][1]}
+    kernel, image, converged = parts["kernel"], parts["image"], parts["converged"].bool()
+    rank = image_rank(kernel, image, found[0][0]["rank"], converged=bool(converged.all()))
+    report = NoiseReport(parts["residual"], parts["iterations"], converged, rank, rows.n_ignored)
+    return KernelNoise(kernel, image, report)
+
+
+def image_rank(kernel: Tensor, image: Tensor, rank: int | None = None, *, converged: bool = True) -> Estimate:
+    """The dimension of the image from split normal vectors, unless it is known.
+
+    Args:
+        kernel: ``P ε``, ``[k, P]``.
+        image: ``(I − P) ε``, ``[k, P]``.
+        rank: What is known.
+        converged: Whether the projections are.
+
+    Raises:
+        NonFiniteError: The vectors are not finite.
+        UnsupportedError: Nothing of them is in the kernel.
+    """
+    total, lengths = kernel.shape[1], kernels.vector_norm(kernel)
+    if not bool(torch.isfinite(lengths).all()):
+        raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
+    if rank == total or bool((lengths <= 1e3 * torch.finfo(kernel.dtype).eps * total**0.5).all()):
+        raise UnsupportedError(
+            "The training data leave no direction free: there are as many independent rows as parameters.",
+            expected=f"fewer than {total:,} independent rows",
+            got=f"rank {total:,}",
+            fix='Use rows="loss", which has one row for each example, fewer data, or another posterior.',
+        )
+    if rank is not None:
+        exact = torch.tensor(float(rank), dtype=torch.float64)
+        return Estimate(exact, torch.zeros_like(exact), 0, True)
+    value = kernels.vector_norm(image).double().square().mean()
+    # ‖(I − P) ε‖² is χ² with r degrees of freedom
+    return Estimate(value, (2 * value / len(image)).sqrt(), 0, converged, len(image))

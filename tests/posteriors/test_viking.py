@@ -1,0 +1,485 @@
+"""The kernel/image family: its divergence, its bound and its projections against dense closed forms."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    NonFiniteError,
+    SmoothnessWarning,
+    UnsupportedError,
+)
+from laplace_plus.evidence.kernel_image import divergence_optimum, kernel_image_kl
+from laplace_plus.linalg.kernel_projectors import LSMRProjection
+from laplace_plus.network import Network
+from laplace_plus.posteriors import viking_training
+from laplace_plus.posteriors.viking_training import KernelImageTraining, TrainingState
+from laplace_plus.testing import assert_untouched, snapshot
+
+D = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    x = torch.randn(6, 2, dtype=D)
+    y = torch.arange(6) % 3
+    return net, [(x[:3], y[:3]), (x[3:5], y[3:5]), (x[5:], y[5:])]
+
+
+@pytest.fixture
+def linear():
+    """A linear model whose rows are orthogonal and of one length, so that the exact posterior is in the family."""
+    X = 3 * torch.linalg.qr(torch.randn(9, 9, generator=generator(), dtype=D))[0][:4]
+    y = 3 * torch.randn(4, 1, generator=generator(1), dtype=D)
+    alpha, noise = 2.0, 0.7
+    mean = torch.linalg.solve(alpha * torch.eye(9, dtype=D) + X.T @ X / noise**2, X.T @ y / noise**2)
+    net = nn.Linear(9, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.copy_(mean.T)
+    evidence = torch.distributions.MultivariateNormal(
+        torch.zeros(4, dtype=D), X @ X.T / alpha + noise**2 * torch.eye(4, dtype=D)
+    ).log_prob(y[:, 0])
+    return net, X, y, alpha, noise, float(evidence)
+
+
+def dense_rows(network, data, kind, theta):
+    """The rows as a differentiable matrix, written out anew."""
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    J = torch.func.jacrev(lambda v: network(x, network.substitute(v)))(theta)
+    p = network(x, network.substitute(theta)).softmax(-1)
+    if kind == "logit":
+        return J.flatten(0, 1)
+    if kind == "ggn":
+        root = p.sqrt().diag_embed() - p[:, :, None] * p.sqrt()[:, None]
+        return (root.mT @ J).flatten(0, 1)
+    return torch.einsum("nc,ncp->np", p - nn.functional.one_hot(y, 3), J)
+
+
+def projector_of(rows):
+    return torch.eye(rows.shape[1], dtype=D) - torch.linalg.pinv(rows, rtol=1e-9) @ rows
+
+
+# -- noise -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
+def test_noise_is_split_into_orthogonal_parts(problem, kind):
+    net, data = problem
+    posterior = lp.VIKING(net, "classification", rows=kind, n_samples=4).fit(data, generator=generator())
+    kernel, image = posterior._noise.kernel, posterior._noise.image
+    sizes = kernel.norm(dim=-1) * image.norm(dim=-1)
+    assert ((kernel * image).sum(-1).abs() < 1e-5 * sizes).all()
+    torch.testing.assert_close(((kernel + image) * kernel).sum(-1), kernel.square().sum(-1), rtol=1e-5, atol=0)
+    rows = dense_rows(posterior.network, data, kind, posterior.mean)
+    assert (kernel @ rows.T).abs().max() < 1e-6 * rows.norm()
+
+
+def test_lengths_of_the_noise_count_dimensions(problem):
+    """``E‖P ε‖² = R``, and a sample's variance is ``σ_ker² R + σ_im² (P − R)``."""
+    net, data = problem
+    posterior = lp.VIKING(net, "classification", rows="logit", projector="svd", n_samples=400)
+    posterior.fit(data, generator=generator())
+    rank, R = 18, posterior.n_parameters - 18
+    assert float(posterior.report.rank.value) == rank
+    for part, dimension in ((posterior._noise.kernel, R), (posterior._noise.image, rank)):
+        squares = part.square().sum(-1)
+        assert abs(squares.mean() - dimension) < 4 * (2 * dimension / 400) ** 0.5
+    posterior.image_std = 0.4
+    squares = (posterior.samples - posterior.mean).square().sum(-1)
+    expected = float(posterior.kernel_std) ** 2 * R + 0.16 * rank
+    assert abs(squares.mean() - expected) < 4 * squares.std() / 400**0.5
+    drawn = (posterior.sample(500, generator=generator()) - posterior.mean).square().sum(-1)
+    assert abs(drawn.mean() - expected) < 4 * drawn.std() / 500**0.5 + 4 * squares.std() / 400**0.5
+
+
+# -- the bound ---------------------------------------------------------------------------------------------------------
+
+
+def test_bound_of_a_linear_model_is_its_evidence_at_the_exact_posterior(linear):
+    net, X, y, alpha, noise, evidence = linear
+    posterior = lp.VIKING(net, lp.Gaussian(noise_std=noise), projector="svd", n_samples=400, prior_precision=alpha).fit(
+        [(X, y)], generator=generator()
+    )
+    posterior.prior_precision = alpha
+
+    def exact(image_std):
+        """In closed form: of ``E ‖y − X θ‖²`` only the trace of the covariance is random."""
+        error = (y - net(X).detach()).square().sum() + image_std**2 * X.square().sum()
+        nll = error / (2 * noise**2) + 2 * math.log(2 * math.pi * noise**2)
+        return -float(nll + kernel_image_kl(net.weight.detach().square().sum(), 4, alpha, image_std))
+
+    best = (alpha + 9 / noise**2) ** -0.5
+    assert exact(best) == pytest.approx(evidence, abs=1e-9)
+    for image_std in (best, 0.5 * best, 2 * best, alpha**-0.5):
+        posterior.image_std = image_std
+        assert exact(image_std) <= evidence + 1e-9
+        # ‖X (I − P) ε‖² / 9 has a χ² distribution with 4 degrees of freedom
+        error = image_std**2 * 9 / (2 * noise**2) * (2 * 4 / 400) ** 0.5
+        assert abs(posterior.elbo().elbo - exact(image_std)) < 4 * error + 1e-9
+
+
+def test_bound_of_other_linear_models_is_below_the_evidence():
+    X = torch.randn(5, 9, generator=generator(), dtype=D)
+    y = torch.randn(5, 1, generator=generator(1), dtype=D)
+    net = nn.Linear(9, 1, bias=False).double()
+    posterior = lp.VIKING(net, "regression", projector="svd", n_samples=300).fit([(X, y)], generator=generator())
+    for alpha, image_std in ((0.3, 0.1), (1.0, 0.4), (float(posterior.prior_precision), float(posterior.image_std))):
+        posterior.prior_precision, posterior.image_std = alpha, image_std
+        evidence = torch.distributions.MultivariateNormal(
+            torch.zeros(5, dtype=D), X @ X.T / alpha + torch.eye(5, dtype=D)
+        ).log_prob(y[:, 0])
+        assert posterior.elbo().elbo < evidence
+
+
+def test_fit_ends_at_the_optimum_of_the_bound(problem, linear):
+    net, data = problem
+    for options in ({}, {"expectation": "sampled"}, {"rows": "logit", "projector": "svd"}):
+        posterior = lp.VIKING(net, "classification", n_samples=4, **options).fit(data, generator=generator())
+        best = posterior.elbo().elbo
+        assert best == pytest.approx(posterior.history[-1].elbo)
+        assert best > posterior.history[0].elbo
+        alpha, image_std = posterior.prior_precision, posterior.image_std
+        for factor in (0.9, 1.1):
+            posterior.prior_precision = alpha * factor
+            assert posterior.elbo().elbo < best
+            posterior.prior_precision, posterior.image_std = alpha, image_std * factor
+            assert posterior.elbo().elbo < best
+            posterior.image_std = image_std
+    net, X, y, _, noise, _ = linear
+    posterior = lp.VIKING(net, lp.Gaussian(noise_std=noise), projector="svd", n_samples=400)
+    posterior.fit([(X, y)], generator=generator())
+    alpha = posterior.prior_precision
+    torch.testing.assert_close(posterior.image_std, (alpha + 9 / noise**2).rsqrt(), rtol=0.07, atol=0)
+    torch.testing.assert_close(
+        alpha, divergence_optimum(posterior.mean.square().sum(), 4, posterior.image_std), rtol=1e-3, atol=0
+    )
+
+
+def test_optimizers_agree_and_terms_are_logged(problem):
+    net, data = problem
+    one = lp.VIKING(net, "classification", n_samples=6).fit(data, generator=generator())
+    adam = lp.ScaleFit(optimizer="adam", epochs=60)
+    other = lp.VIKING(net, "classification", n_samples=6, scale_fit=adam).fit(data, generator=generator())
+    assert one.elbo().elbo - other.elbo().elbo < 0.05
+    assert one.elbo().elbo >= other.elbo().elbo
+    assert len(other.history) == 3 * 60
+    last = one.history[-1]
+    assert (last.kl_weight, last.rank) == (1.0, float(one.report.rank.value))
+    assert last.prior_precision == pytest.approx(float(one.prior_precision))
+    colder = lp.VIKING(net, "classification", n_samples=6, kl_weight=0.1).fit(data, generator=generator())
+    assert colder.image_std < one.image_std
+    assert colder.history[-1].kl_weight == 0.1
+
+
+def test_rank_is_exact_or_unbiased(problem):
+    net, data = problem
+    make = lambda **options: lp.VIKING(net, "classification", rows="ggn", n_samples=20, **options)  # noqa: E731
+    exact = make(projector="svd", rank="exact").fit(data, generator=generator())
+    assert exact.elbo().rank == 12.0
+    for options in ({"projector": "svd", "rank": "stochastic"}, {}):
+        found = make(**options).fit(data, generator=generator()).elbo().rank
+        assert found == pytest.approx(12, abs=4 * (2 * 12 / 20) ** 0.5)
+        assert found != 12.0
+
+
+def test_without_image_noise_it_is_the_null_space_posterior(problem):
+    net, data = problem
+    x = torch.cat([x for x, _ in data])
+    posterior = lp.VIKING(net, "classification", rows="logit", projector="svd", n_samples=5)
+    posterior.fit(data, generator=generator())
+    posterior.prior_precision, posterior.image_std = 3.0, math.exp(-16)
+    other = lp.NullSpace(net, "classification", projector="svd", n_samples=5, prior_precision=3.0)
+    other.fit(data, generator=generator())
+    torch.testing.assert_close(posterior.samples, other.samples, rtol=0, atol=1e-5)
+    for inputs in (x, x + 2):
+        one, two = posterior.functional_posterior(inputs), other.functional_posterior(inputs)
+        torch.testing.assert_close(one.covariance, two.covariance, rtol=0, atol=1e-10)
+    torch.testing.assert_close(posterior.predictive(x).mean, net(x).softmax(-1), rtol=0, atol=1e-8)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("noise", "projector"), [("projected", "lsmr"), ("projected", "svd"), ("alternating", "lsmr")])
+def test_training_learns_a_mean_and_leaves_the_network_alone(problem, noise, projector):
+    net, data = problem
+    x = torch.cat([x for x, _ in data])
+    before = snapshot(net)
+    training = lp.ELBOTraining(epochs=8, scale_epochs=1, learning_rate=3e-2, noise=noise)
+    posterior = lp.VIKING(net, "classification", mode=training, projector=projector, n_samples=8)
+    posterior.fit(data, generator=generator())
+    assert_untouched(net, before)
+    fixed = lp.VIKING(net, "classification", projector=projector, n_samples=8, expectation="sampled")
+    fixed.fit(data, generator=generator())
+    assert posterior.elbo().elbo > fixed.elbo().elbo
+    assert (posterior.mean - posterior.network.vector()).norm() > 0.1
+    own = posterior.network(x, posterior.network.substitute(posterior.mean))
+    torch.testing.assert_close(posterior.functional_posterior(x).mean, own)
+    steps = posterior.history[: 3 * 9]
+    if noise == "alternating":
+        assert [step.rank for step in steps] == [3.0, 2.0, 1.0] * 9
+    elif projector == "svd":
+        assert {step.rank for step in steps} == {6.0}
+
+
+def trainer(net, data, **options):
+    likelihood = lp.Categorical()
+    return KernelImageTraining(
+        Network(net, "all", likelihood.arrange),
+        likelihood,
+        data,
+        rows="logit",
+        projector=LSMRProjection(),
+        chunk_size=16,
+        options=lp.ELBOTraining(**options),
+        expectation="sampled",
+        prior_mean=torch.zeros((), dtype=D),
+        temperature=1.0,
+        kl_weight=1.0,
+        n_data=6,
+    )
+
+
+def at_rest(net, **options):
+    """The state of a training whose scales hardly move, and its optimizers."""
+    theta = torch.nn.utils.parameters_to_vector(net.parameters()).detach().requires_grad_()
+    state = TrainingState(theta, torch.tensor([0.3, -1.0], dtype=D, requires_grad=True))
+    return state, [torch.optim.Adam([x], lr=1e-12) for x in (theta, state.logs)]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_alternating_projections_keep_what_is_in_the_common_kernel(problem, gamma):
+    net, data = problem
+    training = trainer(net, data, noise="alternating", gamma=gamma, n_samples=2)
+    state, optimizers = at_rest(net)
+    source = generator()
+    noise = training._start(state.theta.detach(), source)
+    common = projector_of(dense_rows(training._network, data, "logit", state.theta.detach()))
+    torch.testing.assert_close(noise.kernel @ common, noise.whole @ common, rtol=0, atol=1e-8)
+    for (x, y), batch in zip(data, training._batches(), strict=True):
+        before = noise.kernel
+        terms = training._step(batch, state, noise, source, optimizers, False)
+        rows = dense_rows(training._network, [(x, y)], "logit", state.theta.detach())
+        assert terms.rank == torch.linalg.matrix_rank(rows)
+        assert (noise.kernel @ rows.T).abs().max() < 1e-8
+        kept = (noise.kernel - before) @ common
+        if gamma == 1.0:  # nothing fresh: plain alternating projections
+            assert kept.abs().max() < 1e-8
+            assert (noise.kernel.norm(dim=-1) <= before.norm(dim=-1)).all()
+        else:
+            assert kept.abs().max() > 0.1
+
+
+def test_steps_have_the_gradient_of_the_bound(problem):
+    """With all data in one batch: that through the dense projector, for the same noise."""
+    net, data = problem
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    training = trainer(net, [(x, y)], n_samples=2)
+    state, optimizers = at_rest(net)
+    source = generator()
+    noise = training._start(state.theta.detach(), source)
+    weights = torch.randn(2, 8, generator=source.clone_state(), dtype=D)
+    (batch,) = training._batches()
+    terms = training._step(batch, state, noise, source, optimizers, True)
+    xi = weights / weights.norm(dim=-1, keepdim=True) @ noise.whole
+
+    def bound(theta, logs):
+        rows = dense_rows(training._network, [(x, y)], "logit", theta)
+        kernel = xi - xi @ rows.T @ torch.linalg.solve(rows @ rows.T, rows)
+        deviations = (-logs[0] / 2).exp() * kernel + logs[1].exp() * (xi - kernel)
+        outputs = [training._network(x, training._network.substitute(theta + one)) for one in deviations]
+        nll = sum(nn.functional.cross_entropy(o, y, reduction="sum") for o in outputs) / 2
+        return nll + kernel_image_kl(theta.square().sum(), terms.rank, logs[0].exp(), logs[1].exp())
+
+    start, _ = at_rest(net)
+    value = bound(start.theta, start.logs)
+    assert float(value.detach()) == pytest.approx(-terms.elbo, rel=1e-7)
+    for found, expected in zip(
+        (state.theta.grad, state.logs.grad), torch.autograd.grad(value, (start.theta, start.logs)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
+
+
+def test_steps_estimate_the_bound(problem):
+    """Without bias: their mean over noise and batches is the bound of the linearised network."""
+    net, data = problem
+    options = {"learning_rate": 1e-12, "scale_learning_rate": 1e-12, "n_samples": 2}
+    training = lp.ELBOTraining(epochs=1, scale_epochs=30, **options)
+    posterior = lp.VIKING(
+        net,
+        "classification",
+        mode=training,
+        expectation="linearized",
+        projector="svd",
+        n_samples=200,
+        prior_precision=2.0,
+        image_std=0.3,
+    ).fit(data, generator=generator())
+    posterior.prior_precision, posterior.image_std = 2.0, 0.3
+    sizes = torch.tensor([3.0, 2.0, 1.0], dtype=D) / 6  # a step of a batch of B stands for N/B of them
+    steps = torch.tensor([terms.elbo for terms in posterior.history[: 3 * 31]], dtype=D).reshape(31, 3) @ sizes
+    error = steps.std() * (1 / 31 + 2 / 200) ** 0.5
+    assert abs(steps.mean() - posterior.elbo().elbo) < 4 * error
+    assert error < 0.05 * abs(posterior.elbo().elbo)
+
+
+def test_a_trained_linear_model_has_the_exact_mean(linear):
+    net, X, y, _, noise, _ = linear
+    with torch.no_grad():
+        net.weight.add_(torch.randn(1, 9, generator=generator(2), dtype=D))
+    training = lp.ELBOTraining(epochs=100, scale_epochs=0, learning_rate=3e-2, scale_learning_rate=5e-2)
+    posterior = lp.VIKING(
+        net,
+        lp.Gaussian(noise_std=noise),
+        mode=training,
+        expectation="linearized",
+        prior_precision=2.0,
+        n_samples=100,
+    ).fit([(X, y)], generator=generator())
+    alpha = posterior.prior_precision
+    precision = alpha * torch.eye(9, dtype=D) + X.T @ X / noise**2
+    exact = torch.linalg.solve(precision, X.T @ y / noise**2)[:, 0]
+    assert (posterior.mean - exact).norm() < 0.05 * exact.norm()
+    evidence = torch.distributions.MultivariateNormal(
+        torch.zeros(4, dtype=D), X @ X.T / alpha + noise**2 * torch.eye(4, dtype=D)
+    ).log_prob(y[:, 0])
+    assert evidence - 1.0 < posterior.elbo().elbo < evidence + 1.0
+
+
+def test_an_interrupted_training_goes_on(problem, tmp_path, monkeypatch):
+    net, data = problem
+    options = {"mode": lp.ELBOTraining(epochs=3, scale_epochs=1), "n_samples": 3}
+    whole = lp.VIKING(net, "classification", **options).fit(data, generator=generator())
+    start, calls = KernelImageTraining._start, []
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return start(self, *args)
+
+    monkeypatch.setattr(KernelImageTraining, "_start", interrupted)
+    posterior = lp.VIKING(net, "classification", **options)
+    with pytest.raises(KeyboardInterrupt):
+        posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
+    posterior.fit(data, checkpoint=tmp_path / "c")
+    assert len(calls) == 5
+    torch.testing.assert_close(posterior.samples, whole.samples, rtol=0, atol=1e-12)
+    assert posterior.history == whole.history
+    with pytest.raises(CheckpointError, match="another computation"):
+        lp.VIKING(net, "classification", n_samples=3).fit(data, checkpoint=tmp_path / "c")
+
+
+def test_everything_is_loaded(problem, tmp_path):
+    net, data = problem
+    posterior = lp.VIKING(net, "classification", mode=lp.ELBOTraining(epochs=1), n_samples=3)
+    posterior.fit(data, generator=generator()).save(tmp_path / "p")
+    loaded = lp.load(tmp_path / "p", net)
+    assert loaded.options() == posterior.options()
+    assert loaded.history == posterior.history
+    assert loaded.report.rank == posterior.report.rank
+    assert torch.equal(loaded.samples, posterior.samples)
+    x = data[0][0]
+    assert torch.equal(loaded.functional_posterior(x).covariance, posterior.functional_posterior(x).covariance)
+    with pytest.raises(DataError, match="data=train_loader"):
+        loaded.elbo()
+    assert loaded.elbo(data) == posterior.elbo()
+
+
+def test_a_second_fit_starts_from_what_the_caller_set(problem):
+    net, data = problem
+    posterior = lp.VIKING(net, "classification", n_samples=3, prior_precision=5.0).fit(data, generator=generator())
+    assert posterior.history[0].prior_precision == pytest.approx(5.0)
+    assert posterior.fit(data, generator=generator()).history[0].prior_precision == pytest.approx(5.0)
+    posterior.prior_precision = 2.0
+    assert posterior.fit(data, generator=generator()).history[0].prior_precision == pytest.approx(2.0)
+    posterior.temperature = 4.0
+    before = posterior.elbo().elbo
+    assert posterior.fit_prior_precision().elbo().elbo > before
+
+
+def test_copies_have_the_weights_they_were_given(problem):
+    net, _ = problem
+    network = Network(net, "all", lp.Categorical().arrange)
+    vector = network.vector() + 1
+    other = viking_training.moved(network, vector)
+    assert torch.equal(other.vector(), vector)
+    assert torch.equal(network.vector(), vector - 1)
+
+
+def test_bad_requests_are_named(problem):
+    net, data = problem
+    make = lambda **options: lp.VIKING(net, "classification", n_samples=2, **options)  # noqa: E731
+    for options in (
+        {"rows": "all"},
+        {"projector": "qr"},
+        {"mode": "both"},
+        {"expectation": "exact"},
+        {"rank": "some"},
+        {"rank": "exact"},
+        {"kl_weight": 0.0},
+        {"image_std": -1.0},
+        {"scale_fit": "newton"},
+        {"prior_precision": torch.ones(2)},
+        {"chunk_size": 0},
+    ):
+        with pytest.raises(ConfigurationError):
+            make(**options)
+    for options in ({"gamma": 1.5}, {"epochs": 0}, {"noise": "none"}, {"learning_rate": 0.0}):
+        with pytest.raises(ConfigurationError):
+            lp.ELBOTraining(**options)
+    with pytest.raises(ConfigurationError):
+        lp.ScaleFit(epochs=0)
+    with pytest.raises(DataError, match="used once"):
+        make().fit(iter(data))
+    with pytest.raises(UnsupportedError, match="cannot be updated"):
+        make(projector="svd").fit(data).update(data)
+    with pytest.raises(ConvergenceWarning, match="ended before"):
+        make(scale_fit=lp.ScaleFit(max_iterations=1)).fit(data)
+    with pytest.raises(ConfigurationError, match="prior mean"):
+        make(prior_mean=torch.nn.utils.parameters_to_vector(net.parameters()).detach()).fit(data)
+    fitted = make().fit(data)
+    with pytest.raises(DataError, match="not the data of the fit"):
+        fitted.elbo(data[:2])
+
+
+@pytest.mark.parametrize("mode", ["post_hoc", "train"])
+def test_data_without_a_kernel_are_named(problem, mode):
+    _, data = problem
+    small = nn.Linear(2, 3).double()
+    for projector in ("svd", "lsmr"):
+        posterior = lp.VIKING(small, "classification", rows="logit", mode=mode, projector=projector, n_samples=2)
+        with pytest.raises(UnsupportedError, match="no direction free"):
+            posterior.fit([(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))])
+
+
+@pytest.mark.parametrize("mode", ["post_hoc", "train"])
+def test_bounds_that_are_not_finite_are_named(problem, mode):
+    net, data = problem
+    counts = [(x, torch.ones(len(x), 3, dtype=D)) for x, _ in data]
+    posterior = lp.VIKING(net, lp.Poisson(), mode=mode, image_std=1e4, n_samples=2)
+    with pytest.raises(NonFiniteError, match="evidence lower bound"):
+        posterior.fit(counts, generator=generator())
+
+
+def test_kinks_are_warned_of_where_projections_are_differentiated():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    data = [(torch.randn(4, 2, dtype=D), torch.arange(4) % 2)]
+    training = lp.ELBOTraining(epochs=1, scale_epochs=0)
+    with pytest.warns(SmoothnessWarning, match="relu"):
+        lp.VIKING(net, "classification", mode=training, n_samples=2).fit(data, generator=generator())
+    lp.VIKING(net, "classification", n_samples=2).fit(data, generator=generator())
