@@ -37,6 +37,13 @@ from laplace_plus.errors import (
     DataError,
     UnsupportedError,
 )
+from laplace_plus.evidence.fitted_data import (
+    FittedData,
+    check_training_prior,
+    precision_of_weight_decay,
+    survey,
+    unknown_training_prior,
+)
 from laplace_plus.evidence.leave_one_out import INTERPOLATION, LeaveOneOut, Leverages
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
@@ -70,7 +77,7 @@ class CalibrationReport:
         calibrated_nll: The same after calibration; for ``"refit"`` that of the fold. It was minimised over one number.
         largest_leverage: At ``κ α₀``; NaN where nothing was left out.
         kappa: The leverage factor.
-        converged: Whether T lies inside of the range that was searched.
+        converged: Whether T lies inside of the range that was searched. T = 1 does for ``"refit"``: a constraint.
     """
 
     rule: Literal["temperature", "covariance", "refit", "marginal_likelihood"]
@@ -230,7 +237,7 @@ def calibrate(
         link: ``"probit"`` or ``"mc"``, for the tuning of s and for predictions.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.
-        interpolation: The recipe is refused if the network's mean training loss is below this, in nats.
+        interpolation: The recipe is refused if the network's mean training loss is below this, in nats; 0 for never.
         fallback: What to do then, or without a weight decay: ``"raise"`` an error, or ``"marginal_likelihood"``:
             predict at the prior precision of largest marginal likelihood, with ``s = T = 1``.
         refit: What to do then instead, if given: a function that takes 80 % of the training data as a list of batches
@@ -266,12 +273,12 @@ def calibrate(
         >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
         ('temperature', True)
     """
-    _check(posterior, link, fallback, training_prior_precision, weight_decay)
+    known = check_training_prior(training_prior_precision, weight_decay)
+    _check(posterior, link, fallback, interpolation)
     again = posterior._data.again(data, "Calibration by leave-one-out passes over the training data.")
-    training_nll, n_entries = _training_loss(posterior, again, progress)
+    training_nll, seen = _training_loss(posterior, again, progress)
     # a posterior of its own, which shares the curvature and the network
     own = copy.copy(posterior)
-    known = training_prior_precision is not None or bool(weight_decay)
     if not known or training_nll < interpolation:
         if refit is not None:
             return _refitted(own, again, refit, training_nll, link, generator, kappa)
@@ -283,16 +290,13 @@ def calibrate(
         raise _refusal(known, training_nll, interpolation)
     if training_prior_precision is None:
         assert weight_decay is not None
-        training_prior_precision = n_entries * weight_decay / float(posterior.temperature)
+        model = posterior.laplace_model()
+        training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, posterior.temperature)
     own.prior_precision = as_hyperparameter(training_prior_precision)
     left = own.leave_one_out(again, kappa=kappa, leverages=leverages, progress=progress)
     temperature, loss, inside = _best_temperature(left.likelihood, left.mean, left.targets, TEMPERATURES)
-    if not inside and temperature < 1:
-        warnings.warn(
-            f"The temperature ended at {temperature:.3g}, the end of the range that is searched.",
-            ConvergenceWarning,
-            stacklevel=2,
-        )
+    if not inside:
+        _warn_of_limit(temperature)
     scale = 0.0
     if temperature >= 1:
         scale, loss = _best_scale(left, link, n_samples, generator)
@@ -304,13 +308,21 @@ def calibrate(
         calibrated_nll=loss,
         largest_leverage=float(left.leverages.max()),
         kappa=float(kappa),
-        converged=inside or temperature >= 1,
+        converged=inside,
     )
     applied = temperature if temperature < 1 else 1.0
     return CalibratedPosterior(own, temperature=applied, covariance_scale=scale, link=link, report=report)
 
 
-def _check(posterior: Any, link: str, fallback: str, precision: Any, weight_decay: Any) -> None:
+def _warn_of_limit(temperature: float) -> None:
+    warnings.warn(
+        f"The temperature ended at {temperature:.3g}, the end of the range that is searched.",
+        ConvergenceWarning,
+        stacklevel=3,
+    )
+
+
+def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None:
     if not isinstance(posterior, GaussianPosterior):
         raise ConfigurationError(
             "Only Gaussian posteriors are calibrated.",
@@ -329,15 +341,11 @@ def _check(posterior: Any, link: str, fallback: str, precision: Any, weight_deca
         raise ConfigurationError("Unknown link.", expected='"probit" or "mc"', got=repr(link))
     if fallback not in ("raise", "marginal_likelihood"):
         raise ConfigurationError("Unknown fallback.", expected='"raise" or "marginal_likelihood"', got=repr(fallback))
-    if precision is not None and weight_decay is not None:
+    number = isinstance(interpolation, (int, float)) and not isinstance(interpolation, bool)
+    if not (number and 0 <= interpolation < math.inf):
         raise ConfigurationError(
-            "The prior precision of training is given twice.",
-            expected="training_prior_precision or weight_decay",
-            got="both",
+            "There is no such training loss.", expected="interpolation: a number >= 0", got=repr(interpolation)
         )
-    number = isinstance(weight_decay, (int, float)) and not isinstance(weight_decay, bool)
-    if weight_decay is not None and not (number and 0 <= weight_decay < math.inf):
-        raise ConfigurationError("There is no such weight decay.", expected="a number >= 0", got=repr(weight_decay))
 
 
 def _refusal(known: bool, training_nll: float, threshold: float) -> Exception:
@@ -346,12 +354,7 @@ def _refusal(known: bool, training_nll: float, threshold: float) -> Exception:
         "have a temperature fitted to a fold that a second training run did without."
     )
     if not known:
-        return ConfigurationError(
-            "Leave-one-out needs to know what pulled the weights back in training.",
-            expected="training_prior_precision=, or weight_decay= above 0",
-            got="none",
-            fix=fix,
-        )
+        return unknown_training_prior(fix)
     return UnsupportedError(
         "The network fits its training data all but perfectly; leaving one of them out then changes nothing.",
         expected=f"a mean training loss of at least {threshold:.3g} nats",
@@ -369,26 +372,19 @@ def _outputs(posterior: Posterior, x: Any) -> Tensor:
 
 
 @exactly
-def _training_loss(posterior: Posterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
-    """The network's mean loss, and over how many numbers torch's mean would be taken."""
-    likelihood, device = posterior.likelihood, posterior.network.device
-    total = rows = entries = 0.0
-    for batch in iterate(data, device=device, progress=progress, description="training loss"):
-        outputs = posterior.network.forward(batch.inputs)
-        likelihood.validate(outputs, batch.target)
-        flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
-        total -= float((checked_log_density(likelihood, flat, targets) * weight).sum())
-        rows += float(weight.sum())
-        entries += float(weight.sum()) * (outputs.shape[-1] if isinstance(likelihood, Bernoulli) else 1)
-    if not rows:
+def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, FittedData]:
+    """The network's mean loss on the data of the fit, and what they count."""
+    model = posterior.laplace_model()
+    seen = survey(model, posterior.network, data, posterior.n_data, progress=progress, description="training loss")
+    if not seen.n_rows:
         raise DataError("All targets are ignored.", expected="some that count", got="none")
-    return total / rows, entries
+    return -float(model.log_likelihood()) / seen.n_rows, seen
 
 
 def _best_temperature(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor, limits: tuple[float, float]
 ) -> tuple[float, float, bool]:
-    """The temperature of least mean loss, that loss, and whether it lies inside of the limits."""
+    """The temperature of least mean loss, that loss, and whether it lies inside of the limits, of which 1 is none."""
     rows, wanted, weight = likelihood.rows(outputs.double(), targets)
 
     def loss(logarithm: float) -> float:
@@ -398,13 +394,15 @@ def _best_temperature(
     low, high = map(math.log, limits)  # the loss is convex in 1/T
     found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-6})
     best = min((low, float(found.x), high), key=loss)
-    return math.exp(best), loss(best), low + 1e-4 < best < high - 1e-4
+    return math.exp(best), loss(best), (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
 
 
 def _best_scale(left: LeaveOneOut, link: str, n_samples: int, generator: torch.Generator | None) -> tuple[float, float]:
     """The scale in [0, 1] of least leave-one-out loss, and that loss; the same random numbers for all."""
-    source = "cpu" if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=source))
+    seed = 0
+    if link == "mc":
+        source = "cpu" if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=source))
 
     def loss(scale: float) -> float:
         common = torch.Generator(device=left.mean.device).manual_seed(seed)
@@ -440,6 +438,8 @@ def _refitted(
     flat = torch.cat([row[0][use] for row, use in zip(rows, used, strict=True)])
     wanted = torch.cat([row[1][use] for row, use in zip(rows, used, strict=True)])
     temperature, loss, inside = _best_temperature(posterior.likelihood, flat, wanted, (1.0, 1e3))
+    if not inside:
+        _warn_of_limit(temperature)
     report = CalibrationReport("refit", temperature, training_nll, math.nan, loss, math.nan, kappa, inside)
     return CalibratedPosterior(posterior, temperature=temperature, covariance_scale=0.0, link=link, report=report)
 

@@ -149,7 +149,9 @@ def test_weight_decay_of_several_binary_outputs():
     x, y = torch.randn(30, 4, dtype=torch.float64), torch.randint(0, 2, (30, 3))
     net = trained(x, torch.zeros(30, dtype=torch.long), outputs=3, steps=5)
     posterior = lp.Full(net, "binary", temperature=2.0).fit([(x, y)])
-    found = lp.calibrate(posterior, weight_decay=0.02)
+    with pytest.warns(ConvergenceWarning, match="8, the end of the range"):  # labels that mean nothing
+        found = lp.calibrate(posterior, weight_decay=0.02)
+    assert not found.report.converged
     assert float(found.posterior.prior_precision) == pytest.approx(30 * 3 * 0.02 / 2.0)
 
 
@@ -259,6 +261,9 @@ def test_a_refitted_fold_instead():
         {"weight_decay": 0.01, "fallback": "none"},
         {"weight_decay": 0.01, "kappa": 0.0},
         {"weight_decay": 0.01, "leverages": "kfac"},
+        {"weight_decay": 0.01, "interpolation": math.nan},
+        {"weight_decay": 0.01, "interpolation": -1.0},
+        {"weight_decay": 0.01, "interpolation": "small"},
     ],
 )
 def test_unknown_choices(options):
@@ -271,9 +276,43 @@ def test_before_fitting_and_without_data(tmp_path):
     posterior, x, y = overconfident()
     with pytest.raises(NotFittedError):
         lp.calibrate(lp.Full(posterior.network.model, "classification"), weight_decay=0.01)
-    for wrong in ([(x[:9], y[:9])], iter([(x, y)])):
-        with pytest.raises(DataError):
-            lp.calibrate(posterior, wrong, weight_decay=1e-3)
+    for wrong in ([(x[:9], y[:9])], iter([(x, y)]), [(x + 5, y)], [(x, y.roll(1))]):
+        for options in ({"weight_decay": 1e-3}, {"fallback": "marginal_likelihood"}):
+            with pytest.raises(DataError):
+                lp.calibrate(posterior, wrong, **options)
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_only_links_that_sample_use_random_numbers(link):
+    posterior, _, _ = overconfident()
+    state = torch.get_rng_state()
+    lp.calibrate(posterior, weight_decay=1e-3, link=link)
+    assert torch.equal(state, torch.get_rng_state()) == (link == "probit")
+    state = torch.get_rng_state()
+    lp.calibrate(posterior, weight_decay=1e-3, link=link, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_refitted_temperature_at_the_end_of_its_range():
+    """T = 1 is a constraint, and no such end."""
+    posterior, x, y = interpolating()
+    net = nn.Linear(4, 2).double()
+
+    def sure(sign):
+        with torch.no_grad():
+            net.bias.zero_()
+            net.weight.copy_(torch.tensor([[0.0] * 4, [1e8 * sign, 0, 0, 0]]))
+        return net
+
+    with pytest.warns(ConvergenceWarning, match="temperature"):
+        found = lp.calibrate(posterior, refit=lambda _: sure(1.0), generator=torch.Generator().manual_seed(0))
+    assert not found.report.converged
+    assert found.temperature == pytest.approx(1e3)
+    flat = torch.nn.Sequential(nn.Linear(4, 2)).double()
+    nn.init.zeros_(flat[0].weight)
+    nn.init.zeros_(flat[0].bias)
+    found = lp.calibrate(posterior, refit=lambda _: flat, generator=torch.Generator().manual_seed(0))
+    assert found.report.converged
 
 
 def test_no_classifier_and_no_gaussian():

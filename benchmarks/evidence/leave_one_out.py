@@ -109,8 +109,7 @@ def evaluate(model: nn.Module, split: sources.Split, *, large: bool) -> tuple[di
         return rows, found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a search that ends at no covariance says so
-        main.prior_precision = len(split.train[1]) * WEIGHT_DECAY
-        main.fit_prior_precision("leave_one_out")
+        main.fit_prior_precision("leave_one_out", weight_decay=WEIGHT_DECAY)
     found[TUNED] = {"prior_precision": float(main.prior_precision), "converged": main.tuning.converged}
     rows[TUNED] = predictions(main, *split.test, "probit")
     return rows, found

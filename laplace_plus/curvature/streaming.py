@@ -25,6 +25,9 @@ from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.network import Network, exact_arithmetic
 
+_ENTRIES_AT_A_TIME = 2**22
+"""Entries of the data that are in float64 at the same time, for their sums."""
+
 
 class Stream:
     """A network and a data loader, run over again and again.
@@ -73,7 +76,7 @@ class Stream:
 
         Not to be run through outside of :func:`~laplace_plus.network.exact_arithmetic`, as all passes.
         """
-        sums = _Sums(self.network.device)
+        sums = DataSums(self.network.device)
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
                 if isinstance(self.network.selection, str) and self.network.selection == "last_layer":
@@ -105,7 +108,7 @@ class Stream:
                 got="others",
                 fix="Make a new operator after training, or give this one a copy of the model.",
             )
-        sums = _Sums(self.network.device)
+        sums = DataSums(self.network.device)
         for batch in self._iterate(description):
             sums.add(batch, batches.batch_size(batch.target))
             if sums.count > self.n_data:
@@ -115,7 +118,7 @@ class Stream:
             raise self.changed(f"{sums.count} examples")
         assert self._sums is not None
         for kind, before, now in zip(("examples", "order"), self._sums, sums.values(), strict=True):
-            if (kind == "examples" or ordered) and abs(before - now) > 1e-6 * (1 + abs(before)):
+            if (kind == "examples" or ordered) and not same_sum(before, now):
                 raise self.changed(f"other {kind}" if kind == "examples" else "the same in another order")
 
     def linearizations(self, description: str, *, ordered: bool) -> Iterator[tuple[Batch, Linearization]]:
@@ -203,39 +206,67 @@ class NetworkOperator(Operator):
         return f"{self.n_data} data"
 
 
-class _Sums:
-    """A summary of the data by which two passes are compared: their number, and sums over their entries.
+class DataSums:
+    """A summary of the data by which two passes are compared: their number, and two sums over their entries.
 
-    The second sum weights examples by their number, so that it also tells the order. Both are computed for each example
-    by itself: how the data are cut into batches does not matter.
+    An example contributes ``Σ_k r_k + Σ_{j<k} r_j r_k``, where ``r_k`` is a weighted sum over the entries of its k-th
+    tensor, the target among them: inputs with other examples' targets have other products. The second sum weights
+    examples by their number, so that it also tells the order. Both are computed for each example by itself: how the
+    data are cut into batches does not matter, nor does padding of an example's first dimension by zeros.
+
+    Args:
+        device: Where the sums are kept.
+
+    Attributes:
+        count: Number of examples.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device | str):
         self.count = 0
         self._plain = torch.zeros((), dtype=torch.float64, device=device)
         self._weighted = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, batch: Batch, size: int) -> None:
         """Add a batch with ``size`` examples."""
-        position = torch.arange(self.count, self.count + size, dtype=torch.float64, device=self._plain.device)
-        weights = 0.5 + (position * 0.6180339887498949) % 1.0  # of no regularity
+        device = self._plain.device
+        total, pairs = (torch.zeros(size, dtype=torch.float64, device=device) for _ in range(2))
         for number, leaf in enumerate([*batches.flatten(batch.inputs)[0], batch.target], start=1):
             values = leaf.data if isinstance(leaf, PackedSequence) else leaf
             if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
                 continue
-            values = values.detach().to(self._plain.device)
+            values = values.detach().to(device)
             if values.ndim == 0 or values.shape[0] != size:
-                total = values.sum(dtype=torch.float64)[None] / number
-                self._plain += total.sum()
+                self._plain += values.sum(dtype=torch.float64) / number
                 continue
-            rows = values.reshape(size, -1).sum(1, dtype=torch.float64) / number
-            self._plain += rows.sum()
-            self._weighted += rows @ weights
+            rows = _row_sums(values.reshape(size, -1)) / number
+            pairs += total * rows
+            total += rows
+        total += pairs
+        self._plain += total.sum()
+        self._weighted += total @ _irregular(self.count, self.count + size, device)
         self.count += size
 
     def values(self) -> tuple[float, float]:
-        """The two sums."""
+        """The sum that no order changes, and the other one."""
         return float(self._plain), float(self._weighted)
+
+
+def same_sum(before: float, now: float) -> bool:
+    """Whether two sums of :class:`DataSums` are of the same data."""
+    return not abs(before - now) > 1e-6 * (1 + abs(before))
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """``Σ_j w_j v_ij`` in float64, ``[B]``: with weights, as the plain sums of probabilities are all the same."""
+    weights = _irregular(0, values.shape[1], values.device)
+    parts = values.split(max(1, _ENTRIES_AT_A_TIME // values.shape[1]))
+    return torch.cat([part.double() @ weights for part in parts])
+
+
+def _irregular(start: int, stop: int, device: torch.device) -> Tensor:
+    """Weights between 1/2 and 3/2 of no regularity, one for each number."""
+    numbers = torch.arange(start, stop, dtype=torch.float64, device=device)
+    return 0.5 + (numbers * 0.6180339887498949) % 1.0
 
 
 def _not_finite(batch: Batch, outputs: Tensor, number: int) -> NonFiniteError:

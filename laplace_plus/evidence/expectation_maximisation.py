@@ -7,8 +7,11 @@ With the tangent model's optimum θ★ and the effective dimension γ_g of each 
     both                         σ² ← Σ residual² / (N C − T γ)
 
 Both have the same fixed points, where the evidence of the tangent model is stationary. Expectation maximisation never
-lowers the evidence, and is slower. The same draws serve at all precisions, so that the iteration is a deterministic
-map, and each solution starts from the one before.
+lowers the evidence, and is slower: where γ_g is far below d_g its steps are short far from any fixed point. How far it
+is, for either method, is therefore told by the residual ``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, which is MacKay's step
+and vanishes with the evidence's derivative by ``log λ_g``, ``½ (γ_g − λ_g ‖θ★_g − μ_g‖²)``; of the noise, by the step
+of ``log σ²``. The same draws serve at all precisions, so that the iteration is a deterministic map, and each solution
+starts from the one before.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ SAMPLED_METHODS: tuple[SampledMethod, ...] = ("mackay", "em")
 
 LARGEST_STEP = math.log(10)
 """A logarithm of a precision changes by at most this in one step."""
+
+_TINY = torch.finfo(torch.float64).tiny
 
 _LEAST = 1e-3
 """Effective parameters that a group keeps, whatever the samples say: of none the logarithm has no limit."""
@@ -100,7 +105,8 @@ class TuningStep:
         effective_dimension: γ of every group at the precisions before, ``[G]``.
         sem: Its standard error over the samples, ``[G]``.
         squared_norm: ``‖θ★_g − μ_g‖²`` at the precisions before, ``[G]``.
-        change: Largest change of a logarithm of a precision or of a noise variance.
+        residual: How far the hyperparameters before were from a fixed point: the largest
+            ``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, or change of the logarithm of the noise variance.
         iterations: Solver iterations at the precisions after.
     """
 
@@ -109,7 +115,7 @@ class TuningStep:
     effective_dimension: Tensor
     sem: Tensor
     squared_norm: Tensor
-    change: float
+    residual: float
     iterations: int
 
 
@@ -122,8 +128,8 @@ class SampledTuningResult:
         structure: Which entries share a precision.
         prior_precision: 0-d or ``[G]``.
         noise_std: The noise level; None if there is none or it was not tuned.
-        converged: Whether the last update was below the tolerance, and all solves and optima met theirs.
-        change: The last update's largest change of a logarithm.
+        converged: Whether the last residual was below the tolerance, and all solves and optima met theirs.
+        residual: That of the last step.
         steps: All updates.
     """
 
@@ -132,7 +138,7 @@ class SampledTuningResult:
     prior_precision: Tensor
     noise_std: Tensor | None
     converged: bool
-    change: float
+    residual: float
     steps: tuple[TuningStep, ...]
 
 
@@ -148,14 +154,20 @@ def updated_precision(
         size: d_g.
         squares: ``‖θ★_g − μ_g‖²``.
     """
-    effective = effective.clamp_min(_LEAST).minimum(size)
-    tiny = torch.finfo(torch.float64).tiny
     if method == "mackay":
-        target = effective / squares.clamp_min(tiny)
+        step = mackay_steps(precision, effective, size, squares)
     else:
-        target = size / (squares + (size - effective) / precision).clamp_min(tiny)
-    step = (target / precision).log().clamp(-LARGEST_STEP, LARGEST_STEP)
-    return precision * step.exp()
+        effective = effective.clamp_min(_LEAST).minimum(size)
+        step = (size / (precision * squares + size - effective).clamp_min(_TINY)).log()
+    return precision * step.clamp(-LARGEST_STEP, LARGEST_STEP).exp()
+
+
+def mackay_steps(precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
+    """``log(γ_g / (λ_g ‖θ★_g − μ_g‖²))``, ``[G]``: zero where the evidence is stationary.
+
+    Arguments as for :func:`updated_precision`.
+    """
+    return (effective.clamp_min(_LEAST).minimum(size) / (precision * squares).clamp_min(_TINY)).log()
 
 
 def updated_noise(statistics: Tensor, effective: float, temperature: float) -> Tensor:
@@ -208,7 +220,7 @@ def tune_by_samples(
     progress: bool,
     keep: Callable[[TuningState], None] | None,
 ) -> tuple[Sampled, bool]:
-    """Alternate between the optimum, the samples and the update until the latter changes nothing.
+    """Alternate between the optimum, the samples and the update until the evidence is stationary.
 
     Args:
         model: What gives optimum and samples.
@@ -218,7 +230,7 @@ def tune_by_samples(
         temperature: T.
         tune_noise: Whether to update the noise.
         max_steps: Where to give up.
-        tolerance: Converged once no logarithm changes by more.
+        tolerance: Converged once no residual is greater, with either method.
         progress: Whether to show a progress bar.
         keep: Called with the state where it is worth keeping.
 
@@ -230,9 +242,9 @@ def tune_by_samples(
     """
     if method not in SAMPLED_METHODS:
         raise ConfigurationError("Unknown method.", expected=", ".join(SAMPLED_METHODS), got=repr(method))
-    change = state.steps[-1].change if state.steps else math.inf
+    residual = state.steps[-1].residual if state.steps else math.inf
     for _ in progress_bar(range(len(state.steps), max_steps), enabled=progress, description=f"tuning by {method}"):
-        if change < tolerance:
+        if residual < tolerance:
             break
         if state.pending is None:
             assert current is not None
@@ -244,15 +256,15 @@ def tune_by_samples(
         state.steps.append(done)
         state.precision, state.noise_std, state.z = done.prior_precision, done.noise_std, current.z
         state.solver = state.pending = None
-        change = done.change
+        residual = done.residual
         if keep is not None:
             keep(state)
     assert current is not None
-    converged = change < tolerance and state.sound
+    converged = residual < tolerance and state.sound
     if not converged:
         why = (
-            f"the last of {len(state.steps)} updates changed a logarithm by {change:.2g} (tolerance {tolerance:.2g})"
-            if change >= tolerance
+            f"the last of {len(state.steps)} steps found a residual of {residual:.2g} (tolerance {tolerance:.2g})"
+            if residual >= tolerance
             else "a solve or an optimum did not meet its tolerance"
         )
         warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=4)
@@ -266,18 +278,17 @@ def _update(
     state.optimum = found.vector
     state.sound &= found.converged
     dimension = current.dimension
-    precision = updated_precision(
-        method, state.precision, dimension.value.cpu(), dimension.size.cpu(), found.squares.cpu()
-    )
-    changes = [float((precision / state.precision).log().abs().max())]
+    terms = state.precision, dimension.value.cpu(), dimension.size.cpu(), found.squares.cpu()
+    precision = updated_precision(method, *terms)
+    residuals = [float(mackay_steps(*terms).abs().max())]
     noise = state.noise_std
     if tune_noise:
         assert found.statistics is not None and noise is not None
         updated = updated_noise(found.statistics, float(current.total.value), temperature).view_as(noise)
-        changes.append(float((updated / noise.double().cpu()).log().abs().max() * 2))
+        residuals.append(float((updated / noise.double().cpu()).log().abs().max() * 2))
         noise = updated
     return TuningStep(
-        precision, noise, dimension.value.cpu(), dimension.sem.cpu(), found.squares.cpu(), max(changes), 0
+        precision, noise, dimension.value.cpu(), dimension.sem.cpu(), found.squares.cpu(), max(residuals), 0
     )
 
 

@@ -31,9 +31,10 @@ from torch import Tensor
 from laplace_plus._memory import budget, in_words
 from laplace_plus.batches import iterate
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
+from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.loo_covariances import Covariances, FactorCovariances, Unit, split_units
-from laplace_plus.evidence.loo_routes import last_layer_route, whole_route
+from laplace_plus.evidence.loo_routes import Displacement, last_layer_route, whole_route
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network import Network
@@ -155,6 +156,7 @@ def leave_one_out(
     n_data: int,
     training_precision: Any,
     precision: Any,
+    training_noise_std: Any = None,
     temperature: Any = 1.0,
     leverages: Leverages = "own",
     unit: Unit = "example",
@@ -169,6 +171,7 @@ def leave_one_out(
         n_data: How many examples they are.
         training_precision: Prior precision of the displacement.
         precision: That of the covariance.
+        training_noise_std: Noise of the displacement; by default the likelihood's.
         temperature: Divides gradients and Hessians.
         leverages: Of which curvature: ``"own"``, the posterior's; ``"full"``, the exact Gauss-Newton matrix;
             ``"last_layer"``, that of the last layer alone. With the latter two the covariance stays the posterior's V.
@@ -182,7 +185,15 @@ def leave_one_out(
         NotPositiveDefiniteError: Leverages at or above one.
     """
     leaving = LeavingOut.create(
-        model, network, data, precision=training_precision, temperature=temperature, route=leverages, unit=unit
+        model,
+        network,
+        data,
+        n_data=n_data,
+        precision=training_precision,
+        noise_std=training_noise_std,
+        temperature=temperature,
+        route=leverages,
+        unit=unit,
     )
     outputs, targets, means, covariances = [], [], [], []
     values: list[Tensor] = []
@@ -209,7 +220,6 @@ def leave_one_out(
         targets.append(piece.targets)
         means.append(piece.mean)
         values.append(piece.left.values[piece.kept])
-    check_count(seen, n_data)
     check_leverages(values, leverages, network.dtype)
     if others:
         check_leverages(others, leverages, network.dtype)
@@ -315,6 +325,7 @@ class LeavingOut:
     Attributes:
         model: The posterior's curvature and all that the evidence is a function of.
         network: The network.
+        n_data: How many examples the posterior was fitted to.
         precision: Prior precision of the displacement.
         noise_std: Noise of the displacement; None for the likelihood's.
         temperature: Divides gradients and Hessians.
@@ -325,6 +336,7 @@ class LeavingOut:
 
     model: LaplaceModel
     network: Network
+    n_data: int
     precision: Any
     noise_std: Any
     temperature: Any
@@ -339,6 +351,7 @@ class LeavingOut:
         network: Network,
         data: Iterable[Any],
         *,
+        n_data: int,
         precision: Any,
         noise_std: Any = None,
         temperature: Any = 1.0,
@@ -348,7 +361,9 @@ class LeavingOut:
         """Check the choices and prepare the route.
 
         Raises:
-            ConfigurationError: An unknown choice, or a curvature that does not fit into the memory budget.
+            ConfigurationError: An unknown choice, a noise that does not fit the likelihood's, or a curvature that does
+                not fit into the memory budget.
+            UnsupportedError: Noise of a likelihood that has none.
         """
         if route not in ROUTES or unit not in ("example", "position"):
             raise ConfigurationError(
@@ -356,11 +371,13 @@ class LeavingOut:
                 expected=f"leverages among {', '.join(ROUTES)} and unit 'example' or 'position'",
                 got=f"leverages={route!r}, unit={unit!r}",
             )
+        if noise_std is not None:
+            model.likelihood.curvature_weights(noise_std)  # refuses what is no noise
         exact = None
         if route != "own":
             prepare = whole_route if route == "full" else last_layer_route
-            exact = prepare(model, network, data, precision, temperature, noise_std, unit)
-        return cls(model, network, precision, noise_std, temperature, route, exact, unit)
+            exact = prepare(Displacement(model, network, data, precision, temperature, noise_std, unit))
+        return cls(model, network, n_data, precision, noise_std, temperature, route, exact, unit)
 
     def pieces(
         self, data: Iterable[Any], points: Sequence[tuple[Any, Any]] = (), *, progress: bool = False
@@ -373,10 +390,12 @@ class LeavingOut:
             progress: Whether to show a progress bar.
 
         Raises:
+            DataError: After the last batch: other data than were fitted to.
             LabelError: Targets that do not fit.
             OutputError: Outputs that do not.
         """
         likelihood, model = self.model.likelihood, self.model
+        fitted = FittedData(model, self.network, self.n_data)
         displaced: tuple[Any, Any] = (self.precision, self.noise_std)
         wanted = [displaced, *points] if self.exact is None else list(points)
         sets = model.factor_sets(wanted, self.temperature) if wanted else []
@@ -386,6 +405,7 @@ class LeavingOut:
         for batch in iterate(data, device=self.network.device, progress=progress, description="leave-one-out"):
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
+            fitted.add(raw, batch.target)
             outputs = raw.double()
             rows, targets, weight = likelihood.rows(outputs, batch.target)
             root = likelihood.output_root(rows, targets) * weight[:, None, None]
@@ -405,6 +425,7 @@ class LeavingOut:
             terms = Terms(root, gradient, groups, likelihood, self.temperature)
             left = leave_out(found[0], *terms.at(self.noise_std))
             yield Piece(raw, outputs, own, kept, terms, left, tuple(found[1:]))
+        fitted.check()
 
 
 def _by_example(root: Tensor, count: int) -> Tensor:
@@ -416,21 +437,6 @@ def _by_example(root: Tensor, count: int) -> Tensor:
     number = torch.arange(count, device=root.device)
     result[:, number, :, number] = root.view(-1, count, size, rank).transpose(0, 1)
     return result.reshape(len(result), count * size, count * rank)
-
-
-def check_count(seen: int, n_data: int) -> None:
-    """Refuse other data than those of the fit.
-
-    Raises:
-        DataError: Another number of examples.
-    """
-    if seen != n_data:
-        raise DataError(
-            "These are not the data that the posterior was fitted to.",
-            expected=f"{n_data} examples",
-            got=f"{seen}",
-            fix="Pass the training data, all of them and each once, or fit the posterior to these.",
-        )
 
 
 def ceiling(dtype: torch.dtype) -> float:

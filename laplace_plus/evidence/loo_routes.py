@@ -8,7 +8,7 @@ budget, else over the R rows of all data's outputs together, where the Jacobian 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,15 +26,30 @@ from laplace_plus.network import Network
 from laplace_plus.priors import as_hyperparameter
 
 
-def whole_route(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    precision: Any,
-    temperature: Any,
-    noise_std: Any,
-    unit: Unit,
-) -> Covariances:
+@dataclass(frozen=True)
+class Displacement:
+    """Which covariances a route is asked for.
+
+    Attributes:
+        model: The posterior's curvature and all that the evidence is a function of.
+        network: The network.
+        data: The data of the fit.
+        precision: Prior precision of the displacement.
+        temperature: Divides gradients and Hessians.
+        noise_std: Noise of the displacement; None for the likelihood's.
+        unit: What is left out.
+    """
+
+    model: LaplaceModel
+    network: Network
+    data: Iterable[Any]
+    precision: Any
+    temperature: Any
+    noise_std: Any
+    unit: Unit
+
+
+def whole_route(of: Displacement) -> Covariances:
     """Covariances under the exact Gauss-Newton matrix over all selected parameters.
 
     One pass over the data, and ``O(R P²)`` operations over parameters or ``O(R² P + R³)`` over rows.
@@ -42,13 +57,14 @@ def whole_route(
     Raises:
         ConfigurationError: Neither form fits into the memory budget; says what they would take.
     """
+    network = of.network
     allowed, item = budget(network.device), network.dtype.itemsize
     size = network.n_parameters
     dense = 3 * item * size**2
     if dense > allowed:
         rows = sum(
             network.forward(batch.inputs).numel()
-            for batch in iterate(data, device=network.device, description="rows of outputs")
+            for batch in iterate(of.data, device=network.device, description="rows of outputs")
         )
         by_rows = item * rows * size + 4 * 8 * rows**2
         if by_rows > allowed:
@@ -58,30 +74,24 @@ def whole_route(
                 got=f"{in_words(dense)} over {size:,} parameters, or {in_words(by_rows)} over all {rows:,} outputs",
                 fix='Use leverages="last_layer", select fewer parameters, or raise memory_budget.',
             )
-        return _over_rows(model, network, data, precision, temperature, noise_std, unit)
-    whole = replace(model, curvature=_exact(model, network, data), backend=Native())
-    return FactorCovariances(network, [whole.factors(precision, temperature, noise_std)], unit, model.n_outputs)
+        return _over_rows(of)
+    whole = replace(of.model, curvature=_exact(of.model, network, of.data), backend=Native())
+    factors = whole.factors(of.precision, of.temperature, of.noise_std)
+    return FactorCovariances(network, [factors], of.unit, of.model.n_outputs)
 
 
-def last_layer_route(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    precision: Any,
-    temperature: Any,
-    noise_std: Any,
-    unit: Unit,
-) -> Covariances:
+def last_layer_route(of: Displacement) -> Covariances:
     """Covariances under the exact Gauss-Newton matrix of the last layer, the other parameters being held fixed.
 
     Raises:
         SelectionError: The posterior is not over the last layer, so that it has no prior there.
         ConfigurationError: A matrix that does not fit into memory.
     """
+    model, network = of.model, of.network
     last = Network(network.model, "last_layer", model.likelihood.arrange)
     last.ambient_autocast = network.ambient_autocast
-    curvature = _exact(model, last, data)  # only now it is certain which layer is last
-    spread = model.prior(precision).vector().detach()
+    curvature = _exact(model, last, of.data)  # only now it is certain which layer is last
+    spread = model.prior(of.precision).vector().detach()
     starts = network.offsets()
     sizes = {item.name: item.size for item in network.selected}
     missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
@@ -104,7 +114,8 @@ def last_layer_route(
         prior_mean=mean if mean.ndim == 0 else mean[places.to(mean.device)],
     )
     level = own[0] if bool((own == own[0]).all()) else own
-    return FactorCovariances(last, [head.factors(level, temperature, noise_std)], unit, model.n_outputs)
+    factors = head.factors(level, of.temperature, of.noise_std)
+    return FactorCovariances(last, [factors], of.unit, model.n_outputs)
 
 
 def _exact(model: LaplaceModel, network: Network, data: Iterable[Any]) -> Curvature:
@@ -116,21 +127,13 @@ def _exact(model: LaplaceModel, network: Network, data: Iterable[Any]) -> Curvat
     return total
 
 
-def _over_rows(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    precision: Any,
-    temperature: Any,
-    noise_std: Any,
-    unit: Unit,
-) -> Covariances:
+def _over_rows(of: Displacement) -> Covariances:
     """The covariances by way of the matrix over all rows of outputs."""
-    likelihood = model.likelihood
-    weights = likelihood.curvature_weights(noise_std) / as_hyperparameter(temperature).double()
-    deviations = model.prior(precision).vector().detach().double().rsqrt().to(network.device)
+    likelihood, network = of.model.likelihood, of.network
+    weights = likelihood.curvature_weights(of.noise_std) / as_hyperparameter(of.temperature).double()
+    deviations = of.model.prior(of.precision).vector().detach().double().rsqrt().to(network.device)
     jacobians, roots, sizes, known = [], [], [], []
-    for batch in iterate(data, device=network.device, description="Jacobians for leave-one-out"):
+    for batch in iterate(of.data, device=network.device, description="Jacobians for leave-one-out"):
         jacobian, outputs = _jacobian(network, batch.inputs, deviations)
         likelihood.validate(outputs, batch.target)
         rows, targets, weight = likelihood.rows(outputs.double(), batch.target)
@@ -139,7 +142,7 @@ def _over_rows(
         roots.append(root * weights.to(root)[groups].sqrt())
         jacobians.append(jacobian)
         known.append(outputs)
-        block = outputs.shape[-1] if unit == "position" else outputs[0].numel()
+        block = outputs.shape[-1] if of.unit == "position" else outputs[0].numel()
         sizes.append((len(jacobian) // block, block))
     together, root = torch.cat(jacobians), torch.cat(roots)
     del jacobians, roots

@@ -20,6 +20,12 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError
+from laplace_plus.evidence.fitted_data import (
+    check_training_prior,
+    precision_of_weight_decay,
+    survey,
+    unknown_training_prior,
+)
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.leave_one_out import (
     INTERPOLATION,
@@ -27,7 +33,6 @@ from laplace_plus.evidence.leave_one_out import (
     Leverages,
     Piece,
     ceiling,
-    check_count,
     check_leverages,
     checked_factor,
     leave_out,
@@ -81,6 +86,7 @@ def tune_leave_one_out(
     temperature: Tensor,
     structure: str = "scalar",
     training_prior_precision: Any = None,
+    weight_decay: float | None = None,
     training_noise_std: Any = None,
     kappa: float = 2.0,
     leverages: Leverages = "own",
@@ -102,8 +108,9 @@ def tune_leave_one_out(
         initial: The current precision; where it has several entries, the search multiplies it as a whole.
         temperature: The posterior's, which stays.
         structure: Only ``"scalar"``: one number is searched.
-        training_prior_precision: That of the displacement, e.g. the number of data times the weight decay; by default
-            ``initial``.
+        training_prior_precision: That of the displacement, for the loss summed over the data.
+        weight_decay: Instead, of a classifier, the ``weight_decay`` of torch's SGD or Adam with the *mean* loss; as for
+            :func:`laplace_plus.calibrate`. Takes one more pass, without derivatives.
         training_noise_std: The noise that belongs to it; by default the likelihood's.
         kappa: Factor on the precision of training in leverages and displacements. 1 is the formula; on small ReLU
             networks, whose weights are no exact optimum, it overshoots what retraining gives, and 2 comes closer.
@@ -117,10 +124,10 @@ def tune_leave_one_out(
         progress: Whether to show a progress bar.
 
     Raises:
-        ConfigurationError: An argument that is none of these.
+        ConfigurationError: An argument that is none of these, or neither a precision nor a weight decay of training.
         DataError: Other data than were fitted to.
         NotPositiveDefiniteError: Leverages at or above one.
-        UnsupportedError: Noise of another likelihood than the Gaussian.
+        UnsupportedError: Noise of another likelihood than the Gaussian, or the weight decay of no classifier.
 
     Warns:
         ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there; or a classifier
@@ -133,24 +140,32 @@ def tune_leave_one_out(
             got=repr(structure),
             fix="Set prior_precision to the proportions that you want; the search multiplies them as a whole.",
         )
-    training = initial if training_prior_precision is None else as_hyperparameter(training_prior_precision)
-    model.prior(training)  # refuses what is no precision
+    if not check_training_prior(training_prior_precision, weight_decay):
+        raise unknown_training_prior()
     kappa = checked_factor(kappa)
     noisy = _tunes_noise(model, tune_noise, link)
+    if weight_decay is not None:
+        seen = survey(model, network, data, n_data, progress=progress)
+        training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, temperature)
+    training = as_hyperparameter(training_prior_precision)
+    model.prior(training)  # refuses what is no precision
     base = initial.detach() if initial.ndim else torch.ones((), dtype=torch.float64)
     leaving = LeavingOut.create(
         model,
         network,
         data,
+        n_data=n_data,
         precision=kappa * training.detach(),
         noise_std=training_noise_std,
         temperature=temperature,
         route=leverages,
         unit=unit,
     )
-    source = "cpu" if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=source))
-    search = _Search(leaving, data, n_data, base, link, n_samples, seed, noisy, progress)
+    seed = None
+    if (link or model.likelihood.links[0]) == "mc":
+        source = "cpu" if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=source))
+    search = _Search(leaving, data, base, link, n_samples, seed, noisy, progress)
     if grid is None:
         centre = training.detach().double().log10().mean().item() if initial.ndim == 0 else 0.0
         levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64)
@@ -207,11 +222,10 @@ class _Search:
 
     leaving: LeavingOut
     data: Iterable[Any]
-    n_data: int
     base: Tensor
     link: str | None
     n_samples: int
-    seed: int
+    seed: int | None
     noisy: bool
     progress: bool
 
@@ -226,10 +240,9 @@ class _Search:
         totals = torch.zeros(len(levels), 2, dtype=torch.float64)
         valid = torch.ones(len(levels), dtype=torch.bool)
         entries = rows = 0.0
-        seen, values = 0, []
+        values = []
         points = [(self.base * level, None) for level in levels]
         for piece in leaving.pieces(self.data, points, progress=self.progress):
-            seen += len(piece.network_outputs)
             values.append(piece.left.values[piece.kept])
             if bool((values[-1] >= limit).any()):
                 continue  # refused below, once they are all counted
@@ -243,7 +256,6 @@ class _Search:
             weight = leaving.model.likelihood.rows(piece.outputs, piece.targets)[2]
             rows += float(weight.sum())
             entries += float(weight.sum()) * piece.outputs.shape[-1]
-        check_count(seen, self.n_data)
         check_leverages(values, leaving.route, leaving.network.dtype)
         largest = float(torch.cat([part.amax(-1) for part in values]).max())
         if not self.noisy:
@@ -258,7 +270,9 @@ class _Search:
         """What adds up: the loss, or with free noise half the log-determinants and the squared distances."""
         likelihood = self.leaving.model.likelihood
         if not self.noisy:
-            generator = torch.Generator(device=covariance.device).manual_seed(self.seed)
+            generator = None
+            if self.seed is not None:
+                generator = torch.Generator(device=covariance.device).manual_seed(self.seed)
             prediction = from_functional(
                 likelihood, piece.mean, covariance, link=self.link, n_samples=self.n_samples, generator=generator
             )

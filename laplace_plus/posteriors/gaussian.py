@@ -253,8 +253,8 @@ class GaussianPosterior(Posterior):
             method: ``"marginal_likelihood"`` (line-searched ascent of the evidence), ``"mackay"`` (its fixed point),
                 ``"em"`` (slower and monotone), ``"validation"`` (least loss on held-out ``data``), or
                 ``"leave_one_out"`` (least leave-one-out loss on the training data; see
-                :func:`laplace_plus.evidence.tune_leave_one_out` for its options, and pass
-                ``training_prior_precision=``).
+                :func:`laplace_plus.evidence.tune_leave_one_out` for its options, of which
+                ``training_prior_precision=`` or ``weight_decay=`` has to be given).
             structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` (one precision for each layer that feeds a
                 normalisation, one for the last layer and one for the rest, as found by running the network on a batch),
                 groups of your own, or ``"diagonal"`` where the curvature's structure allows.
@@ -284,28 +284,16 @@ class GaussianPosterior(Posterior):
         Warns:
             ConvergenceWarning: The tuning ended before it met its tolerance.
         """
+        options |= {"evidence": evidence, "scaling": scaling, "predictive_mean": predictive_mean, "data": data}
+        options |= {"tune_noise": tune_noise, "progress": progress}
         if method == "leave_one_out":
-            options |= {"structure": structure, "tune_noise": tune_noise, "progress": progress}
-            found = tuned_by_leaving_out(
-                self, data, evidence=evidence, scaling=scaling, predictive_mean=predictive_mean, **options
-            )
+            found = tuned_by_leaving_out(self, structure, **options)
             self.tuning: TuningResult = found
             self._prior_precision = found.prior_precision
             if found.noise_std is not None:
                 self.noise_std = found.noise_std
             return self
-        tuned = tune_prior(
-            self,
-            method,
-            structure,
-            evidence=evidence,
-            scaling=scaling,
-            predictive_mean=predictive_mean,
-            data=data,
-            tune_noise=tune_noise,
-            progress=progress,
-            **options,
-        )
+        tuned = tune_prior(self, method, structure, **options)
         self._prior_groups, self._prior_precision = tuned.groups, tuned.result.prior_precision
         if tuned.result.noise_std is not None:
             self.noise_std = tuned.result.noise_std
@@ -318,6 +306,7 @@ class GaussianPosterior(Posterior):
         data: Iterable[Any] | None = None,
         *,
         prior_precision: float | Tensor | None = None,
+        noise_std: float | Tensor | None = None,
         kappa: float = 1.0,
         leverages: Leverages = "own",
         unit: Unit = "example",
@@ -331,6 +320,7 @@ class GaussianPosterior(Posterior):
         Args:
             data: The data that the posterior was fitted to; by default the loaders that :meth:`fit` saw.
             prior_precision: That of training, for the displacement; by default the posterior's.
+            noise_std: Gaussian noise that belongs to it; by default the posterior's.
             kappa: Factor on it; 1 is the formula.
             leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
                 ``"last_layer"``, of the last layer's, both with this posterior's ``V`` as the covariance.
@@ -347,6 +337,7 @@ class GaussianPosterior(Posterior):
             self,
             data,
             prior_precision=prior_precision,
+            noise_std=noise_std,
             kappa=kappa,
             leverages=leverages,
             unit=unit,

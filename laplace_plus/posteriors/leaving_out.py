@@ -11,7 +11,8 @@ from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence import LeaveOneOut, LeaveOneOutTuning, tune_leave_one_out
 from laplace_plus.evidence.leave_one_out import Leverages, checked_factor, leave_one_out
 from laplace_plus.evidence.loo_covariances import Unit
-from laplace_plus.priors import as_hyperparameter
+from laplace_plus.posteriors.tuning_options import check_options
+from laplace_plus.priors import Groups, as_hyperparameter
 
 if TYPE_CHECKING:
     from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -24,6 +25,7 @@ def left_out(
     data: Iterable[Any] | None,
     *,
     prior_precision: float | Tensor | None,
+    noise_std: float | Tensor | None,
     kappa: float,
     leverages: Leverages,
     unit: Unit,
@@ -41,6 +43,7 @@ def left_out(
         n_data=posterior.n_data,
         training_precision=checked_factor(kappa) * training,
         precision=own,
+        training_noise_std=noise_std,
         temperature=posterior.temperature.detach(),
         leverages=leverages,
         unit=unit,
@@ -50,11 +53,14 @@ def left_out(
 
 def tuned_by_leaving_out(
     posterior: GaussianPosterior,
-    data: Iterable[Any] | None,
+    structure: str | Groups,
     *,
     evidence: str,
     scaling: str | None,
     predictive_mean: str,
+    data: Iterable[Any] | None,
+    tune_noise: bool | None,
+    progress: bool,
     **options: Any,
 ) -> LeaveOneOutTuning:
     """The tuning of :meth:`GaussianPosterior.fit_prior_precision`; changes nothing."""
@@ -66,18 +72,26 @@ def tuned_by_leaving_out(
             expected='evidence="laplace", scaling=None and predictive_mean="network"',
             got=f"evidence={evidence!r}, scaling={scaling!r}, predictive_mean={predictive_mean!r}",
         )
+    common: dict[str, Any] = {
+        "n_data": posterior.n_data,
+        "initial": posterior.prior_precision.detach(),
+        "temperature": posterior.temperature.detach(),
+        "structure": structure,
+        "tune_noise": tune_noise,
+        "progress": progress,
+    }
+    check_options(options, tune_leave_one_out, supplied=common)
     before = getattr(posterior, "tuning", None)
     if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
         # What was tuned since is not the precision of training.
-        options.setdefault("training_prior_precision", before.training_prior_precision)
+        if options.get("training_prior_precision") is None and options.get("weight_decay") is None:
+            options["training_prior_precision"] = before.training_prior_precision
         options.setdefault("training_noise_std", before.training_noise_std)
     return tune_leave_one_out(
         model,
         posterior.network,
         posterior._data.again(data, _WHY),
-        n_data=posterior.n_data,
-        initial=posterior.prior_precision.detach(),
-        temperature=posterior.temperature.detach(),
+        **common,
         **options,
     )
 

@@ -14,8 +14,11 @@ from laplace_plus.curvature.normalized_groups import NAME as NORMALISED
 from laplace_plus.curvature.normalized_groups import normalized_groups
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence import LaplaceModel, TangentResult, TuningResult, tune, tune_tangent
+from laplace_plus.evidence.fitted_data import survey
+from laplace_plus.evidence.validation import validate
 from laplace_plus.linalg.blocks import Block, EigenBlock
 from laplace_plus.linalg.low_rank import LowRankBlock
+from laplace_plus.posteriors.tuning_options import check_options
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups
 
 if TYPE_CHECKING:
@@ -85,6 +88,8 @@ def tune_prior(
     }
     if evidence == "laplace":
         initial = posterior.prior_precision
+        if method == "validation":
+            check_options(options, validate, supplied=(*common.keys() - options.keys(), "initial"))
         return Tuned(tune(model, initial=initial, network=posterior.network, data=data, **common), groups, None)
     if posterior._group is not None and posterior._group.size > 1:
         raise UnsupportedError(
@@ -94,7 +99,9 @@ def tune_prior(
             fix="Save it, load it in one process, and pass data= with all the data.",
         )
     why = "The tangent model's optimum passes over the training data."
+    check_options(options, tune_tangent, supplied=(*common.keys() - options.keys(), "n_data"))
     again = posterior._data.again(data, why)
+    survey(model, posterior.network, again, posterior.n_data, progress=progress)
     found = tune_tangent(model, posterior.network, again, n_data=posterior.n_data, **common)
     return Tuned(found, groups, found.vector if predictive_mean == "tangent" else None)
 
@@ -155,8 +162,17 @@ def g_prior_scaling(model: LaplaceModel, structure: str) -> Tensor:
         model.placements[layout.key].scatter_(diagonal, _diagonal(block, weights))
     index = torch.zeros_like(model.layer_index) if structure == "scalar" else model.layer_index
     index = index.to(diagonal.device)
-    sums = diagonal.new_zeros(int(index.max()) + 1).index_add(0, index, diagonal)
-    means = sums / torch.bincount(index)
+    return floored(diagonal, index)
+
+
+def floored(diagonal: Tensor, index: Tensor) -> Tensor:
+    """A g-prior's scaling with a floor below it, as entries that the data do not touch would have no prior, ``[P]``.
+
+    Args:
+        diagonal: Of the curvature, or an estimate, ``[P]`` float64.
+        index: The group of each entry, ``[P]``; the floor is a part of the group's mean.
+    """
+    means = diagonal.new_zeros(int(index.max()) + 1).index_add(0, index, diagonal) / torch.bincount(index)
     floor = _SCALING_FLOOR * torch.where(means > 0, means, 1.0)
     return torch.maximum(diagonal, floor[index])
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from laplace_plus.curvature import Native
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.evidence.effective_dimension import (
@@ -106,6 +107,7 @@ class SampledLaplace(SampleBased):
         self._draws: Draws | None = None
         self._z: Tensor | None = None
         self._solved_at: tuple[Tensor, ...] = ()
+        self._data_sum: float | None = None
         self._report: SamplingReport | None = None
         self._problem: TangentProblem | None = None
         self._checkpoint_folder: Path | None = None
@@ -168,6 +170,7 @@ class SampledLaplace(SampleBased):
         z, solved = self._solve(problem, draws, None, checkpoint, "fit", progress=progress)
         self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
         self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
+        self._data_sum = problem.curvature.data_sum
         self._ways = Ways()
         self._take(z, solved)
 
@@ -244,7 +247,9 @@ class SampledLaplace(SampleBased):
         warn_unless_converged(self._report, self.solver.tolerance)
 
     def _hyperparameters(self) -> tuple[Tensor, ...]:
-        return (self._prior_precision.detach().clone(), torch.tensor(self._weight(), dtype=torch.float64))
+        precision = self._prior_precision.detach().clone()
+        groups = self._group_index() if precision.numel() > 1 else torch.zeros(0, dtype=torch.long)
+        return precision, groups, torch.tensor(self._weight(), dtype=torch.float64)
 
     @exactly
     def solve(self, data: Iterable[Any] | None = None, *, progress: bool = False) -> Self:
@@ -279,6 +284,12 @@ class SampledLaplace(SampleBased):
                 expected=f"the {self.n_data} examples of fit()",
                 got=f"{problem.curvature.n_data}",
             )
+        if self._data_sum is not None and not same_sum(self._data_sum, problem.curvature.data_sum):
+            raise DataError(
+                "These are not the data that the noise was drawn for.",
+                expected=f"the {self.n_data} examples of fit(), in any order",
+                got="as many others, or the same with other targets",
+            )
         return problem
 
     @override
@@ -295,7 +306,10 @@ class SampledLaplace(SampleBased):
         if folder is None:
             return None
         curvature = problem.curvature
-        numbers = {"number of batches": curvature.n_batches, "data": f"{curvature.data_sum:.6e}"}
+        options = self.options()
+        if isinstance(self.solver, CGSolver):  # which does the same whatever its budget, and may be given a greater one
+            options["solver"] = {**options["solver"], "max_iterations": None}
+        numbers = {"number of batches": curvature.n_batches, "data": f"{curvature.data_sum:.6e}", "options": options}
         return Checkpoint(folder, identity(self, curvature.n_data) | numbers | more)
 
     # -- evidence ------------------------------------------------------------------------------------------------------
@@ -323,7 +337,8 @@ class SampledLaplace(SampleBased):
         effective dimensions come from the samples by the ratio estimator.
 
         Args:
-            method: ``"mackay"``, or ``"em"``: slower, and no step lowers the evidence.
+            method: ``"mackay"``, or ``"em"``, of which no step lowers the evidence; where the data determine few of a
+                group's parameters, hundreds of them may be needed.
             structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or groups of your own.
             data: The training data; by default those of :meth:`fit`.
             evidence: ``"tangent"``, the only one that there is.
@@ -333,7 +348,8 @@ class SampledLaplace(SampleBased):
                 optimum.
             tune_noise: Whether to tune the Gaussian noise; by default whenever there is any.
             max_steps: Where to give up.
-            tolerance: Converged once no logarithm of a precision or noise variance changes by more.
+            tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
+                the change of the logarithm of the noise variance.
             optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
             checkpoint: A folder to which every step, and the solver's state within it, is written. A tuning that finds
                 it there goes on from it, to the same result.
@@ -349,7 +365,7 @@ class SampledLaplace(SampleBased):
             CheckpointError: The checkpoint is of another network, other data or settings.
 
         Warns:
-            ConvergenceWarning: The last update is above the tolerance, or a solve missed its own.
+            ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
         """
         z = self._deviations()
         assert self._draws is not None
@@ -415,7 +431,7 @@ class SampledLaplace(SampleBased):
         z = self._deviations()
         draws, report = self._draws, self._report
         assert draws is not None and report is not None
-        header = {"iterations": report.iterations, "converged": report.converged}
+        header = {"iterations": report.iterations, "converged": report.converged, "data_sum": self._data_sum}
         tensors = {
             "vector": self.mean,
             "samples": z,
@@ -434,7 +450,7 @@ class SampledLaplace(SampleBased):
         self._vector, self._z, self._tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
         self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
         self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
-        self._solved_at = self._hyperparameters()
+        self._solved_at, self._data_sum = self._hyperparameters(), header.get("data_sum")
         self._report = reported(
             self._parts, self.network, tensors["report.residual"], header["iterations"], header["converged"]
         )

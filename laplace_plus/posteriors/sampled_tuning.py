@@ -27,7 +27,7 @@ from laplace_plus.evidence.sample_then_optimise import Draws, PriorUnits, Solved
 from laplace_plus.evidence.tangent_model import TangentModel, tangent_optimum
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.methods import check_count
-from laplace_plus.posteriors.prior_tuning import PredictiveMean, chosen_groups
+from laplace_plus.posteriors.prior_tuning import PredictiveMean, chosen_groups, floored
 from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 _SCALING_DRAWS = 4
 """Random vectors for each batch that estimate the diagonal of a g-prior."""
-
-_SCALING_FLOOR = 1e-6
 
 
 class Alternation:
@@ -294,7 +292,7 @@ def tune_prior(
         prior_precision=precision,
         noise_std=state.noise_std,
         converged=converged,
-        change=state.steps[-1].change if state.steps else 0.0,
+        residual=state.steps[-1].residual if state.steps else 0.0,
         steps=tuple(state.steps),
     )
     mean = None
@@ -311,15 +309,10 @@ def _means(entries: Tensor, groups: Groups) -> Tensor:
 
 
 def _g_prior_scaling(problem: TangentProblem, groups: Groups, likelihood: Likelihood) -> Tensor:
-    """``diag(H)`` at the present noise, estimated, by which a g-prior multiplies the precisions, ``[P]`` float64.
-
-    Entries that the data do not touch get a millionth of their group's mean, as for other posteriors.
-    """
+    """``diag(H)`` at the present noise, estimated, by which a g-prior multiplies the precisions, ``[P]`` float64."""
     # Where the noise of the estimate starts from is not worth an argument; it is not that of the samples.
     diagonal = problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0)).double().cpu()
-    means = torch.zeros(len(groups.names), dtype=torch.float64).index_add_(0, groups.index, diagonal) / groups.sizes()
-    floor = _SCALING_FLOOR * torch.where(means > 0, means, 1.0)
-    return torch.maximum(diagonal, floor[groups.index]) * float(likelihood.curvature_weights().detach()[0])
+    return floored(diagonal, groups.index) * float(likelihood.curvature_weights().detach()[0])
 
 
 _STEP = tuple(field.name for field in fields(TuningStep))
@@ -354,7 +347,7 @@ def read_state(checkpoint: Checkpoint, device: torch.device) -> TuningState | No
     for number in range(header["steps"]):
         values: dict[str, Any] = {name: tensors.get(f"step.{number}.{name}") for name in _STEP}
         values = {name: None if value is None else value.cpu() for name, value in values.items()}
-        values |= {"change": float(values["change"]), "iterations": int(values["iterations"])}
+        values |= {"residual": float(values["residual"]), "iterations": int(values["iterations"])}
         steps.append(TuningStep(**values))
     pending = steps.pop() if header["pending"] else None
     solver = {name.removeprefix("solver."): value for name, value in tensors.items() if name.startswith("solver.")}

@@ -80,7 +80,7 @@ def train_marginal_likelihood(
     evidence is that of the weights of the moment, as if they were at a mode: early in training it is only a guide.
 
     Args:
-        model: The network to train.
+        model: The network to train. Its parameters have no gradients (``grad=None``) in the end, whatever they had.
         loader: Batches, as for :meth:`Posterior.fit`; it is run over once per epoch, and once per update.
         likelihood: As for :class:`Posterior`; of a Gaussian one, its noise is where the noise starts.
         epochs: At most so many.
@@ -111,8 +111,9 @@ def train_marginal_likelihood(
         curvature_loader: Other batches for the curvature and the evidence, such as the same images without random
             augmentation. N then counts these.
         checkpoint: A folder that is written after every epoch (tensors as safetensors, the rest as JSON, nothing
-            pickled).
-        resume: Whether to continue from the checkpoint, if it is there. A continued run equals one that was not
+            pickled). One more pass over the curvature's data takes a sum by which they are recognised.
+        resume: Whether to continue from the checkpoint, if it is there, with the same arguments and data as before;
+            ``epochs``, ``patience``, ``callback`` and ``progress`` may change. A continued run equals one that was not
             interrupted, to the last bit on the same machine: torch's global generators, ``generator``, and those that a
             ``DataLoader`` and its samplers hold are stored. Other sources of randomness (Python's, NumPy's, those of
             persistent workers) are the caller's. Continued with more epochs, a run equals one that had them from the

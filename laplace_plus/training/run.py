@@ -16,6 +16,7 @@ from tqdm import tqdm
 from laplace_plus import io
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import iterate
+from laplace_plus.curvature.streaming import DataSums, same_sum
 from laplace_plus.distributed import resolve_group
 from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
 from laplace_plus.posteriors import GaussianPosterior
@@ -25,12 +26,13 @@ from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
 from laplace_plus.training.hyperparameters import HyperparameterAscent
 from laplace_plus.training.objective import PriorPenalty, TrainingObjective
 from laplace_plus.training.result import MarginalLikelihoodTraining, Update
-from laplace_plus.training.settings import Settings
+from laplace_plus.training.settings import Settings, require_same
 from laplace_plus.training.state import (
     generators_of,
     pack,
     put_back,
     random_state,
+    seeded,
     set_random_state,
     unpack,
     weights_of,
@@ -121,16 +123,52 @@ class Run:
 
     def _prepare(self) -> None:
         stored = self._stored()
+        selected = list(self.posterior.parameter_names)  # by the arguments; a fit may choose among them
         self._rehearse()
         self.optimizer = self.settings.make_optimizer(self.network)
         self.scheduler = None if self.settings.scheduler is None else self.settings.scheduler(self.optimizer)
+        self.described: dict[str, Any] = {}
+        if self.settings.checkpoint is not None:
+            described = self.settings.described(self.posterior, self.optimizer, self.scheduler)
+            self.described = described | {"parameters": selected}
         if stored is not None:
-            self._restore(stored)
+            header, state = stored
+            require_same(header["settings"], self.described)
+            self.data_sum: float | None = header.get("data_sum")
+            self._require_same_data()
+            self._restore(state)
             return
-        self.n_data, n_batches = count(self.loader)
-        self.mean_batch_size = self.n_data / n_batches
-        if self.curvature_loader is not self.loader:
-            self.n_data, _ = count(self.curvature_loader)
+        with seeded(self.generators, self.device):
+            self.data_sum = None
+            if self.settings.checkpoint is None:
+                self.n_data, n_batches = count(self.curvature_loader)
+            else:
+                self.n_data, n_batches, self.data_sum = survey(self.curvature_loader)
+            n_data = self.n_data
+            if self.curvature_loader is not self.loader:
+                n_data, n_batches = count(self.loader)
+        self.mean_batch_size = n_data / n_batches
+
+    def _require_same_data(self) -> None:
+        """Refuse to continue on other data than before, as far as that can be told.
+
+        Raises:
+            CheckpointError: They differ, and are the same in two passes with equal seeds.
+        """
+        before = self.data_sum
+        if before is None or same_sum(before, now := self._data_sum()):
+            return
+        if same_sum(now, self._data_sum()):  # otherwise Python's or NumPy's generators have a part in the data
+            raise CheckpointError(
+                "The checkpoint is of a run on other data.",
+                expected=f"examples with the sum {before:.6e}",
+                got=f"{now:.6e}",
+                fix="Pass the loader of that run, or another path.",
+            )
+
+    def _data_sum(self) -> float:
+        with seeded(self.generators, self.device):
+            return survey(self.curvature_loader)[2]
 
     def _rehearse(self) -> None:
         """Fit one batch: what posterior and data cannot do shows before hours of training."""
@@ -296,7 +334,8 @@ class Run:
         tensors: dict[str, Tensor] = {}
         header = {
             "network": {"names_sha256": self._architecture()},
-            "settings": self.settings.described(),
+            "settings": self.described,
+            "data_sum": self.data_sum,
             "state": pack(state, tensors, "state"),
         }
         io.write(self.settings.checkpoint, header, tensors)
@@ -305,8 +344,8 @@ class Run:
         architecture: str = io.fingerprint(self.network.model)["names_sha256"]
         return architecture
 
-    def _stored(self) -> dict[str, Any] | None:
-        """What the checkpoint holds, if there is one to continue from."""
+    def _stored(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The checkpoint's header and state, if there is one to continue from."""
         path = self.settings.checkpoint
         if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return None
@@ -328,7 +367,6 @@ class Run:
                 expected="parameters and buffers of the same names, shapes and types",
                 got="others",
             )
-        self.settings.require_same(header["settings"])
         state: dict[str, Any] = unpack(header["state"], tensors)
         if state["epoch"] > self.settings.epochs:
             raise CheckpointError(
@@ -336,7 +374,7 @@ class Run:
                 expected=f"epochs >= {state['epoch']}",
                 got=f"{self.settings.epochs}",
             )
-        return state
+        return header, state
 
     def _restore(self, state: dict[str, Any]) -> None:
         put_back(self.network.model, state["weights"])
@@ -366,8 +404,16 @@ def count(data: Iterable[Any]) -> tuple[int, int]:
             n_examples, n_batches = len(batch_sampler.sampler), len(batch_sampler)  # type: ignore[arg-type]
             if n_batches:
                 return min(n_examples, n_batches * batch_sampler.batch_size), n_batches
-    sizes = [len(batch.target) for batch in iterate(data, device="cpu")]
-    return sum(sizes), len(sizes)
+    return survey(data)[:2]
+
+
+def survey(data: Iterable[Any]) -> tuple[int, int, float]:
+    """The number of examples and of batches that a loader yields, and a sum that tells them from others."""
+    sums, n_batches = DataSums("cpu"), 0
+    for batch in iterate(data, device="cpu"):
+        sums.add(batch, len(batch.target))
+        n_batches += 1
+    return sums.count, n_batches, sums.values()[0]
 
 
 def _means_of_groups(posterior: GaussianPosterior) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, get_posterior
-from laplace_plus.priors import Groups
+from laplace_plus.posteriors.ranks import digest
+from laplace_plus.priors import Groups, as_hyperparameter
 from laplace_plus.training.result import Update
 
 OptimizerFactory = Callable[..., optim.Optimizer]
@@ -150,30 +152,55 @@ class Settings:
 
     # -- continuing ----------------------------------------------------------------------------------------------------
 
-    def described(self) -> dict[str, Any]:
-        """What has to be the same when a run is continued, as JSON can hold it."""
+    def described(self, posterior: GaussianPosterior, optimizer: optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+        """What has to be the same when a run is continued, as JSON gives it back.
+
+        Args:
+            posterior: One that these settings make.
+            optimizer: The one that they make.
+            scheduler: The same; None for none.
+        """
         same = (
             *("temperature", "tune_noise", "schedule_by", "max_gradient_norm", "burn_in", "frequency"),
             *("hyper_steps", "hyper_lr", "early_stopping"),
         )
-        structure = self.structure if isinstance(self.structure, str) else [self.structure.name, *self.structure.names]
-        named = {name: getattr(self, name) for name in same}
-        return named | {"structure": structure, "likelihood": self.likelihood.config()}
+        structure: Any = self.structure
+        if isinstance(structure, Groups):
+            structure = [structure.name, *structure.names, digest(structure.index)]
+        options = {name: _comparable(value) for name, value in self.optimizer_options.items()}
+        described = {name: getattr(self, name) for name in same} | {
+            "structure": structure,
+            "likelihood": self.likelihood.config(),
+            "posterior": [type(posterior).__name__, posterior.options()],
+            "backend": posterior.backend.config(),
+            "prior_precision": digest(as_hyperparameter(self.prior_precision).double()),
+            "prior_mean": digest(as_hyperparameter(self.prior_mean).double()),
+            "optimizer": type(optimizer).__name__,
+            "optimizer_options": options,
+            "scheduler": None if scheduler is None else type(scheduler).__name__,
+        }
+        back: dict[str, Any] = json.loads(json.dumps(described))
+        return back
 
-    def require_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse to continue a run of other settings.
 
-        Raises:
-            CheckpointError: Names the first that differs.
-        """
-        for name, value in self.described().items():
-            if before.get(name) != value:
-                raise CheckpointError(
-                    f"The checkpoint is of a run with another {name}.",
-                    expected=repr(before.get(name)),
-                    got=repr(value),
-                    fix="Pass the same arguments as before, or another path.",
-                )
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to continue a run of other settings; what an older checkpoint does not tell is not compared.
+
+    Args:
+        before: What :meth:`Settings.described` returned when the checkpoint was written.
+        now: What it returns.
+
+    Raises:
+        CheckpointError: Names the first that differs.
+    """
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            raise CheckpointError(
+                f"The checkpoint is of a run with another {name}.",
+                expected=repr(before[name]),
+                got=repr(value),
+                fix="Pass the same arguments as before, or another path.",
+            )
 
 
 def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
@@ -191,6 +218,15 @@ def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
             fix="Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options.",
         )
     return found  # type: ignore[return-value]  # whatever it makes is checked
+
+
+def _comparable(value: Any) -> Any:
+    """An optimizer's option as JSON can hold it; of objects, whose texts may hold addresses, the type."""
+    if isinstance(value, Tensor):
+        return digest(value.double())
+    if isinstance(value, (list, tuple)):
+        return [_comparable(entry) for entry in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _positive(value: Any) -> bool:

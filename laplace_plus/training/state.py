@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,6 +112,18 @@ def random_state(generators: list[torch.Generator], device: torch.device) -> lis
     """The states of torch's global generators (of the CPU, and of the device) and of others."""
     states = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+@contextmanager
+def seeded(generators: list[torch.Generator], device: torch.device) -> Iterator[None]:
+    """The CPU's global generator and others start from one and the same seed within, and go on after as before."""
+    states = random_state(generators, device)
+    try:
+        for generator in (torch.default_generator, *generators):
+            generator.manual_seed(0)
+        yield
+    finally:
+        set_random_state(states, generators, device)
 
 
 def set_random_state(states: list[Tensor], generators: list[torch.Generator], device: torch.device) -> None:

@@ -135,6 +135,7 @@ def test_the_order_may_change_where_it_does_not_matter():
         lambda data: data.append(data[0]),
         lambda data: data[1][0].add_(0.01),
         lambda data: data[1][1].copy_((data[1][1] + 1) % 3),
+        lambda data: data[1][1].copy_(data[1][1].flip(0)),
         lambda data: data.clear(),
     ],
 )

@@ -237,7 +237,7 @@ def test_leverages_of_one_are_refused_or_taken_from_the_exact_matrix(cls):
     with pytest.raises(NotPositiveDefiniteError, match=r"of 12 data.*leverage of \d.*leverages=\"full\"") as caught:
         posterior.leave_one_out()
     with pytest.raises(NotPositiveDefiniteError, match='leverages="full"'):
-        posterior.fit_prior_precision("leave_one_out")
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=1e-3)
     assert float(posterior.prior_precision) == 1e-3
     # how many, and the largest one
     precision = posterior.functional_posterior(x).covariance
@@ -286,7 +286,8 @@ def test_over_rows_where_parameters_are_many(name):
     rows = posterior.leave_one_out(leverages="full")
     torch.testing.assert_close(rows.mean, dense.mean, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(rows.leverages, dense.leverages, rtol=1e-8, atol=1e-8)
-    posterior.fit_prior_precision("leave_one_out", leverages="full", tune_noise=False)  # more than one pass
+    options = {"training_prior_precision": options["prior_precision"], "leverages": "full", "tune_noise": False}
+    posterior.fit_prior_precision("leave_one_out", **options)  # more than one pass
     posterior.memory_budget = "300 KiB"
     with pytest.raises(ConfigurationError, match=r"MiB over 1,203 parameters.*KiB over all 30 outputs"):
         posterior.leave_one_out(leverages="full")
@@ -409,7 +410,7 @@ def test_other_data_than_fitted():
         with pytest.raises(DataError, match="16 examples"):
             posterior.leave_one_out(data)
         with pytest.raises(DataError, match="16 examples"):
-            posterior.fit_prior_precision("leave_one_out", data=data)
+            posterior.fit_prior_precision("leave_one_out", data=data, training_prior_precision=1.0)
 
 
 def test_data_that_are_gone(tmp_path):

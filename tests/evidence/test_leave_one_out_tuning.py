@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache
 
 import pytest
@@ -69,17 +70,89 @@ def test_every_loss_is_that_of_leaving_out(link):
 
 def test_the_training_precision_outlives_the_tuning():
     net, x, y = classifier()
-    posterior = lp.Full(net, "classification", prior_precision=0.4).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out")
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
     first, tuned = posterior.tuning, float(posterior.prior_precision)
     assert float(first.training_prior_precision) == 0.4
     assert abs(math.log(tuned / 0.4)) > 0.1
     posterior.fit_prior_precision("leave_one_out")  # the displacement is still that of training
     assert float(posterior.tuning.training_prior_precision) == 0.4
     assert float(posterior.prior_precision) == pytest.approx(tuned, rel=0.1)
-    posterior.prior_precision = 0.9  # set by hand, it is that of training again
-    posterior.fit_prior_precision("leave_one_out")
-    assert float(posterior.tuning.training_prior_precision) == 0.9
+    posterior.fit_prior_precision("leave_one_out", weight_decay=0.02)
+    assert float(posterior.tuning.training_prior_precision) == pytest.approx(40 * 0.02)
+
+
+@pytest.mark.parametrize("before", ["nothing", "set", "marginal_likelihood"])
+def test_the_training_precision_is_never_guessed(before):
+    """Whatever the posterior's own precision is, it need not be that of training."""
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    if before == "set":
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
+        posterior.prior_precision = 0.9
+    if before == "marginal_likelihood":
+        posterior.fit_prior_precision()
+    precision = float(posterior.prior_precision)
+    for options in ({}, {"weight_decay": 0.0}):
+        with pytest.raises(ConfigurationError, match=r"training_prior_precision=, or weight_decay="):
+            posterior.fit_prior_precision("leave_one_out", **options)
+    assert float(posterior.prior_precision) == precision
+
+
+def test_weight_decay_is_that_of_the_mean_loss():
+    """Over examples, times the outputs for several binary ones, at the posterior's temperature."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4, dtype=torch.float64), torch.randint(0, 2, (30, 3))
+    net = nn.Linear(4, 3).double()
+    posterior = lp.Full(net, "binary", temperature=2.0).fit([(x[:11], y[:11]), (x[11:], y[11:])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        posterior.fit_prior_precision("leave_one_out", weight_decay=0.02, grid=[1.0, 2.0, 4.0])
+    assert float(posterior.tuning.training_prior_precision) == pytest.approx(30 * 3 * 0.02 / 2.0)
+    net, x, y = regressor()
+    with pytest.raises(UnsupportedError, match="training_prior_precision="):
+        lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision("leave_one_out", weight_decay=0.01)
+
+
+def test_leave_one_out_reproduces_the_value_of_the_tuning():
+    """With the precision and the noise of training, after both were tuned."""
+    net, x, y = regressor()
+    for noise, leverages in ((0.5, "own"), (torch.tensor([0.4, 0.8]), "full"), (0.5, "last_layer")):
+        posterior = lp.Full(net, lp.Gaussian(noise)).fit([(x, y)])
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, leverages=leverages)
+        tuning = posterior.tuning
+        options = {"prior_precision": 0.8, "kappa": 2.0, "leverages": leverages}
+        left = posterior.leave_one_out(noise_std=tuning.training_noise_std, **options)
+        assert float(left.nll()) == pytest.approx(-tuning.value, rel=1e-8)
+        assert float(left.leverages.max()) == pytest.approx(tuning.largest_leverage)
+        assert abs(float(posterior.leave_one_out(**options).nll()) + tuning.value) > 1e-3
+    for wrong in (-1.0, torch.ones(3)):
+        with pytest.raises(ConfigurationError):
+            posterior.leave_one_out(noise_std=wrong)
+    classes = lp.Full(classifier()[0], "classification").fit([classifier()[1:]])
+    with pytest.raises(UnsupportedError, match="noise"):
+        classes.leave_one_out(noise_std=1.0)
+
+
+@pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
+def test_only_links_that_sample_use_random_numbers(link):
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    state = torch.get_rng_state()
+    options = {"training_prior_precision": 0.4, "link": link, "grid": [1.0, 2.0, 4.0]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        posterior.fit_prior_precision("leave_one_out", **options)
+    assert torch.equal(state, torch.get_rng_state()) == (link != "mc")
+
+
+def test_unknown_options_are_named():
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    for options in ({"method": "leave_one_out"}, {"evidence": "tangent"}, {"method": "validation", "data": [(x, y)]}):
+        for name in ("foo", "network"):
+            with pytest.raises(ConfigurationError, match=name):
+                posterior.fit_prior_precision(**options, **{name: 1})
 
 
 @pytest.mark.parametrize("noise", [0.5, torch.tensor([0.4, 0.8])])
@@ -89,7 +162,7 @@ def test_noise_is_tuned_with_it(noise):
     noise = torch.as_tensor(noise, dtype=torch.float64)
     posterior = lp.Full(net, lp.Gaussian(noise), prior_precision=0.8).fit([(x, y)])
     before = posterior.leave_one_out(kappa=2.0)
-    posterior.fit_prior_precision("leave_one_out")
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8)
     tuning = posterior.tuning
     factor = float((tuning.noise_std / noise).mean())
     torch.testing.assert_close(tuning.noise_std, noise * factor)
@@ -113,7 +186,7 @@ def test_noise_is_tuned_with_it(noise):
 def test_noise_may_stay():
     net, x, y = regressor()
     posterior = lp.Full(net, lp.Gaussian(0.5), prior_precision=0.8).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out", tune_noise=False)
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, tune_noise=False)
     assert float(posterior.noise_std) == 0.5
     left = posterior.leave_one_out(prior_precision=0.8, kappa=2.0)
     assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-8)
@@ -123,7 +196,7 @@ def test_several_precisions_are_multiplied_together():
     net, x, y = classifier()
     layers = torch.tensor([0.4, 1.2], dtype=torch.float64)
     posterior = lp.Full(net, "classification", prior_precision=layers).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out")
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=layers)
     assert float(posterior.prior_precision[1] / posterior.prior_precision[0]) == pytest.approx(3.0)
     left = posterior.leave_one_out(prior_precision=layers, kappa=2.0)
     assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-8)
@@ -134,7 +207,8 @@ def test_any_chunks_give_the_same():
     found = []
     for size in (40, 17):
         posterior = lp.Full(net, "classification", prior_precision=0.4)
-        posterior.fit(list(zip(x.split(size), y.split(size), strict=True))).fit_prior_precision("leave_one_out")
+        posterior.fit(list(zip(x.split(size), y.split(size), strict=True)))
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
         found.append(posterior.tuning.losses)
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
@@ -142,7 +216,7 @@ def test_any_chunks_give_the_same():
 def test_kfac_with_displacements_of_the_exact_matrix():
     net, x, y = classifier()
     posterior = lp.KFAC(net, "classification", prior_precision=0.4).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out", leverages="full")
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4, leverages="full")
     left = posterior.leave_one_out(prior_precision=0.4, kappa=2.0, leverages="full")
     assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-6)
 
@@ -164,7 +238,7 @@ def test_points_where_the_posterior_is_no_use_are_left_out():
 def test_an_end_of_the_grid_where_the_loss_still_falls():
     net, x, y = classifier()
     posterior = lp.Full(net, "classification", prior_precision=0.4).fit([(x, y)])
-    posterior.fit_prior_precision("leave_one_out")
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
     best = float(posterior.prior_precision)
     with pytest.warns(ConvergenceWarning, match="leave_one_out"):
         posterior.fit_prior_precision("leave_one_out", grid=[best / 1000, best / 100, best / 30])
@@ -180,6 +254,8 @@ def test_an_end_of_the_grid_where_the_loss_still_falls():
         ({"grid": [1.0, math.nan]}, ConfigurationError),
         ({"kappa": 0}, ConfigurationError),
         ({"training_prior_precision": -1.0}, ConfigurationError),
+        ({"weight_decay": 0.1}, ConfigurationError),
+        ({"weight_decay": -0.1, "training_prior_precision": None}, ConfigurationError),
         ({"tune_noise": True}, ConfigurationError),
         ({"link": "exact"}, ConfigurationError),
         ({"leverages": "all"}, ConfigurationError),
@@ -189,7 +265,7 @@ def test_refusals(options, error):
     net, x, y = classifier()
     posterior = lp.Full(net, "classification").fit([(x, y)])
     with pytest.raises(error):
-        posterior.fit_prior_precision("leave_one_out", **options)
+        posterior.fit_prior_precision("leave_one_out", **{"training_prior_precision": 1.0, **options})
     assert float(posterior.prior_precision) == 1.0
 
 
@@ -197,7 +273,7 @@ def test_noise_by_monte_carlo_is_refused():
     net, x, y = regressor()
     posterior = lp.Full(net, "regression").fit([(x, y)])
     with pytest.raises(UnsupportedError, match="tune_noise=False"):
-        posterior.fit_prior_precision("leave_one_out", link="mc")
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=1.0, link="mc")
 
 
 @pytest.mark.parametrize("options", [{"evidence": "tangent"}, {"scaling": "g_prior"}, {"predictive_mean": "tangent"}])
@@ -229,4 +305,4 @@ def test_interpolation_is_named():
         net.bias.zero_()
     posterior = lp.Full(net, "classification", prior_precision=0.1).fit([(x, y)])
     with pytest.warns(ConvergenceWarning, match="all but perfectly"):
-        posterior.fit_prior_precision("leave_one_out")
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.1)

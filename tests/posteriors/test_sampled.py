@@ -238,7 +238,7 @@ def test_tuning_of_classification_and_its_options():
     posterior = lp.SampledLaplace(model, "classification", n_samples=20, chunk_size=20).fit(data, generator=generator())
     posterior.fit_prior_precision(structure="layerwise", max_steps=30)
     assert posterior.prior_precision.shape == (2,) and posterior.noise_std is None
-    assert posterior.tuning.converged and posterior.tuning.change < 0.05
+    assert posterior.tuning.converged and posterior.tuning.residual < 0.05
     network = posterior.predictive(data[0][0]).functional_mean
     posterior.fit_prior_precision(structure="normalized_groups", predictive_mean="tangent", max_steps=30)
     assert posterior.prior_groups.name == "normalized_groups"

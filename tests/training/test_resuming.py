@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
+from torch.utils.data import DataLoader, TensorDataset
 from training.problems import TwoLayers, classes, classifier, linear_data, loader
 
 import laplace_plus as lp
@@ -166,6 +169,74 @@ def test_other_runs_are_refused(tmp_path):
         run(tmp_path / "posterior", epochs=2, resume=True)
     with pytest.raises(ConfigurationError, match="checkpoint=path"):
         run(None, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("prior_mean", {"prior_mean": 3.0}),
+        ("prior_precision", {"prior_precision": 50.0}),
+        ("posterior", {"posterior": "Full"}),
+        ("posterior", {"posterior": partial(lp.KFAC, weight_sharing="reduce")}),
+        ("parameters", {"posterior": partial(lp.KFAC, parameters="last_layer")}),
+        ("backend", {"backend": lp.Native("ggn_mc")}),
+        ("optimizer", {"optimizer": torch.optim.SGD}),
+        ("optimizer_options", {"optimizer_options": {"lr": 0.1}}),
+        ("scheduler", {"scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 9)}),
+    ],
+)
+def test_another_argument_is_refused_by_name(tmp_path, name, options):
+    run(tmp_path / "run", epochs=2)
+    with pytest.raises(CheckpointError, match=f"another {name}\\."):
+        run(tmp_path / "run", epochs=3, resume=True, **options)
+
+
+def with_data(path, inputs, targets, *, epochs=2, resume=False, shuffle=True):
+    torch.manual_seed(3)
+    data = DataLoader(TensorDataset(inputs, targets), 8, shuffle=shuffle, generator=torch.Generator().manual_seed(1))
+    return lp.train_marginal_likelihood(classifier(), data, epochs=epochs, checkpoint=path, resume=resume)
+
+
+def test_other_data_are_refused(tmp_path):
+    path, (x, y) = tmp_path / "run", classes()
+    with_data(path, x, y)
+    for inputs, targets in ((x, y.roll(1)), (x + 0.1, y), (x[:-1], y[:-1])):
+        with pytest.raises(CheckpointError, match="other data"):
+            with_data(path, inputs, targets, epochs=3, resume=True)
+    backwards = with_data(path, x.flip(0), y.flip(0), epochs=3, resume=True, shuffle=False)  # the same in another order
+    assert backwards.epoch == 3
+
+
+@pytest.mark.parametrize("source", ["torch", "python"])
+def test_augmented_data_are_recognised_or_not_judged(tmp_path, source):
+    inputs, targets = classes()
+    own = random.Random(0)  # which training knows nothing of
+
+    class Augmented:
+        def __len__(self):
+            return len(inputs)
+
+        def __getitem__(self, number):
+            shift = torch.randn(()).item() if source == "torch" else own.gauss(0, 1)
+            return inputs[number] + 0.1 * shift, targets[number]
+
+    def train(**options):
+        torch.manual_seed(5)
+        data = DataLoader(Augmented(), 8, shuffle=True)
+        return lp.train_marginal_likelihood(classifier(), data, frequency=2, checkpoint=tmp_path / "run", **options)
+
+    train(epochs=2)
+    torch.randn(11)
+    assert train(epochs=4, resume=True).updates[-1].epoch == 4
+
+
+@pytest.mark.parametrize("posterior", [lp.Full, lp.KFAC, lp.Diagonal])
+def test_the_evidence_of_a_continued_run_is_its_posteriors(tmp_path, posterior):
+    options = {"posterior": posterior, "task": "regression", "prior_mean": 0.2, "prior_precision": 3.0}
+    run(tmp_path / "run", epochs=4, **options)
+    result = run(tmp_path / "run", resume=True, epochs=6, **options)
+    assert len(result.updates) == 3
+    assert result.evidence == pytest.approx(result.posterior.log_marginal_likelihood().item(), rel=1e-12)
 
 
 def test_damage_is_noticed(tmp_path):
