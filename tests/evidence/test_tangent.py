@@ -402,7 +402,7 @@ def test_results_belong_together_wherever_it_ends():
     x = torch.randn(30, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (30,), generator=generator)
     n_fewer = 0
-    for count in range(1, 11):
+    for count in (3, 9):
         posterior = lp.Full(net, "classification").fit([(x, y)])
         posterior.fit_prior_precision(evidence="tangent", structure="diagonal", max_iterations=count)
         found = posterior.tuning

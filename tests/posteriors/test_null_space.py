@@ -32,12 +32,12 @@ class TestNullSpace(PosteriorConformance):
         return nn.Sequential(*layers).double().train()
 
     def make(self, model, likelihood, **options):
-        return lp.NullSpace(model, likelihood, n_samples=3, **options)
+        return lp.NullSpace(model, likelihood, projector="svd", n_samples=3, **options)
 
 
 class TestNullSpaceLosses(TestNullSpace):
     def make(self, model, likelihood, **options):
-        return lp.NullSpace(model, likelihood, n_samples=3, rows="loss", projector="svd", **options)
+        return lp.NullSpace(model, likelihood, n_samples=3, rows="loss", **options)
 
 
 @pytest.fixture

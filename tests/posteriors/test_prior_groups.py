@@ -49,7 +49,7 @@ def rescaled(net, factor):
     return net
 
 
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Full])
+@pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Full, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_rescaling_a_normalised_group_changes_no_prediction(norm, cls):
     net = network(norm)
