@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from laplace_plus.curvature.kernel_rows import KINDS, KernelRows, Rows
 from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.streaming import DataSums
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.evidence.kernel_image import ELBOTerms, terms_from_tensor, terms_to_tensor
@@ -209,10 +210,10 @@ class VIKING(SampleBased):
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         self._check_scalar()
-        n_data, n_outputs = self._survey(data)
+        n_data, n_outputs, data_summary = self._survey(data)
         if self._prior_precision is not self._learnt_precision:  # the caller has set it since
             self._first_precision = self._prior_precision
-        checkpoint = self._checkpoint(n_data)
+        checkpoint = self._checkpoint(n_data, data_summary)
         seed = self._seed(checkpoint, generator)
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
         history: list[ELBOTerms] = []
@@ -231,10 +232,11 @@ class VIKING(SampleBased):
         self._take(logs)
         self._complain(converged)
 
-    def _checkpoint(self, n_data: int) -> Checkpoint | None:
+    def _checkpoint(self, n_data: int, data_summary: tuple[float, ...]) -> Checkpoint | None:
         if self._checkpoint_folder is None:
             return None
-        start = {"prior precision": digest(self._first_precision), "prior mean": digest(self._prior_mean)}
+        start: dict[str, Any] = {"data": [f"{value:.6e}" for value in data_summary]}
+        start |= {"prior precision": digest(self._first_precision), "prior mean": digest(self._prior_mean)}
         return Checkpoint(self._checkpoint_folder, identity(self, n_data) | start)
 
     @staticmethod
@@ -242,18 +244,19 @@ class VIKING(SampleBased):
         saved = None if checkpoint is None else checkpoint.read("draws")
         if saved is not None:
             return int(saved[0]["seed"])
-        seed = draw_seed(generator) if generator is not None else torch.Generator().seed() % 2**62
+        seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
         if checkpoint is not None:
             checkpoint.write("draws", {"seed": seed}, {})
         return seed
 
-    def _survey(self, data: Iterable[Any]) -> tuple[int, int]:
-        n_data = n_outputs = 0
+    def _survey(self, data: Iterable[Any]) -> tuple[int, int, tuple[float, ...]]:
+        n_outputs, sums = 0, DataSums(self.network.device)
         for batch in self._batches(data, progress=False, description=""):
             outputs = self.network.forward(batch.inputs)
             self.likelihood.validate(outputs, batch.target)
-            n_data, n_outputs = n_data + len(outputs), outputs.shape[-1]
-        return n_data, n_outputs
+            sums.add(batch, len(outputs))
+            n_outputs = outputs.shape[-1]
+        return sums.count, n_outputs, sums.values()
 
     def _warn_of_kinks(self, data: Iterable[Any]) -> None:
         for batch in self._batches(data, progress=False, description=""):
@@ -405,7 +408,7 @@ class VIKING(SampleBased):
         assert self._noise is not None
         self._check_scalar()
         again = self._data.again(data, WHY)
-        n_data, n_outputs = self._survey(again)
+        n_data, n_outputs, _ = self._survey(again)
         if n_data != self.n_data:
             raise DataError("These are not the data of the fit.", expected=f"{self.n_data} examples", got=str(n_data))
         return self._bound_at(self._center, self._noise, again, n_data, n_outputs)

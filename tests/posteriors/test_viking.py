@@ -381,6 +381,18 @@ def test_an_interrupted_training_goes_on(problem, tmp_path, monkeypatch):
     assert posterior.history == whole.history
     with pytest.raises(CheckpointError, match="another computation"):
         lp.VIKING(net, "classification", n_samples=3).fit(data, checkpoint=tmp_path / "c")
+    for other in ([(x + 1, y) for x, y in data], [(x, y.roll(1)) for x, y in data]):
+        with pytest.raises(CheckpointError, match="data differs"):
+            lp.VIKING(net, "classification", **options).fit(other, checkpoint=tmp_path / "c")
+
+
+def test_torchs_own_seed_is_honoured(problem):
+    net, data = problem
+    samples = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        samples.append(lp.VIKING(net, "classification", projector="svd", n_samples=2).fit(data).samples)
+    assert torch.equal(*samples)
 
 
 def test_everything_is_loaded(problem, tmp_path):
