@@ -45,7 +45,6 @@ class KernelRows:
     Attributes:
         whole: All rows.
         n_ignored: Number of rows that were ignored.
-        data_summary: Sums over the examples, by which other data, or another order, can be told.
 
     Raises:
         ConfigurationError: Another kind.
@@ -67,7 +66,6 @@ class KernelRows:
         self._kind, self._chunk_size = kind, chunk_size
         self.n_ignored = 0
         self._scales = self._row_scales() if kind == "loss" else None
-        self.data_summary: tuple[float, ...] = ()
         self.whole = self._operator(data)
 
     def parts(self) -> Iterator[Operator]:
@@ -87,7 +85,6 @@ class KernelRows:
             rows = GGNOperator(self._network, self._likelihood, data, **options).root()
         else:
             rows = FisherOperator(self._network, self._likelihood, data, kind="empirical", **options).root()
-        self.data_summary = self.data_summary or rows.data_summary  # the first operator is that of all data
         if self._scales is None:
             return rows
         return Diagonal(self._scales[first : first + rows.shape[0]]) @ rows

@@ -161,12 +161,6 @@ class NetworkOperator(Operator):
         return self._stream.n_data
 
     @property
-    def data_summary(self) -> tuple[float, ...]:
-        """Sums over the examples, by which other data, or another order, can be told."""
-        assert self._stream._sums is not None
-        return self._stream._sums
-
-    @property
     def network(self) -> Network:
         """The network."""
         return self._stream.network

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus import kernels
+from laplace_plus.batches import iterate
 from laplace_plus.curvature.kernel_rows import KernelRows
-from laplace_plus.errors import ConfigurationError, NonFiniteError, UnsupportedError
+from laplace_plus.curvature.streaming import DataSums
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.kernel_projectors import (
     AlternatingProjection,
@@ -21,6 +26,9 @@ from laplace_plus.linalg.kernel_projectors import (
 )
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.resuming import Checkpoint
+
+if TYPE_CHECKING:
+    from laplace_plus.posteriors.base import Posterior
 
 _METHODS: dict[str, type[ProjectionMethod]] = {
     "svd": SVDProjection,
@@ -90,7 +98,11 @@ def resolve_projector(projector: str | ProjectionMethod | dict[str, Any]) -> Pro
     options = dict(projector) if isinstance(projector, dict) else {"name": projector}
     name = options.pop("name", None)
     if name not in _METHODS:
-        raise ConfigurationError("Unknown projector.", expected=", ".join(_METHODS), got=repr(projector))
+        raise ConfigurationError(
+            "Unknown projector.",
+            expected=f"{', '.join(_METHODS)}, or lp.linalg.LSMRProjection(...) and the like with options",
+            got=repr(projector),
+        )
     return _METHODS[name](**options)
 
 
@@ -98,6 +110,51 @@ def projector_config(projector: ProjectionMethod) -> dict[str, Any]:
     """What :func:`resolve_projector` reads, in JSON's terms."""
     name = next(name for name, cls in _METHODS.items() if isinstance(projector, cls))
     return {"name": name, **asdict(projector)}  # type: ignore[call-overload]
+
+
+def noise_seed(checkpoint: Checkpoint | None, generator: torch.Generator | None) -> int:
+    """The seed that a checkpoint holds, or a new one, which is written to it."""
+    saved = None if checkpoint is None else checkpoint.read("draws")
+    if saved is not None:
+        return int(saved[0]["seed"])
+    seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
+    if checkpoint is not None:
+        checkpoint.write("draws", {"seed": seed}, {})
+    return seed
+
+
+def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:
+    """Number of examples and of outputs, and what tells the data from others, or from another order."""
+    network, n_outputs = posterior.network, 0
+    sums = DataSums(network.device)
+    for batch in iterate(data, device=network.device, progress=False, description=""):
+        outputs = network.forward(batch.inputs)
+        posterior.likelihood.validate(outputs, batch.target)
+        sums.add(batch, len(outputs))
+        n_outputs = outputs.shape[-1]
+    return sums.count, n_outputs, [f"{value:.6e}" for value in sums.values()]
+
+
+def check_single(precision: Tensor) -> None:
+    """Raise :class:`ConfigurationError` for a prior precision of several numbers."""
+    if precision.numel() > 1:
+        raise ConfigurationError(
+            "One precision scales all directions of the kernel.",
+            expected="a single prior precision",
+            got=f"{precision.numel()} of them",
+        )
+
+
+def warn_unless_projected(report: NoiseReport, stacklevel: int) -> None:
+    """Warn of projections that did not meet their tolerance."""
+    if not bool(report.converged.all()):
+        warnings.warn(
+            f"{int((~report.converged).sum())} of {len(report.converged)} projections did not meet their tolerance; "
+            f"the largest residual is {float(report.residual.max()):.2g}. Allow for more iterations, raise the "
+            "tolerance, or use projector='svd' where the rows fit into memory.",
+            ConvergenceWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def draw_kernel_noise(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, Literal, Self
 
@@ -17,58 +16,29 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus import kernels
 from laplace_plus.curvature.kernel_rows import KINDS, KernelRows, Rows
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.distributed import Distributed
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import TuningResult
-from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.kernel_projectors import (
-    AlternatingProjection,
-    LSMRProjection,
-    ProjectionMethod,
-    SVDProjection,
+from laplace_plus.linalg.kernel_projectors import ProjectionMethod
+from laplace_plus.posteriors.kernel_noise import (
+    NoiseReport,
+    check_single,
+    draw_kernel_noise,
+    noise_seed,
+    projector_config,
+    resolve_projector,
+    survey,
+    warn_unless_projected,
 )
-from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.resuming import Checkpoint, identity
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.training_data import require_restartable
 
-METHODS: dict[str, type[ProjectionMethod]] = {
-    "svd": SVDProjection,
-    "lsmr": LSMRProjection,
-    "alternating": AlternatingProjection,
-}
-
-_TOGETHER = 8
-"""Vectors that are projected at a time, so that an interrupted fit loses little."""
-
 _WHY = "The projection passes over the data again and again."
-
-
-@dataclass(frozen=True)
-class ProjectionReport:
-    """How the projections ended.
-
-    Attributes:
-        residual: ``‖J v‖ / (‖J‖ ‖ε‖)`` of each sample, ``[k]``.
-        iterations: Iterations or sweeps of each, ``[k]``.
-        converged: Whether each met its tolerance, ``[k]`` bool.
-        rank: The Jacobian's rank, exact with ``projector="svd"``, else ``mean ‖(I − P) ε‖²``, which is unbiased, with
-            its standard error.
-        kernel_dimension: ``P − rank``, with the same error.
-        ignored_rows: Number of rows that are too small, beside the largest, to say anything.
-    """
-
-    residual: Tensor
-    iterations: Tensor
-    converged: Tensor
-    rank: Estimate
-    kernel_dimension: Estimate
-    ignored_rows: int
 
 
 class NullSpace(SampleBased):
@@ -120,21 +90,20 @@ class NullSpace(SampleBased):
             raise ConfigurationError("Unknown rows.", expected=", ".join(KINDS), got=repr(rows))
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
-        self.rows, self.projector = rows, _resolve(projector)
+        self.rows, self.projector = rows, resolve_projector(projector)
         self.n_samples, self.chunk_size = n_samples, chunk_size
         super().__init__(*args, **kwargs)
-        self._check_scalar()
+        check_single(self._prior_precision)
         self._directions: Tensor | None = None
-        self._report: ProjectionReport | None = None
+        self._report: NoiseReport | None = None
         self._checkpoint_folder: str | PathLike[str] | None = None
         self._ways = Ways()
 
     @override
     def options(self) -> dict[str, Any]:
-        name = next(name for name, cls in METHODS.items() if isinstance(self.projector, cls))
         return {
             "rows": self.rows,
-            "projector": {"name": name, **asdict(self.projector)},  # type: ignore[call-overload]
+            "projector": projector_config(self.projector),
             "n_samples": self.n_samples,
             "chunk_size": self.chunk_size,
         }
@@ -178,111 +147,22 @@ class NullSpace(SampleBased):
     @override
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, _WHY)
-        n_data, n_outputs = self._survey(data)
-        rows = KernelRows(self.network, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
+        check_single(self._prior_precision)
+        n_data, n_outputs, data_summary = survey(self, data)
         checkpoint = None
         if self._checkpoint_folder is not None:
-            data_summary = [f"{value:.6e}" for value in rows.data_summary]
-            checkpoint = Checkpoint(
-                self._checkpoint_folder,
-                identity(self, n_data) | {"number of rows": rows.whole.shape[0], "data": data_summary},
-            )
-        saved = None if checkpoint is None else checkpoint.read("draws")
-        if saved is not None:
-            seed = int(saved[0]["seed"])
-        else:
-            seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
-            if checkpoint is not None:
-                checkpoint.write("draws", {"seed": seed}, {})
-        projector = self.projector.prepare(rows.whole, rows.parts)
-        found = []
-        for start in range(0, self.n_samples, _TOGETHER):
-            count = min(_TOGETHER, self.n_samples - start)
-            noise = draw_probes(
-                "gaussian",
-                count,
-                self.n_parameters,
-                generator=torch.Generator().manual_seed((seed + start * 0x9E3779B97F4A7C15) % 2**63),
-                dtype=self.network.dtype,
-                device=self.network.device,
-            )
-            stage = f"samples-{start}"
-            known = None if checkpoint is None else checkpoint.read(stage, self.network.device)
-            if known is None:
-                projection = projector.project(noise, progress=progress)
-                known = (
-                    {},
-                    {
-                        "value": projection.value,
-                        "residual": projection.residual,
-                        "iterations": projection.iterations,
-                        "converged": projection.converged,
-                        "removed": kernels.vector_norm(noise - projection.value).double().square(),
-                    },
-                )
-                if checkpoint is not None:
-                    checkpoint.write(stage, *known)
-            found.append(known[1])
-        parts = {name: torch.cat([part[name] for part in found]) for name in found[0]}
-        report = self._reported(parts, projector.rank, rows.n_ignored)
-        self._check_scalar()
-        self._directions, self._report, self._vector = parts["value"], report, self.network.vector()
-        self.n_data, self.n_outputs = n_data, n_outputs
-        self._ways = Ways()
-        if not bool(report.converged.all()):
-            warnings.warn(
-                f"{int((~report.converged).sum())} of {self.n_samples} projections did not meet their tolerance; the "
-                f"largest residual is {float(report.residual.max()):.2g}. Allow for more iterations, raise the "
-                "tolerance, or use projector='svd' where the rows fit into memory.",
-                ConvergenceWarning,
-                stacklevel=5,
-            )
-
-    def _survey(self, data: Iterable[Any]) -> tuple[int, int]:
-        n_data = n_outputs = 0
-        for batch in self._batches(data, progress=False, description=""):
-            outputs = self.network.forward(batch.inputs)
-            self.likelihood.validate(outputs, batch.target)
-            n_data, n_outputs = n_data + len(outputs), outputs.shape[-1]
-        return n_data, n_outputs
-
-    def _reported(self, parts: dict[str, Tensor], rank: int | None, ignored: int) -> ProjectionReport:
-        total, removed, k = self.n_parameters, parts["removed"], len(parts["removed"])
-        lengths = kernels.vector_norm(parts["value"])
-        if not bool(torch.isfinite(lengths).all()):
-            raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
-        dtype = parts["value"].dtype
-        if rank == total or bool((lengths <= 1e3 * torch.finfo(dtype).eps * total**0.5).all()):
-            raise UnsupportedError(
-                "The training data leave no direction free: the Jacobian has as many independent rows as columns.",
-                expected=f"fewer than {total:,} independent rows",
-                got=f"rank {total:,}",
-                fix='Use rows="loss", which has one row for each example, fewer data, or another posterior.',
-            )
-        if rank is not None:
-            exact = torch.tensor(float(rank), dtype=torch.float64)
-            estimate = Estimate(exact, torch.zeros_like(exact), 0, True)
-        else:
-            value = removed.mean()
-            # ‖(I − P) ε‖² is χ² with r degrees of freedom
-            estimate = Estimate(value, (2 * value / k).sqrt(), 0, bool(parts["converged"].all()), k)
-        kernel = Estimate(total - estimate.value, estimate.sem, 0, estimate.converged, estimate.probes)
-        return ProjectionReport(
-            parts["residual"], parts["iterations"], parts["converged"].bool(), estimate, kernel, ignored
-        )
-
-    def _check_scalar(self) -> None:
-        if self._prior_precision.numel() > 1:
-            raise ConfigurationError(
-                "One precision scales all directions of the kernel.",
-                expected="a single prior precision",
-                got=f"{self._prior_precision.numel()} of them",
-            )
+            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"data": data_summary})
+        seed = noise_seed(checkpoint, generator)
+        rows = KernelRows(self.network, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
+        noise = draw_kernel_noise(rows, self.projector, self.n_samples, seed, checkpoint, progress=progress)
+        self._directions, self._report, self._vector = noise.kernel, noise.report, self.network.vector()
+        self.n_data, self.n_outputs, self._ways = n_data, n_outputs, Ways()
+        warn_unless_projected(noise.report, 5)
 
     # -- the precision -------------------------------------------------------------------------------------------------
 
     @property
-    def report(self) -> ProjectionReport:
+    def report(self) -> NoiseReport:
         """How the projections ended.
 
         Raises:
@@ -291,6 +171,12 @@ class NullSpace(SampleBased):
         self._require_fit()
         assert self._report is not None
         return self._report
+
+    @property
+    def kernel_dimension(self) -> Estimate:
+        """``P − rank``, with the error of the rank."""
+        rank = self.report.rank
+        return Estimate(self.n_parameters - rank.value, rank.sem, 0, rank.converged, rank.probes)
 
     @exactly
     def relative_log_evidence(self, prior_precision: float | Tensor | None = None) -> Tensor:
@@ -433,45 +319,11 @@ class NullSpace(SampleBased):
 
     @override
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        report = self.report
         assert self._directions is not None
-        header = {"ignored_rows": report.ignored_rows, "rank_converged": report.rank.converged}
-        tensors = {
-            "vector": self.mean,
-            "directions": self._directions,
-            "residual": report.residual,
-            "iterations": report.iterations,
-            "converged": report.converged,
-            "rank": torch.stack([report.rank.value, report.rank.sem]).cpu(),
-        }
-        return header, tensors
+        tensors = {"vector": self.mean, "directions": self._directions, **self.report.tensors()}
+        return {"ignored_rows": self.report.ignored_rows}, tensors
 
     @override
     def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        value, sem = tensors["rank"].cpu()
-        probes = len(tensors["residual"]) if sem > 0 else 0
-        rank = Estimate(value, sem, 0, header["rank_converged"], probes)
-        kernel = Estimate(self.n_parameters - value, sem, 0, rank.converged, probes)
-        self._report = ProjectionReport(
-            tensors["residual"],
-            tensors["iterations"],
-            tensors["converged"].bool(),
-            rank,
-            kernel,
-            header["ignored_rows"],
-        )
+        self._report = NoiseReport.read(tensors, header)
         self._directions, self._vector = tensors["directions"], tensors["vector"]
-
-
-def _resolve(projector: str | ProjectionMethod | dict[str, Any]) -> ProjectionMethod:
-    if isinstance(projector, ProjectionMethod):
-        return projector
-    options = dict(projector) if isinstance(projector, dict) else {"name": projector}
-    name = options.pop("name", None)
-    if name not in METHODS:
-        raise ConfigurationError(
-            "Unknown projector.",
-            expected=f"{', '.join(METHODS)}, or lp.linalg.LSMRProjection(...) and the like with options",
-            got=repr(projector),
-        )
-    return METHODS[name](**options)

@@ -17,21 +17,23 @@ from typing_extensions import override
 
 from laplace_plus.curvature.kernel_rows import KINDS, KernelRows, Rows
 from laplace_plus.curvature.linearization import Ways
-from laplace_plus.curvature.streaming import DataSums
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.evidence.kernel_image import ELBOTerms, terms_from_tensor, terms_to_tensor
 from laplace_plus.geometry import kinks
 from laplace_plus.likelihoods import Gaussian
-from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
 from laplace_plus.network import Network
 from laplace_plus.posteriors.kernel_noise import (
     KernelNoise,
     NoiseReport,
+    check_single,
     draw_kernel_noise,
+    noise_seed,
     projector_config,
     resolve_projector,
+    survey,
+    warn_unless_projected,
 )
 from laplace_plus.posteriors.methods import check_count, exactly, positive
 from laplace_plus.posteriors.ranks import digest
@@ -135,7 +137,7 @@ class VIKING(SampleBased):
         default: Rows = "logit" if isinstance(self.likelihood, Gaussian) else "loss"
         self.rows: Rows = default if rows is None else rows
         _check_name(self.rows, KINDS, "rows")
-        self._check_scalar()
+        check_single(self._prior_precision)
         self._first_precision = self._learnt_precision = self._prior_precision
         self._image_std: Tensor | None = None
         self._noise: KernelNoise | None = None
@@ -158,14 +160,6 @@ class VIKING(SampleBased):
             "n_samples": self.n_samples,
             "chunk_size": self.chunk_size,
         }
-
-    def _check_scalar(self) -> None:
-        if self._prior_precision.numel() > 1:
-            raise ConfigurationError(
-                "One precision scales all directions of the kernel.",
-                expected="a single prior precision",
-                got=f"{self._prior_precision.numel()} of them",
-            )
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
@@ -209,12 +203,12 @@ class VIKING(SampleBased):
     @override
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
-        self._check_scalar()
-        n_data, n_outputs, data_summary = self._survey(data)
+        check_single(self._prior_precision)
+        n_data, n_outputs, data_summary = survey(self, data)
         if self._prior_precision is not self._learnt_precision:  # the caller has set it since
             self._first_precision = self._prior_precision
         checkpoint = self._checkpoint(n_data, data_summary)
-        seed = self._seed(checkpoint, generator)
+        seed = noise_seed(checkpoint, generator)
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
         history: list[ELBOTerms] = []
         center, other = self.network, None
@@ -232,31 +226,12 @@ class VIKING(SampleBased):
         self._take(logs)
         self._complain(converged)
 
-    def _checkpoint(self, n_data: int, data_summary: tuple[float, ...]) -> Checkpoint | None:
+    def _checkpoint(self, n_data: int, data_summary: list[str]) -> Checkpoint | None:
         if self._checkpoint_folder is None:
             return None
-        start: dict[str, Any] = {"data": [f"{value:.6e}" for value in data_summary]}
+        start: dict[str, Any] = {"data": data_summary}
         start |= {"prior precision": digest(self._first_precision), "prior mean": digest(self._prior_mean)}
         return Checkpoint(self._checkpoint_folder, identity(self, n_data) | start)
-
-    @staticmethod
-    def _seed(checkpoint: Checkpoint | None, generator: torch.Generator | None) -> int:
-        saved = None if checkpoint is None else checkpoint.read("draws")
-        if saved is not None:
-            return int(saved[0]["seed"])
-        seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
-        if checkpoint is not None:
-            checkpoint.write("draws", {"seed": seed}, {})
-        return seed
-
-    def _survey(self, data: Iterable[Any]) -> tuple[int, int, tuple[float, ...]]:
-        n_outputs, sums = 0, DataSums(self.network.device)
-        for batch in self._batches(data, progress=False, description=""):
-            outputs = self.network.forward(batch.inputs)
-            self.likelihood.validate(outputs, batch.target)
-            sums.add(batch, len(outputs))
-            n_outputs = outputs.shape[-1]
-        return sums.count, n_outputs, sums.values()
 
     def _warn_of_kinks(self, data: Iterable[Any]) -> None:
         for batch in self._batches(data, progress=False, description=""):
@@ -310,14 +285,7 @@ class VIKING(SampleBased):
 
     def _complain(self, converged: bool) -> None:
         assert self._noise is not None
-        report = self._noise.report
-        if not bool(report.converged.all()):
-            warnings.warn(
-                f"{int((~report.converged).sum())} of {self.n_samples} projections did not meet their tolerance; the "
-                f"largest residual is {float(report.residual.max()):.2g}.",
-                ConvergenceWarning,
-                stacklevel=6,
-            )
+        warn_unless_projected(self._noise.report, 6)
         if not converged:
             warnings.warn(
                 "The search for α and σ_im ended before the slope of the bound vanished; allow for more iterations.",
@@ -406,9 +374,9 @@ class VIKING(SampleBased):
 
     def _bound(self, data: Iterable[Any] | None) -> Bound:
         assert self._noise is not None
-        self._check_scalar()
+        check_single(self._prior_precision)
         again = self._data.again(data, WHY)
-        n_data, n_outputs, _ = self._survey(again)
+        n_data, n_outputs, _ = survey(self, again)
         if n_data != self.n_data:
             raise DataError("These are not the data of the fit.", expected=f"{self.n_data} examples", got=str(n_data))
         return self._bound_at(self._center, self._noise, again, n_data, n_outputs)

@@ -18,7 +18,7 @@ from laplace_plus.linalg.kernel_projectors import (
     LSMRProjection,
     SVDProjection,
 )
-from laplace_plus.posteriors import null_space
+from laplace_plus.posteriors import kernel_noise
 from laplace_plus.testing import PosteriorConformance
 
 
@@ -119,10 +119,11 @@ def test_rank_is_exact_by_svd_and_unbiased_otherwise(problem):
         kernel_rows(lp.Full(net, "classification").fit(data), data, "logit")
     )
     assert exact.rank.sem == 0
-    estimated = lp.NullSpace(net, "classification", n_samples=40).fit(data, generator=generator()).report
+    posterior = lp.NullSpace(net, "classification", n_samples=40).fit(data, generator=generator())
+    estimated = posterior.report
     assert estimated.rank.sem > 0
     assert abs(estimated.rank.value - exact.rank.value) < 4 * estimated.rank.sem
-    assert estimated.kernel_dimension.value == sum(p.numel() for p in net.parameters()) - estimated.rank.value
+    assert posterior.kernel_dimension.value == sum(p.numel() for p in net.parameters()) - estimated.rank.value
 
 
 def test_linear_regression_in_closed_form():
@@ -239,7 +240,7 @@ def test_validation_finds_the_best_precision_of_its_grid(problem):
 def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
     project, calls = LSMRKernelProjector.project, []
-    monkeypatch.setattr(null_space, "_TOGETHER", 2)
+    monkeypatch.setattr(kernel_noise, "_TOGETHER", 2)
     whole = lp.NullSpace(net, "classification", n_samples=5).fit(data, generator=generator()).samples
 
     def interrupted(self, vectors, **options):
