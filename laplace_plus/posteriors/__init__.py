@@ -5,8 +5,10 @@ from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.kfac import KFAC
+from laplace_plus.posteriors.latent_model import LatentModel
 from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
+from laplace_plus.posteriors.metric_bnn import MetricBNN
 from laplace_plus.posteriors.null_space import NullSpace
 from laplace_plus.posteriors.registry import get_posterior, register
 from laplace_plus.posteriors.riemannian import Riemannian
@@ -27,6 +29,7 @@ register("LowRank", LowRank)
 register("Riemannian", Riemannian)
 register("SampledLaplace", SampledLaplace)
 register("Subnetwork", Subnetwork)
+register("MetricBNN", MetricBNN)
 register("NullSpace", NullSpace)
 register("VIKING", VIKING)
 
@@ -41,7 +44,9 @@ __all__ = [
     "KFAC",
     "LargestMagnitude",
     "LargestVariance",
+    "LatentModel",
     "LowRank",
+    "MetricBNN",
     "NullSpace",
     "Posterior",
     "Random",

@@ -1,0 +1,292 @@
+"""Particles that drift away from trained weights and are pulled back by the loss.
+
+Particle i has a unit direction d_i. A step adds ``α d_i`` and then takes M steps of gradient descent; T steps make a
+trajectory. On a quadratic loss with eigenvalue λ along d, a trajectory ends at ``α ρ (1 − ρᵀ) / (1 − ρ)`` with
+``ρ = (1 − ηλ)^M``, and at ``αT`` where λ = 0: particles travel in the directions that the loss leaves free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus import kernels
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.resuming import Checkpoint
+
+Objective = Literal["posterior", "likelihood"]
+Reduction = Literal["mean", "sum"]
+
+MANY = 10_000
+"""Beyond so many examples refinement takes minibatches, unless said otherwise."""
+
+MINIBATCH = 1024
+"""Examples in such a minibatch."""
+
+_BLOCKS = 20
+"""A trajectory is written to a checkpoint in about so many parts."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How particles move.
+
+    Args:
+        n_particles: N.
+        n_steps: T.
+        step_size: α.
+        n_refinements: M, gradient steps after each step of drift.
+        learning_rate: η of these, or ``"auto"``: the inverse of the largest curvature at the trained weights.
+        minibatch: Examples in each gradient; None for all; ``"auto"``: all of up to 10,000, else 1024.
+        reduction: Whether the loss is the ``"mean"`` over the data or their ``"sum"``; the prior goes with it.
+        objective: ``"posterior"``, or ``"likelihood"`` for a loss without the prior.
+        store_every: One in so many steps is stored.
+
+    Raises:
+        ConfigurationError: A number out of range or an unknown name.
+    """
+
+    n_particles: int = 10
+    n_steps: int = 50
+    step_size: float = 0.1
+    n_refinements: int = 10
+    learning_rate: float | Literal["auto"] = 1e-3
+    minibatch: int | Literal["auto"] | None = "auto"
+    reduction: Reduction = "mean"
+    objective: Objective = "posterior"
+    store_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("n_particles", "n_steps", "store_every"):
+            check_count(getattr(self, name), name)
+        if self.n_refinements != 0:
+            check_count(self.n_refinements, "n_refinements")
+        if self.minibatch not in ("auto", None):
+            check_count(self.minibatch, "minibatch")
+        if self.n_steps % self.store_every:
+            raise ConfigurationError(
+                "The last step of a trajectory is to be stored.",
+                expected=f"store_every that divides n_steps={self.n_steps}",
+                got=repr(self.store_every),
+            )
+        require_number(self.step_size, "step_size", above=0.0)
+        if self.learning_rate != "auto":
+            require_number(self.learning_rate, "learning_rate")
+        require_name(self.reduction, ("mean", "sum"), "reduction")
+        require_name(self.objective, ("posterior", "likelihood"), "objective")
+
+    @property
+    def n_stored(self) -> int:
+        """Points of each trajectory that are stored."""
+        return self.n_steps // self.store_every
+
+    def examples(self, n_data: int) -> int | None:
+        """Examples in each gradient; None for all."""
+        if self.minibatch == "auto":
+            return MINIBATCH if n_data > MANY else None
+        return None if self.minibatch is None or self.minibatch >= n_data else self.minibatch
+
+
+@dataclass(frozen=True)
+class ExplorationReport:
+    """How an exploration went.
+
+    Attributes:
+        learning_rate: η.
+        curvature: λ_max, the largest eigenvalue of the refined loss's generalised Gauss-Newton matrix at the trained
+            weights; gradient descent diverges along its eigenvector for ``η λ_max > 2``.
+        gradient_norm: ``‖∇L‖`` of the refined loss at the trained weights. Where ``M η ‖∇L‖`` is not small beside α,
+            particles also move along it: the prior may not be the weight decay of training.
+        growth: The largest ratio of gradient norms after and before one step's refinements; None for minibatches and
+            for fewer than two refinements, which have none.
+        worst: The particle that it belongs to.
+        way: How gradients were computed; see :mod:`laplace_plus.geometry.particles`.
+    """
+
+    learning_rate: float
+    curvature: float
+    gradient_norm: float
+    growth: float | None
+    worst: int
+    way: str
+
+    @property
+    def stability(self) -> float:
+        """``η λ_max``, below 2 for a refinement that converges."""
+        return self.learning_rate * self.curvature
+
+
+@dataclass(frozen=True)
+class Explored:
+    """Where particles came by.
+
+    Attributes:
+        deviations: ``θ_{i,t} − θ̂`` at the stored steps, ``[N, S, P]``.
+        report: How.
+    """
+
+    deviations: Tensor
+    report: ExplorationReport
+
+
+def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
+    """Uniformly distributed unit vectors ``[n, P]`` for a vector ``[P]`` of the same kind."""
+    source = torch.Generator().manual_seed(seed % 2**63)
+    drawn = draw_probes("gaussian", n, len(like), generator=source, dtype=like.dtype, device=like.device)
+    return drawn / kernels.vector_norm(drawn)[:, None]
+
+
+def explore(
+    landscape: ParticleLandscape,
+    directions: Tensor,
+    walk: Walk,
+    *,
+    seed: int = 0,
+    checkpoint: Checkpoint | None = None,
+    progress: bool = False,
+) -> Explored:
+    """Let particles drift from the landscape's ``vector``.
+
+    Takes ``T M`` gradients at N points, and memory for ``N S`` parameter vectors.
+
+    Args:
+        landscape: The loss.
+        directions: Unit vectors, ``[N, P]``.
+        walk: How to move.
+        seed: Of the minibatches.
+        checkpoint: Where parts of trajectories are kept, and taken up from.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ConfigurationError: ``η λ_max ≥ 2``, so that refinement would diverge; or a minibatch of more than all data.
+        NonFiniteError: A particle left the finite numbers.
+    """
+    return _Exploring(landscape, walk, seed).run(directions, checkpoint, progress)
+
+
+class _Exploring:
+    """An exploration of one landscape; ``explore`` says what of."""
+
+    def __init__(self, landscape: ParticleLandscape, walk: Walk, seed: int):
+        self._landscape, self._walk, self._seed = landscape, walk, seed
+        self._examples = walk.examples(landscape.n_data)
+        self._weight = 1 / landscape.n_data if walk.reduction == "mean" else 1.0
+        self._rate = 0.0
+
+    def run(self, directions: Tensor, checkpoint: Checkpoint | None, progress: bool) -> Explored:
+        walk, start = self._walk, self._landscape.vector
+        self._landscape.expect(walk.n_steps * walk.n_refinements)
+        curvature, slope = self._measure(start)
+        self._rate = self._learning_rate(curvature)
+        deviations = start.new_empty(len(directions), walk.n_stored, len(start))
+        growth: float | None = None
+        worst = 0
+        position = torch.zeros_like(directions)
+        block = walk.store_every * math.ceil(walk.n_stored / _BLOCKS)
+        blocks = range(0, walk.n_steps, block)
+        for first in progress_bar(blocks, enabled=progress, description="MetricBNN: exploration"):
+            last = min(walk.n_steps, first + block)
+            stored = slice(first // walk.store_every, last // walk.store_every)
+            stage = f"exploration-{first:06d}"
+            known = None if checkpoint is None else checkpoint.read(stage, start.device)
+            if known is not None:
+                deviations[:, stored] = known[1]["deviations"]
+                position = deviations[:, stored.stop - 1].clone()
+                found = known[1]["growth"].cpu()
+            else:
+                found = torch.full((len(directions),), float("nan"), dtype=torch.float64)
+                for step in range(first, last):
+                    position = position + walk.step_size * directions
+                    position, ratio = self._refine(start, position, step)
+                    found = torch.fmax(found, ratio)
+                    if (step + 1) % walk.store_every == 0:
+                        deviations[:, (step + 1) // walk.store_every - 1] = position
+                if checkpoint is not None:
+                    checkpoint.write(stage, {}, {"deviations": deviations[:, stored].contiguous(), "growth": found})
+            largest = float(found.nan_to_num(nan=-1.0).max())
+            if largest >= 0 and (growth is None or largest > growth):
+                growth, worst = largest, int(found.nan_to_num(nan=-1.0).argmax())
+        report = ExplorationReport(self._rate, curvature, slope, growth, worst, self._landscape.way)
+        return Explored(deviations, report)
+
+    def _measure(self, start: Tensor) -> tuple[float, float]:
+        """``λ_max`` and ``‖∇L‖`` of the refined loss at the trained weights."""
+        surface = self._surfaces(-1)[0]
+        prior = self._walk.objective == "posterior"
+        curvature = surface.largest_curvature(start, prior=prior) * self._weight
+        slope = float(kernels.vector_norm(self._gradient(surface, start[None]))[0])
+        return curvature, slope
+
+    def _learning_rate(self, curvature: float) -> float:
+        if self._walk.learning_rate == "auto":
+            return 1 / curvature if curvature > 0 else 0.0
+        rate = float(self._walk.learning_rate)
+        if self._walk.n_refinements and rate * curvature >= 2:  # noqa: PLR2004
+            raise ConfigurationError(
+                "The refinement would diverge: its learning rate times the loss's largest curvature, which was "
+                f"measured at the trained weights, is {rate * curvature:.3g}.",
+                expected=f"learning_rate < 2/λ_max = {2 / curvature:.3g}",
+                got=f"{rate:.3g}",
+                fix=f'Use learning_rate={1 / curvature:.1g} or "auto"; a loss summed over the data needs a rate that '
+                "is smaller by their number, and a smaller observation noise a smaller one, too.",
+            )
+        return rate
+
+    def _refine(self, start: Tensor, position: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Deviations after M gradient steps, and by what the norms of gradients grew meanwhile, ``[N]`` float64."""
+        norms: list[Tensor] = []
+        for surface in self._surfaces(step):
+            gradient = self._gradient(surface, start + position)
+            position = position - self._rate * gradient
+            norms.append(kernels.vector_norm(gradient))
+        if not bool(torch.isfinite(position).all()):
+            raise NonFiniteError(
+                f"A particle left the finite numbers at step {step + 1} of {self._walk.n_steps}.",
+                expected="a loss whose refinement converges along the whole trajectory",
+                got="NaN or infinity",
+                fix=f"Use a smaller learning_rate (now {self._rate:.2g}) or a smaller step_size "
+                f"(now {self._walk.step_size:.2g}).",
+            )
+        if self._examples is not None or len(norms) < 2:  # noqa: PLR2004
+            return position, torch.full((len(position),), float("nan"), dtype=torch.float64)
+        return position, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()
+
+    def _gradient(self, surface: ParticleLandscape, points: Tensor) -> Tensor:
+        gradient = surface.gradient(points)
+        if self._walk.objective == "likelihood":
+            gradient = gradient - surface.prior_gradient(points)
+        return gradient * self._weight
+
+    def _surfaces(self, step: int) -> list[ParticleLandscape]:
+        """The loss of each refinement of a step."""
+        walk, n_data = self._walk, self._landscape.n_data
+        count = max(1, walk.n_refinements) if step < 0 else walk.n_refinements
+        if self._examples is None:
+            return [self._landscape] * count
+        source = torch.Generator().manual_seed((self._seed + (step + 2) * 0x9E3779B97F4A7C15) % 2**63)
+        orders = [torch.randperm(n_data, generator=source)[: self._examples] for _ in range(1 if step < 0 else count)]
+        return self._landscape.subsets(orders)  # type: ignore[return-value]  # copies of itself
+
+
+def require_number(value: Any, name: str, *, above: float | None = None, least: float = 0.0) -> None:
+    """Raise :class:`ConfigurationError` unless a value is a finite number above, or of at least, a bound."""
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fine or (value <= above if above is not None else value < least):
+        bound = f"{name} > {above:g}" if above is not None else f"{name} >= {least:g}"
+        raise ConfigurationError("There is no such number.", expected=bound, got=repr(value))
+
+
+def require_name(value: Any, known: Iterable[str], name: str) -> None:
+    """Raise :class:`ConfigurationError` unless a value is one of the known names."""
+    names = tuple(known)
+    if value not in names:
+        raise ConfigurationError(f"Unknown {name}.", expected=", ".join(names), got=repr(value))

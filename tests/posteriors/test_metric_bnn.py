@@ -1,0 +1,484 @@
+"""MetricBNN: trajectories and latent samples against closed forms, loops and dense matrices."""
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    NonFiniteError,
+    NotFittedError,
+    UnsupportedError,
+)
+from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.posteriors import exploration, latent_training, metric_bnn
+from laplace_plus.posteriors.exploration import Walk, draw_directions, explore
+from laplace_plus.posteriors.latent_model import (
+    LatentModel,
+    attraction_loss,
+    choose_coordinates,
+    draw_partners,
+    reconstruction_loss,
+    repulsion_loss,
+)
+
+SMALL = {"n_particles": 4, "n_steps": 6, "n_refinements": 3}
+LATENT = {"dimension": 4, "hidden": (16,), "epochs": 120, "learning_rate": 1e-2, "tolerance": 1.0, "plateau": 0.0}
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x = torch.randn(12, 2, dtype=torch.float64)
+    y = torch.arange(12) % 3
+    return net, [(x[:5], y[:5]), (x[5:], y[5:])]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def fit(problem, **options):
+    net, data = problem
+    options = {"latent": LATENT, **SMALL, **options}
+    return lp.MetricBNN(net, "classification", **options).fit(data, generator=generator())
+
+
+# -- exploration -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"n_refinements": 0}, {"learning_rate": 0.0}])
+def test_particles_without_refinement_go_straight(problem, options):
+    posterior = fit(problem, sampling="exploration", step_size=0.3, **options)
+    deviations = posterior.trajectories - posterior.mean
+    directions = deviations[:, 1] / 0.3
+    torch.testing.assert_close(directions.norm(dim=1), torch.ones(4, dtype=torch.float64))
+    times = 0.3 * torch.arange(7, dtype=torch.float64)
+    torch.testing.assert_close(deviations, times[:, None] * directions[:, None], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_quadratic_loss_in_closed_form(reduction):
+    """``α d ρ (1 − ρᵀ) / (1 − ρ)`` with ``ρ = (1 − ηλ)^M`` along each eigenvector, and ``αT d`` where λ = 0."""
+    source, n, steps, count = generator(1), 7, 5, 4
+    x = torch.randn(n, 10, generator=source, dtype=torch.float64)
+    net = nn.Linear(10, 1, bias=False).double()
+    y = net(x).detach()  # so that the data's loss, whose kernel has three dimensions, is stationary
+    weight = n if reduction == "mean" else 1
+    walk = Walk(3, steps, 0.2, count, 0.4 * weight / 20, None, reduction, "likelihood")
+    landscape = ParticleLandscape(net, "regression", [(x[:4], y[:4]), (x[4:], y[4:])])
+    directions = draw_directions(3, landscape.vector, 0)
+    found = explore(landscape, directions, walk).deviations[:, -1]
+    values, vectors = torch.linalg.eigh(x.mT @ x / weight)
+    rho = (1 - walk.learning_rate * values) ** count
+    factor = rho * (1 - rho**steps) / (1 - rho)
+    factor = torch.where(values > 1e-9, factor, float(steps))
+    torch.testing.assert_close(found @ vectors, 0.2 * directions @ vectors * factor, rtol=1e-10, atol=1e-12)
+    assert (values < 1e-9).sum() == 3
+    assert (factor < 0.95 * steps).sum() >= 6
+
+
+def loop(net, data, directions, walk, weight_decay):
+    """One particle after the other, with autograd on a copy."""
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    start = nn.utils.parameters_to_vector(net.parameters()).detach()
+    ends = []
+    for direction in directions:
+        position = start.clone()
+        for _ in range(walk.n_steps):
+            position = position + walk.step_size * direction
+            for _ in range(walk.n_refinements):
+                point = position.clone().requires_grad_()
+                sizes, own, first = [p.shape for p in net.parameters()], {}, 0
+                for (name, _), size in zip(net.named_parameters(), sizes, strict=True):
+                    own[name] = point[first : first + size.numel()].view(size)
+                    first += size.numel()
+                outputs = torch.func.functional_call(net, own, (x,))
+                loss = nn.functional.cross_entropy(outputs, y) + weight_decay / 2 * point.square().sum()
+                position = position - walk.learning_rate * torch.autograd.grad(loss, point)[0]
+        ends.append(position - start)
+    return torch.stack(ends)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 16])
+def test_particles_together_go_where_each_goes_alone(chunk_size):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(20, 3, dtype=torch.float64), torch.arange(20) % 2
+    data = [(x[:12], y[:12]), (x[12:], y[12:])]
+    walk = Walk(5, 8, 0.1, 6, 0.05)
+    landscape = ParticleLandscape(net, "classification", data, prior_precision=0.02 * 20, chunk_size=chunk_size)
+    directions = draw_directions(5, landscape.vector, 0)
+    found = explore(landscape, directions, walk)
+    assert found.report.way == "recorded"
+    alone = loop(net, data, directions, walk, weight_decay=0.02)
+    torch.testing.assert_close(found.deviations[:, -1], alone, rtol=0, atol=1e-10)
+
+
+def test_permuted_particles_are_permuted(problem):
+    net, data = problem
+    landscape = ParticleLandscape(net, "classification", data)
+    directions, order = draw_directions(4, landscape.vector, 0), torch.tensor([2, 0, 3, 1])
+    walk = Walk(4, 5, 0.2, 3, 0.1)
+    one, other = (explore(landscape, d, walk).deviations for d in (directions, directions[order]))
+    torch.testing.assert_close(other, one[order], rtol=0, atol=1e-13)
+
+
+def test_every_second_point_is_stored(problem):
+    whole = fit(problem, sampling="exploration").trajectories
+    some = fit(problem, sampling="exploration", store_every=2).trajectories
+    torch.testing.assert_close(some, whole[:, ::2], rtol=0, atol=0)
+
+
+def test_minibatches_stay_near_the_whole(problem):
+    posterior = fit(problem, sampling="exploration", minibatch=4, learning_rate=0.01)
+    assert posterior.report.growth is None
+    again = fit(problem, sampling="exploration", minibatch=4, learning_rate=0.01)
+    assert torch.equal(posterior.trajectories, again.trajectories)
+    whole = fit(problem, sampling="exploration", minibatch=None, learning_rate=0.01).trajectories
+    straight = fit(problem, sampling="exploration", n_refinements=0).trajectories
+    assert (posterior.trajectories - whole).norm() < (straight - whole).norm()
+    assert not torch.equal(posterior.trajectories, whole)
+
+
+def test_weight_decay_makes_the_trained_weights_stationary(problem):
+    net, data = problem
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        square = sum(p.square().sum() for p in net.parameters())
+        loss = nn.functional.cross_entropy(net(x), y) + 0.02 / 2 * square
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    posterior = fit(problem, sampling="exploration", weight_decay=0.02)
+    assert float(posterior.prior_precision) == pytest.approx(0.02 * 12)
+    assert posterior.report.gradient_norm < 1e-5
+
+
+def test_the_largest_curvature_is_that_of_the_dense_matrix(problem):
+    net, data = problem
+    posterior = fit(problem, sampling="exploration", prior_precision=0.5)
+    precision = lp.Full(net, "classification", prior_precision=0.5).fit(data).precision_matrix()
+    assert posterior.report.curvature == pytest.approx(float(torch.linalg.eigvalsh(precision)[-1]) / 12, rel=1e-3)
+    assert posterior.report.stability == pytest.approx(1e-3 * posterior.report.curvature)
+
+
+def test_diverging_refinements_are_named(problem):
+    curvature = fit(problem, sampling="exploration").report.curvature
+    with pytest.raises(ConfigurationError, match=r"largest curvature.* is 2\.01.*learning_rate < 2/λ_max"):
+        fit(problem, sampling="exploration", learning_rate=2.01 / curvature)
+    fit(problem, sampling="exploration", n_refinements=0, learning_rate=2.01 / curvature)
+    for precision in (1.0, 1e6):
+        auto = fit(problem, sampling="exploration", learning_rate="auto", prior_precision=precision)
+        assert auto.report.stability == pytest.approx(1.0)
+
+
+def test_curvature_that_grows_on_the_way_is_named():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 1, bias=False)).double()
+    x = torch.randn(12, 2, dtype=torch.float64)
+    options = {"sampling": "exploration", "n_particles": 4, "n_steps": 3, "n_refinements": 3, "step_size": 1.0}
+    rate = 1 / lp.MetricBNN(net, "regression", **options).fit([(x, x[:, :1])]).report.curvature
+    posterior = lp.MetricBNN(net, "regression", learning_rate=rate, **options)
+    with pytest.warns(ConvergenceWarning, match=r"raised the gradient.* is 1 at the trained weights and [2-9]"):
+        posterior.fit([(x, x.sum(1, keepdim=True))], generator=generator())
+
+
+def test_lost_particles_are_named(problem, monkeypatch):
+    gradient = ParticleLandscape.gradient
+    calls = []
+
+    def broken(self, points):
+        calls.append(0)
+        return gradient(self, points) * (float("inf") if len(calls) > 8 else 1)
+
+    monkeypatch.setattr(ParticleLandscape, "gradient", broken)
+    with pytest.raises(NonFiniteError, match=r"step 3 of 6.*smaller learning_rate"):
+        fit(problem)
+
+
+# -- the latent model --------------------------------------------------------------------------------------------------
+
+
+def test_losses_of_an_orthonormal_encoder_on_a_line_vanish():
+    steps = 8
+    direction = torch.randn(10, generator=generator(), dtype=torch.float64)
+    direction /= direction.norm()
+    points = torch.arange(steps + 1)[:, None] / steps * direction
+    basis = torch.linalg.qr(torch.cat([direction[:, None], torch.randn(10, 3, generator=generator(1)).double()], 1))[0]
+    latents = points @ basis
+    assert attraction_loss(latents[:-1], latents[1:], 1 / steps) < 1e-20
+    assert reconstruction_loss(points, latents @ basis.mT) < 1e-20
+    assert reconstruction_loss(points, latents @ basis.mT, squared=False) < 1e-5
+    assert repulsion_loss(latents[:-1], latents[1:]) == pytest.approx(float(torch.tensor(steps).log()), rel=1e-6)
+
+
+def test_losses_are_finite_with_duplicated_rows():
+    rows = torch.ones(6, 3, dtype=torch.float64, requires_grad=True)
+    losses = [
+        attraction_loss(rows, rows, 0.1),
+        repulsion_loss(rows, rows[draw_partners(6, "shuffle", generator())]),
+        reconstruction_loss(rows, rows, squared=False),
+    ]
+    (gradient,) = torch.autograd.grad(sum(losses), rows)
+    assert torch.isfinite(torch.stack(losses)).all()
+    assert torch.isfinite(gradient).all()
+
+
+def test_partners_are_others():
+    for n in (2, 3, 50):
+        partners = draw_partners(n, "derangement", generator(n))
+        assert (partners != torch.arange(n)).all()
+        assert partners.sort().values.equal(torch.arange(n))
+
+
+def test_principal_coordinates_hold_all_points():
+    source = generator()
+    points = torch.randn(12, 3, generator=source, dtype=torch.float64) @ torch.randn(3, 400, generator=source).double()
+    found, own = choose_coordinates(points, LatentModel(kept=1.0))
+    assert own.shape == (12, 3)
+    assert float(own.square().mean()) == pytest.approx(1.0)
+    torch.testing.assert_close(found.back(own, points), points, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.of(points, points), own, rtol=0, atol=1e-9)
+    rows = found.weights @ points
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-9)
+    part, fewer = choose_coordinates(points, LatentModel(max_rank=2))
+    missed = (points - part.back(fewer, points)).square().sum() / points.square().sum()
+    assert 1 - part.kept == pytest.approx(float(missed))
+    whole, entries = choose_coordinates(points, LatentModel(projection="none", standardize=False))
+    assert torch.equal(entries, points) and whole.scale == 1
+    with pytest.raises(NonFiniteError, match="no spread"):
+        choose_coordinates(torch.zeros(3, 300), LatentModel())
+
+
+@pytest.mark.parametrize("options", [{}, {"projection": "principal"}, {"squared": False, "anchored": False}])
+def test_samples_lie_between_the_latents(problem, options, monkeypatch):
+    posterior = fit(problem, latent={**LATENT, **options})
+    start, ends = posterior.encode(posterior.mean), posterior.encode(posterior.trajectories[:, -1])
+    drawn = []
+    decode = lp.MetricBNN.decode
+    monkeypatch.setattr(lp.MetricBNN, "decode", lambda self, z: (drawn.append(z), decode(self, z))[1])
+    for epsilon in (0.0, 0.25, 0.5, 1.0):
+        monkeypatch.setattr(metric_bnn, "_uniform", lambda n, g, e=epsilon: torch.full((n,), e, dtype=torch.float64))
+        samples = posterior.sample(7, generator=generator())
+        drawn.append(samples)
+    which = torch.cdist(drawn[-2], ends).argmin(1)
+    for number, epsilon in enumerate((0.0, 0.25, 0.5, 1.0)):
+        latents, samples = drawn[2 * number : 2 * number + 2]
+        torch.testing.assert_close(latents, start + epsilon * (ends[which] - start), rtol=0, atol=1e-9)
+        torch.testing.assert_close(samples, decode(posterior, latents))
+    torch.testing.assert_close(drawn[1], decode(posterior, start).expand(7, -1))  # ψ(φ(θ̂))
+    torch.testing.assert_close(drawn[-1], decode(posterior, ends[which]))  # ψ(φ(θ_{j,T}))
+
+
+def test_the_autoencoder_reproduces_the_points(problem):
+    posterior = fit(problem, latent={"epochs": 300, "hidden": (64,), "plateau": 0.0})
+    points = posterior.trajectories[:, 1:].flatten(0, 1)
+    missed = (posterior.decode(posterior.encode(points)) - points).square().sum()
+    total = (points - posterior.mean).square().sum()
+    report = posterior.latent_report
+    assert report.unexplained == pytest.approx(float(missed / total), rel=1e-6)
+    assert report.unexplained < 0.05
+    assert report.history.shape == (300, 3)
+    assert report.spread > 0
+
+
+def test_training_ends_where_the_loss_no_longer_falls(problem):
+    options = {**LATENT, "epochs": 100_000, "plateau": 0.05}
+    posterior = fit(problem, latent=options)
+    losses = posterior.latent_report.history.sum(1)
+    assert 100 <= len(losses) < 1000
+    assert losses[-100:-50].mean() - losses[-50:].mean() < 0.05 * (losses[0] - losses[-50:].mean())
+    shorter = losses[:-1]
+    if len(shorter) >= 100:
+        assert shorter[-100:-50].mean() - shorter[-50:].mean() >= 0.05 * (losses[0] - shorter[-50:].mean())
+
+
+def test_unfinished_autoencoders_are_named(problem):
+    with pytest.warns(ConvergenceWarning, match="not converged: it leaves"):
+        fit(problem, latent={"epochs": 1})
+
+
+def test_long_trajectories_are_drawn_more_often(problem):
+    posterior = fit(problem, trajectory="length", endpoint="farthest", latent=LATENT)
+    latents = posterior._latent()
+    lengths = (latents.ends - latents.start).norm(dim=1)
+    counts = torch.bincount(latents.draw(4000, "length", generator()), minlength=4) / 4000
+    expected = lengths / lengths.sum()
+    assert ((counts - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt()).all()
+    along = posterior.encode(posterior.trajectories[:, 1:]) - latents.start
+    torch.testing.assert_close(latents.farthest, (latents.start + along)[range(4), along.norm(dim=-1).argmax(1)])
+
+
+# -- posteriors --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_samples(problem):
+    one, other = fit(problem), fit(problem)
+    assert torch.equal(one.sample(5, generator=generator()), other.sample(5, generator=generator()))
+    torch.manual_seed(3)
+    net, data = problem
+    drawn = [lp.MetricBNN(net, "classification", sampling="exploration", **SMALL).fit(data) for _ in range(2)]
+    assert not torch.equal(drawn[0].trajectories, drawn[1].trajectories)
+
+
+def test_explored_points_and_their_gaussian(problem):
+    posterior = fit(problem)
+    points = posterior.trajectories[:, 1:].flatten(0, 1)
+    drawn = posterior.exploration.sample(50, generator=generator())
+    assert (torch.cdist(drawn, points).min(1).values < 1e-6).all()
+    samples = posterior.gaussian.sample(20_000, generator=generator())
+    error = samples.var(0).sqrt() / 20_000**0.5
+    assert ((samples.mean(0) - points.mean(0)).abs() < 5 * error + 1e-12).all()
+    torch.testing.assert_close(
+        samples.T.cov(), points.T.cov(correction=0), rtol=0, atol=0.05 * float(points.var(0).max())
+    )
+    x = problem[1][0][0]
+    for view in (posterior, posterior.exploration, posterior.gaussian):
+        assert view.predictive(x, n_samples=5, generator=generator()).mean.shape == (5, 3)
+        assert view.functional_posterior(x).covariance.shape == (5, 3, 3)
+
+
+def test_the_extent_bounds_how_far_samples_go(problem):
+    posterior = fit(problem)
+    posterior.extent = 0.5
+    points = posterior.trajectories
+    drawn = posterior.exploration.sample(50, generator=generator())
+    assert (torch.cdist(drawn, points[:, 1:4].flatten(0, 1)).min(1).values < 1e-6).all()
+    with pytest.raises(ConfigurationError):
+        posterior.extent = 1.5
+
+
+def test_held_out_data_choose_the_extent(problem):
+    net, data = problem
+    posterior = fit(problem, sampling="exploration", step_size=1.0)
+    posterior.fit_extent(data, grid=(1.0, 0.5, 1 / 6), n_samples=20, generator=generator())
+    assert posterior.extent < 1
+    seed = torch.randint(2**63 - 1, (1,), generator=generator())
+
+    def score(extent):
+        posterior.extent = extent
+        source = generator(int(seed))
+        log_probs = [posterior.predictive(x, n_samples=20, generator=source).log_prob(y) for x, y in data]
+        return float(torch.cat(log_probs).mean())
+
+    chosen = posterior.extent
+    best = score(chosen)
+    assert best == pytest.approx(posterior.tuning.value)
+    assert all(score(value) <= best for value in (1.0, 0.5, 1 / 6))
+
+
+def test_held_out_data_choose_the_noise():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x = torch.linspace(-1, 1, 200, dtype=torch.float64)[:, None]
+    y = net(x).detach() + 0.5 * torch.randn(200, 1, dtype=torch.float64)
+    posterior = lp.MetricBNN(net, "regression", sampling="exploration", step_size=1e-3, **SMALL)
+    posterior.fit([(x, y)]).fit_extent([(x, y)], tune_noise=True, n_samples=5, grid=[1.0])
+    assert float(posterior.noise_std) == pytest.approx(0.5, rel=0.2)
+    assert posterior.tuning.n_evaluations == 9
+
+
+def test_loaded_posteriors_encode_alike(problem, tmp_path):
+    net, _ = problem
+    posterior = fit(problem, latent={**LATENT, "projection": "principal"}, trajectory="length")
+    posterior.extent = 0.7
+    posterior.save(tmp_path / "p")
+    loaded = lp.load(tmp_path / "p", net)
+    assert loaded.options() == posterior.options()
+    assert loaded.report == posterior.report
+    assert loaded.extent == posterior.extent
+    assert torch.equal(
+        loaded.encode(posterior.sample(3, generator=generator())),
+        posterior.encode(posterior.sample(3, generator=generator())),
+    )
+    posterior.exploration.save(tmp_path / "e")
+    assert torch.equal(lp.load(tmp_path / "e", net).trajectories, posterior.trajectories)
+
+
+def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
+    net, data = problem
+    whole = fit(problem).sample(6, generator=generator())
+    monkeypatch.setattr(exploration, "_BLOCKS", 3)
+    monkeypatch.setattr(latent_training, "_SAVED", 50)
+    make = lambda **o: lp.MetricBNN(net, "classification", **{"latent": LATENT, **SMALL, **o})  # noqa: E731
+    refine, epoch, calls = exploration._Exploring._refine, latent_training.Training._epoch, []
+
+    def interrupted(self, *args):
+        calls.append(0)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return refine(self, *args)
+
+    monkeypatch.setattr(exploration._Exploring, "_refine", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make().fit(data, generator=generator(), checkpoint=tmp_path / "c")
+
+    def stopped(self, model, optimizer, number):
+        if number == 70:
+            raise KeyboardInterrupt
+        return epoch(self, model, optimizer, number)
+
+    monkeypatch.setattr(latent_training.Training, "_epoch", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        make().fit(data, checkpoint=tmp_path / "c")
+    assert len(calls) == 4 + 4  # two of six steps were there
+    monkeypatch.setattr(latent_training.Training, "_epoch", lambda *a: (calls.append(0), epoch(*a))[1])
+    posterior = make().fit(data, checkpoint=tmp_path / "c")
+    assert len(calls) == 8 + 70
+    torch.testing.assert_close(posterior.sample(6, generator=generator()), whole, rtol=0, atol=0)
+    for other in (make(step_size=0.2), make(prior_precision=2.0), make(weight_decay=0.1)):
+        with pytest.raises(CheckpointError, match="another computation"):
+            other.fit(data, checkpoint=tmp_path / "c")
+    with pytest.raises(CheckpointError, match="data differs"):
+        make().fit(data[::-1], checkpoint=tmp_path / "c")
+
+
+def test_bad_requests_are_named(problem, monkeypatch):
+    net, data = problem
+    for options in (
+        {"n_particles": 0},
+        {"step_size": 0.0},
+        {"learning_rate": -1.0},
+        {"n_refinements": -1},
+        {"minibatch": 0},
+        {"reduction": "none"},
+        {"objective": "loss"},
+        {"store_every": 3},
+        {"sampling": "all"},
+        {"trajectory": "any"},
+        {"endpoint": "first"},
+        {"weight_decay": 0.0},
+        {"latent": {"width": 3}},
+        {"latent": {"negatives": "none"}},
+        {"latent": {"kept": 1.5}},
+        {"latent": {"hidden": (0,)}},
+    ):
+        with pytest.raises(ConfigurationError):
+            lp.MetricBNN(net, "classification", **options)
+    posterior = lp.MetricBNN(net, "classification", sampling="exploration", **SMALL)
+    with pytest.raises(NotFittedError):
+        _ = posterior.exploration
+    with pytest.raises(DataError, match="used once"):
+        posterior.fit(iter(data))
+    posterior.fit(data)
+    with pytest.raises(NotFittedError, match="no latent model"):
+        posterior.encode(posterior.mean)
+    with pytest.raises(UnsupportedError, match="cannot be updated"):
+        posterior.update(data)
+    with pytest.raises(ConfigurationError, match="nothing to choose"):
+        posterior.fit_extent(data, tune_noise=True)
+    with pytest.raises(ConfigurationError, match="no pairs"):
+        lp.MetricBNN(net, "classification", n_steps=1, latent={"anchored": False}).fit(data)
+    monkeypatch.setattr(metric_bnn, "default_budget", lambda device: 100)
+    with pytest.raises(ConfigurationError, match="fit into memory"):
+        posterior.fit(data)
