@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.network import Network
 
 Way = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
+
+_FORWARD: frozenset[Way] = frozenset({"mapped forward", "forward"})
 
 _ROWS = 16
 """Outputs that are differentiated at a time where nothing else works."""
@@ -133,21 +136,33 @@ class Linearization:
         vector: θ, ``[P]``.
         inputs: The batch's inputs.
         ways: What is known so far about its derivatives.
-
-    Attributes:
-        outputs: ``f(θ)``, ``[B, *, C]``, in the type of the parameter vector, without a graph.
     """
 
     def __init__(self, network: Network, vector: Tensor, inputs: Any, ways: Ways):
-        self._network, self._inputs, self._ways = network, inputs, ways
-        self._point, self._outputs = evaluate(network, vector, inputs)
-        self.outputs = self._outputs.detach()
-        self.pull = Pullback(self._outputs, self._point, ways)
+        self._network, self._vector, self._inputs, self._ways = network, vector, inputs, ways
+        self._seen: Tensor | None = None  # outputs that came with products in forward mode
+        self._known: Tensor | None = None
         self._doubled: tuple[Tensor, Tensor] | None = None
+
+    # Only Jᵀ u needs a graph; where J v can be relied on in forward mode, the outputs come with it.
+    @cached_property
+    def _graph(self) -> tuple[Tensor, Tensor]:
+        return evaluate(self._network, self._vector, self._inputs)
+
+    @property
+    def outputs(self) -> Tensor:
+        """``f(θ)``, ``[B, *, C]``, in the type of the parameter vector, without a graph; free after :meth:`push`."""
+        return self._graph[1].detach() if self._known is None else self._known
+
+    @cached_property
+    def pull(self) -> Pullback:
+        """``Jᵀ u``."""
+        point, outputs = self._graph
+        return Pullback(outputs, point, self._ways)
 
     def push(self, vectors: Tensor) -> Tensor:
         """``J v``, ``[m, P] -> [m, B, *, C]``."""
-        if not self._outputs.requires_grad:
+        if not (self._ways.right & _FORWARD or self._graph[1].requires_grad):
             return vectors.new_zeros(len(vectors), *self.outputs.shape)
         ways: list[tuple[Way, Callable[[Tensor], Tensor]]] = [
             ("forward", self._looped_forward),
@@ -158,28 +173,35 @@ class Linearization:
         for way, compute in ways:
             products = self._ways.attempt(way, compute, vectors, self._adjoint)
             if products is not None:
+                if way in _FORWARD and self._known is None:
+                    self._known = self._seen
                 return products
         return self._row_by_row(vectors)
 
-    def _forward(self, vector: Tensor) -> Tensor:
+    def _forward(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         with differentiable_kernels(self._network.model):
-            point = self._point.detach()
-            return torch.func.jvp(self._function, (point,), (vector,))[1]
+            outputs, product = torch.func.jvp(self._function, (self._vector.detach(),), (vector,))  # type: ignore[misc]
+        return outputs, product
 
     def _function(self, point: Tensor) -> Tensor:
         return self._network(self._inputs, self._network.substitute(point)).to(point.dtype)
 
     def _mapped_forward(self, vectors: Tensor) -> Tensor:
-        return torch.func.vmap(self._forward)(vectors)
+        outputs, products = torch.func.vmap(self._forward)(vectors)
+        self._seen = outputs[0].detach()
+        return products
 
     def _looped_forward(self, vectors: Tensor) -> Tensor:
-        return torch.stack([self._forward(vector) for vector in vectors])
+        pairs = [self._forward(vector) for vector in vectors]
+        self._seen = pairs[0][0].detach()
+        return torch.stack([product for _, product in pairs])
 
     def _backward_twice(self, vectors: Tensor) -> Tensor:
         if self._doubled is None:
             with torch.enable_grad():
-                dummy = torch.zeros_like(self._outputs, requires_grad=True)
-                (pulled,) = torch.autograd.grad(self._outputs, self._point, dummy, create_graph=True)
+                point, outputs = self._graph
+                dummy = torch.zeros_like(outputs, requires_grad=True)
+                (pulled,) = torch.autograd.grad(outputs, point, dummy, create_graph=True)
             self._doubled = pulled, dummy
         pulled, dummy = self._doubled
         return torch.stack(

@@ -47,27 +47,31 @@ class _RowOperator(NetworkOperator):
     def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
         """S on a batch whose first row of outputs has that number."""
 
-    def _passed(self) -> Iterator[tuple[Linearization, OutputRoot, slice]]:
+    def _passed(self, vectors: Tensor) -> Iterator[tuple[Linearization, Tensor, OutputRoot, slice]]:
+        """Each batch linearised, its ``J v`` for a few vectors or none, S, and the places of its rows."""
         start = first_row = 0
         for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
+            pushed = line.push(vectors) if len(vectors) else vectors  # the outputs come with it
             root = self._output_root(batch, line.outputs, first_row)
             if start + root.size > self.shape[0]:
                 raise self._stream.changed(f"more than {self.shape[0]} rows")
-            yield line, root, slice(start, start + root.size)
+            yield line, pushed, root, slice(start, start + root.size)
             start += root.size
             first_row += line.outputs.shape[:-1].numel()
 
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
         result = vectors.new_zeros(len(vectors), self.shape[0])
-        for line, root, where in self._passed():
-            for some in _chunks(len(vectors), self._stream.chunk_size):
+        first, *others = _chunks(len(vectors), self._stream.chunk_size)
+        for line, pushed, root, where in self._passed(vectors[first]):
+            result[first, where] = root.down(pushed).to(result.dtype)
+            for some in others:
                 result[some, where] = root.down(line.push(vectors[some])).to(result.dtype)
         return result
 
     def _multiply_transposed(self, vectors: Tensor) -> Tensor:
         result = vectors.new_zeros(len(vectors), self.shape[1])
-        for line, root, where in self._passed():
+        for line, _, root, where in self._passed(vectors[:0]):
             for some in _chunks(len(vectors), self._stream.chunk_size):
                 line.pull.add_to(result[some], root.up(vectors[some, where]).to(result.dtype))
         return result
