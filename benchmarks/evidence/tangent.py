@@ -1,6 +1,6 @@
 """Evidence at the network's weights and at the tangent model's optimum, on five kinds of networks (MNIST).
 
-    OMP_NUM_THREADS=1 python benchmarks/evidence/tangent.py --data DATA --output benchmarks/results/tangent-evidence
+    OMP_NUM_THREADS=1 python benchmarks/evidence/tangent.py --data DATA --ekfac --test 1000 --output FILE
 
 Networks and seeds whose results the output holds already are not measured again.
 """
@@ -57,8 +57,15 @@ the last layer and one for the rest. Published: Antorán et al. (2022), on netwo
 Networks are trained on the first {images} training images with Adam, without weight decay, and stopped early by the
 NLL on the last {validation} training images, which serve nothing else. Curvature ({curvature}, exact Gauss-Newton) and
 θ* are those of the same {images} images; predictions are linearised around the network's own outputs, for the first
-{test} test images; "Monte Carlo" takes 1000 samples of the outputs. Nothing was chosen by test results. The tangent
-evidence is converged when none of its derivatives by the logarithm of a precision exceeds {tolerance} nats."""
+{test} test images; "Monte Carlo" takes 1000 samples of the outputs. The tangent evidence is
+converged when none of its derivatives by the logarithm of a precision exceeds {tolerance} nats.
+{choice}"""
+
+CHOICES = {
+    False: "Nothing was chosen by test results.",
+    True: "EKFAC was taken once results with KFAC had been seen; nothing else was chosen by test results.",
+}
+"""Whether curvature is EKFAC, and what to say of it."""
 
 VALIDATION = 5000
 """So many of the last training images say when to stop training, and nothing else."""
@@ -201,7 +208,8 @@ def markdown(document: dict[str, Any]) -> str:
     """The report."""
     rows, settings = document["rows"], document["settings"]
     curvature = "EKFAC" if settings["ekfac"] else "KFAC"
-    words = METHOD.format(curvature=curvature, validation=VALIDATION, **settings)
+    choice = CHOICES[settings["ekfac"]]
+    words = METHOD.format(curvature=curvature, choice=choice, validation=VALIDATION, **settings)
     parts = ["# Tangent evidence on networks of about 46 000 weights, MNIST", words]
     parts += ["## Test NLL, probabilities by Monte Carlo", "\n".join(table(rows, "mc"))]
     parts += ["## Test NLL, probabilities by probit", "\n".join(table(rows, "probit"))]

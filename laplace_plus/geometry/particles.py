@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.geometry.loss import _COPIES, LossLandscape
 from laplace_plus.linalg import lanczos
 from laplace_plus.linalg.probes import draw_probes
@@ -56,15 +57,16 @@ class ParticleLandscape(LossLandscape):
     @property
     def way(self) -> Way:
         """How gradients are computed at present."""
-        return self._gradients.way
+        way = self._gradients.way
+        return "mapped" if way == "recorded" and not self._gradients._recordings else way
 
     def allow(self, way: Way) -> None:
         """Try no quicker way than this one."""
         self._gradients.way = way
 
     def expect(self, count: int) -> None:
-        """Say that about so many gradients are to come, so that it is known whether to record the first of them."""
-        self._gradients.unrecorded = _WORTH if count < _MANY else 0
+        """Say that so many gradients are to come, so that the first of them is recorded, or none."""
+        self._gradients.unrecorded = 0 if count >= _MANY else count
 
     @override
     def gradient(self, points: Tensor) -> Tensor:
@@ -88,22 +90,29 @@ class ParticleLandscape(LossLandscape):
     def largest_curvature(self, point: Tensor, *, prior: bool = True, seed: int = 0) -> float:
         """The largest eigenvalue of the generalised Gauss-Newton matrix of L at ``point [P]``.
 
-        By 12 steps of Lanczos' method, which approach it from below.
+        By 12 steps of Lanczos' method, which approach it from below. The Hessian takes the matrix's place where a
+        log-density is not concave.
 
         Args:
             point: ``[P]``.
             prior: Whether to count the prior's part.
             seed: Of the start vector.
         """
-        ggn = self.ggn(point)
-
-        def product(vectors: Tensor) -> Tensor:
-            data = ggn(vectors) * self.likelihood_weight
-            return data + self._precision * vectors if prior else data
-
         source = torch.Generator().manual_seed(seed)
         start = draw_probes("gaussian", 1, len(point), generator=source, dtype=point.dtype, device=point.device)[0]
-        found = lanczos(product, start, min(_LANCZOS_STEPS, len(point)))
+
+        def hessian_products(vectors: Tensor) -> Tensor:
+            rows = vectors.reshape(-1, len(point))
+            whole = self.derivatives(point.expand_as(rows), rows).products.view(vectors.shape)
+            return whole if prior else whole - self._precision * vectors
+
+        steps = min(_LANCZOS_STEPS, len(point))
+        try:
+            ggn = self.ggn(point)
+            extra = self._precision if prior else 0.0
+            found = lanczos(lambda v: ggn(v) * self.likelihood_weight + extra * v, start, steps)
+        except UnsupportedError:
+            found = lanczos(hessian_products, start, steps)
         return float(torch.linalg.eigvalsh(found.tridiagonal().double())[-1])
 
     def _pieces(self, batch: Batch, points: Tensor) -> Iterator[tuple[Batch, slice]]:

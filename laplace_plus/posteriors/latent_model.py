@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,6 +95,20 @@ class LatentModel:
             raise ConfigurationError("There is no such part.", expected="kept <= 1", got=repr(self.kept))
         require_name(self.negatives, ("derangement", "shuffle"), "negatives")
         require_name(self.projection, ("auto", "none", "principal"), "projection")
+
+
+def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
+    """Options as they are, from a dictionary, or the default ones.
+
+    Raises:
+        ConfigurationError: An option that there is not.
+    """
+    if isinstance(latent, LatentModel):
+        return latent
+    try:
+        return LatentModel(**(latent or {}))
+    except TypeError as error:
+        raise ConfigurationError("The latent model has no such option.", got=repr(latent)) from error
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from laplace_plus.posteriors.exploration import (
     require_number,
 )
 from laplace_plus.posteriors.kernel_noise import noise_seed, survey
-from laplace_plus.posteriors.latent_model import LatentModel
+from laplace_plus.posteriors.latent_model import LatentModel, resolve_latent
 from laplace_plus.posteriors.latent_training import LatentReport, Latents, Training, latents_of, part
 from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.ranks import digest
@@ -79,8 +79,8 @@ class MetricBNN(Posterior):
     :attr:`exploration` has the particles' own points for samples, :attr:`gaussian` the Gaussian with their mean and
     covariance. Memory is that of ``N T / store_every`` vectors of the network's size; that of the autoencoder does not
     grow with the network, unless it is to act on all entries (see :class:`LatentModel`). Predictions average over
-    sampled networks. Of the hyperparameters only the noise level and the temperature of predictions can change after
-    the fit; a changed prior counts at the next one. :attr:`mean` is the trained weights, which samples start from.
+    sampled networks. A noise level that is set after the fit counts in predictions; a prior or a temperature counts at
+    the next fit. :attr:`mean` is the trained weights, where trajectories start.
 
     Args:
         n_particles: N.
@@ -142,20 +142,12 @@ class MetricBNN(Posterior):
         **kwargs: Any,
     ):
         self.walk = Walk(
-            n_particles,
-            n_steps,
-            step_size,
-            n_refinements,
-            learning_rate,
-            minibatch,
-            reduction,
-            objective,
-            store_every,
+            n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
         )
         if weight_decay is not None:
             require_number(weight_decay, "weight_decay", above=0.0)
         self.weight_decay = weight_decay
-        self.latent = _resolve_latent(latent)
+        self.latent = resolve_latent(latent)
         require_name(sampling, _SAMPLINGS, "sampling")
         require_name(trajectory, ("uniform", "length"), "trajectory")
         require_name(endpoint, ("last", "farthest"), "endpoint")
@@ -240,7 +232,7 @@ class MetricBNN(Posterior):
             training = Training(explored.deviations, spacing, self.latent, seed ^ _OTHER)
             trained = latents_of(training.run(checkpoint, progress=progress), explored.deviations)
         self._explored, self._trained, self._vector = explored, trained, landscape.vector
-        self.n_data, self.n_outputs, self._prior_precision = n_data, n_outputs, precision
+        self.n_data, self.n_outputs, self._prior_precision, self._extent = n_data, n_outputs, precision, 1.0
         self._complain(landscape)
 
     def _landscape(self, data: Iterable[Any], precision: Tensor) -> ParticleLandscape:
@@ -500,12 +492,3 @@ class MetricBNN(Posterior):
 def _uniform(n: int, generator: torch.Generator | None) -> Tensor:
     device = None if generator is None else generator.device
     return torch.rand(n, generator=generator, device=device, dtype=torch.float64)
-
-
-def _resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
-    if isinstance(latent, LatentModel):
-        return latent
-    try:
-        return LatentModel(**(latent or {}))
-    except TypeError as error:
-        raise ConfigurationError("The latent model has no such option.", got=repr(latent)) from error

@@ -106,3 +106,14 @@ def test_the_largest_curvature():
     expected = float(torch.linalg.eigvalsh(dense)[-1])
     assert landscape.largest_curvature(landscape.vector, prior=False) == pytest.approx(expected, rel=1e-3)
     assert landscape.largest_curvature(landscape.vector) == pytest.approx(expected + 0.3, rel=1e-3)
+
+
+def test_the_largest_curvature_where_a_log_density_is_not_concave():
+    """``log(1 + r²)`` at ``r = 3`` has the second derivative ``2 (1 − r²) / (1 + r²)² = −0.16``."""
+    x, y = torch.eye(3, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)
+    net = nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[3.0, 0.0, 0.5]]))
+    landscape = ParticleLandscape(net, lambda f, t: -(1 + (f - t).square().sum(-1)).log(), [(x, y)])
+    assert landscape.largest_curvature(landscape.vector, prior=False) == pytest.approx(2.0)
+    assert landscape.largest_curvature(landscape.vector) == pytest.approx(3.0)

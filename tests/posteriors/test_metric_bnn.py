@@ -111,11 +111,11 @@ def test_particles_together_go_where_each_goes_alone(chunk_size):
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).double()
     x, y = torch.randn(20, 3, dtype=torch.float64), torch.arange(20) % 2
     data = [(x[:12], y[:12]), (x[12:], y[12:])]
-    walk = Walk(5, 8, 0.1, 6, 0.05)
+    walk = Walk(5, 8, 0.1, 13, 0.05)
     landscape = ParticleLandscape(net, "classification", data, prior_precision=0.02 * 20, chunk_size=chunk_size)
     directions = draw_directions(5, landscape.vector, 0)
     found = explore(landscape, directions, walk)
-    assert found.report.way == "recorded"
+    assert found.report.way == "recorded" and landscape._gradients._recordings
     alone = loop(net, data, directions, walk, weight_decay=0.02)
     torch.testing.assert_close(found.deviations[:, -1], alone, rtol=0, atol=1e-10)
 
