@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -302,6 +304,34 @@ def test_the_example_configuration_works_as_it_is(tmp_path: Path, monkeypatch: p
     # The network's own noise level is the same everywhere; its posterior knows where there were no data.
     assert values(report, "MAP")["ood_auroc"] == [0.5]
     assert values(report, "KFAC")["ood_auroc"][0] > 0.9
+
+
+@pytest.mark.parametrize(
+    "name", ["metric_bnn", "null_space", pytest.param("riemannian", marks=pytest.mark.slow), "subnetwork", "viking"]
+)
+def test_the_other_configurations_work_with_smaller_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(__file__).parents[1] / "configs"
+    config = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    config["model_kwargs"] = {"hidden": 10 if name == "subnetwork" else 4, "n_steps": 100}
+    config["train_data_kwargs"] = {"n_examples": 20, "seed": 0}
+    for entry in config["posteriors"]:
+        if entry["class"] in ("NullSpace", "Riemannian", "VIKING"):
+            entry["n_samples"] = 3
+        if entry["class"] == "MetricBNN":
+            entry |= {"n_steps": 2, "predict": {"n_samples": 3}}
+        for part in ("method", "mode"):
+            for option in {"n_steps", "epochs", "scale_epochs"} & set(entry.get(part, ())):
+                entry[part][option] = 1
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    shutil.copy(folder / "example_module.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["wrap", "small.yaml"]) == 0
+    report = json.loads((tmp_path / "runs" / name / "metrics.json").read_text(encoding="utf-8"))
+    labels = [entry["label"] for entry in config["posteriors"]]
+    assert list(report["methods"]) == ["MAP", *labels]
+    assert all(math.isfinite(values(report, label)["negative_log_likelihood"][0]) for label in labels)
 
 
 def test_tuning_by_validation_uses_the_validation_data(write: Callable[[str, str], str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom, and holds the pictures that it draws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+QUICK = ("regression", "tangent_evidence")
+RUNS = [pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in NOTEBOOKS]
 
 
 def test_there_are_notebooks():
@@ -16,6 +18,16 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_was_run(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    assert pictures == sum("".join(cell["source"]).count("plt.show()") for cell in cells) > 0
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+
+
+@pytest.mark.parametrize("path", RUNS)
 def test_notebook_runs(path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib", reason="the notebooks draw pictures")
     matplotlib.use("Agg")

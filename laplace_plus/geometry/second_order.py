@@ -1,8 +1,9 @@
 """Gradients and Hessian-vector products of a scalar function, at a stack of points.
 
-One forward derivative of the gradient gives both, mapped over the stack. Not every operation has a forward derivative
-or a batching rule, and some have second derivatives that are wrong. Each way is therefore compared, at its first use,
-with two plain backward passes, and those with the symmetry that second derivatives have.
+Two backward passes through the function mapped over the stack give both, or one forward derivative of the gradient. Not
+every operation has a forward derivative or a batching rule, and some have second derivatives that are wrong. Each way
+is therefore compared, at its first use, with two plain backward passes, and those with the symmetry that second
+derivatives have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from laplace_plus.errors import UnsupportedError
 Scalar = Callable[[Tensor], Tensor]
 """From ``[P]`` to a 0-d tensor."""
 
-Way = Literal["mapped forward", "forward", "backward twice"]
+Way = Literal["mapped backward", "mapped forward", "forward", "backward twice"]
 
 
 class Derivatives(NamedTuple):
@@ -65,13 +66,14 @@ class SecondOrder:
             UnsupportedError: The function cannot be differentiated twice.
         """
         # Point by point, a second backward pass is mostly the quicker one (by half on a perceptron, while forward mode
-        # wins by a tenth on a convolutional network); mapped, forward mode wins by far as points become many.
+        # wins by a tenth on a convolutional network). Mapped, it is so by up to three times on small networks, where
+        # what transforms of functions cost in Python outweighs the arithmetic, and level on larger ones.
         ways: list[tuple[Way, Callable[[Scalar, Tensor, Tensor], Derivatives]]] = [
             ("backward twice", _backward_twice),
             ("forward", _looped_forward),
         ]
         if len(points) > 1:
-            ways.insert(0, ("mapped forward", _mapped_forward))
+            ways[:0] = [("mapped backward", _mapped_backward), ("mapped forward", _mapped_forward)]
         reasons = ""
         for way, compute in ways:
             if way in self._wrong:
@@ -130,6 +132,23 @@ def _forward(function: Scalar, point: Tensor, direction: Tensor) -> Derivatives:
 def _mapped_forward(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:
     found = torch.func.vmap(partial(_forward, function))(points, directions)
     return Derivatives(found[0].detach(), found[1].detach())
+
+
+def _mapped_backward(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:
+    with torch.enable_grad():
+        leaves = points.detach().clone().requires_grad_()
+        values = torch.func.vmap(function)(leaves)
+        nothing = torch.zeros_like(points)
+        if not values.requires_grad:
+            return Derivatives(nothing, nothing)
+        # Each value depends on its own row alone, so that the gradient of their sum has theirs in its rows.
+        (gradients,) = torch.autograd.grad(
+            values.sum(), leaves, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+    if not gradients.requires_grad:  # the function is linear
+        return Derivatives(gradients.detach(), nothing)
+    (products,) = torch.autograd.grad(gradients, leaves, directions, allow_unused=True, materialize_grads=True)
+    return Derivatives(gradients.detach(), products)
 
 
 def _looped_forward(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:

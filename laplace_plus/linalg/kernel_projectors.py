@@ -7,8 +7,10 @@ Three ways to ``P v = v − A⁺A v``, each with a cutoff relative to the larges
 * :class:`AlternatingProjection` projects onto the kernel of one batch of rows after the other, again and again (von
   Neumann, 1950; Miani et al., 2025), with the exact line search of Gearhart and Koshy (1989) after each sweep.
 
-At the same number of products LSMR is far ahead of sweeps where rows of different batches are correlated; its iterates
-minimise the residual over the whole Krylov space.
+At the same number of products LSMR is far ahead of sweeps where batches have few rows or rows of different batches are
+correlated; its iterates minimise the residual over the whole Krylov space. Sweeps invert each batch's own Gram matrix,
+which takes one product in each direction for each of its rows beforehand, and are ahead at first where batches have
+many rows. Neither comes near the projection soon where singular values span many orders of magnitude.
 """
 
 from __future__ import annotations

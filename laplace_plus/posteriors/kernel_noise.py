@@ -16,7 +16,7 @@ from laplace_plus.curvature.kernel_rows import KernelRows
 from laplace_plus.curvature.streaming import DataSums
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg import Estimate
+from laplace_plus.linalg import Estimate, Operator
 from laplace_plus.linalg.kernel_projectors import (
     AlternatingProjection,
     KernelProjector,
@@ -80,7 +80,7 @@ class NoiseReport:
 
 @dataclass(frozen=True)
 class KernelNoise:
-    """``ε = kernel + image`` for k normal vectors ε, both ``[k, P]``."""
+    """``ε = kernel + image`` for k normal vectors ε, both ``[k, P]``; no images where they were not to be kept."""
 
     kernel: Tensor
     image: Tensor
@@ -164,6 +164,7 @@ def draw_kernel_noise(
     seed: int,
     checkpoint: Checkpoint | None = None,
     *,
+    keep_image: bool = True,
     progress: bool = False,
 ) -> KernelNoise:
     """Draw normal vectors and split them, a few at a time.
@@ -174,51 +175,61 @@ def draw_kernel_noise(
         count: k.
         seed: Of the noise; the vectors depend on it and their number alone.
         checkpoint: Where finished vectors are kept.
+        keep_image: Whether images are wanted, too, which take as much memory again.
         progress: Whether to show progress bars.
 
     Raises:
         NonFiniteError: A projection is not finite.
         UnsupportedError: There is no kernel.
     """
+    whole = rows.whole
     projector: KernelProjector | None = None
-    found = []
+    rank: int | None = None
+    kept = {name: _empty(count, whole) for name in (("kernel", "image") if keep_image else ("kernel",))}
+    endings: dict[str, list[Tensor]] = {name: [] for name in ("squares", "residual", "iterations", "converged")}
     for start in range(0, count, _TOGETHER):
         n = min(_TOGETHER, count - start)
         stage = f"noise-{start}"
-        known = None if checkpoint is None else checkpoint.read(stage, rows.whole.device)
+        known = None if checkpoint is None else checkpoint.read(stage, whole.device)
         if known is None:
-            projector = method.prepare(rows.whole, rows.parts) if projector is None else projector
+            projector = method.prepare(whole, rows.parts) if projector is None else projector
             source = torch.Generator().manual_seed((seed + start * 0x9E3779B97F4A7C15) % 2**63)
-            noise = draw_probes(
-                "gaussian", n, rows.whole.shape[1], generator=source, dtype=rows.whole.dtype, device=rows.whole.device
-            )
+            noise = draw_probes("gaussian", n, whole.shape[1], generator=source, dtype=whole.dtype, device=whole.device)
             split = projector.project(noise, progress=progress)
-            known = (
-                {"rank": projector.rank},
-                {
-                    "kernel": split.value,
-                    "image": noise - split.value,
-                    "residual": split.residual,
-                    "iterations": split.iterations,
-                    "converged": split.converged,
-                },
-            )
+            image = noise.sub_(split.value)
+            tensors = {
+                "kernel": split.value,
+                "image": image,
+                "squares": kernels.vector_norm(image).double().square(),
+                "residual": split.residual,
+                "iterations": split.iterations,
+                "converged": split.converged,
+            }
+            known = {"rank": projector.rank}, {name: x for name, x in tensors.items() if name != "image" or keep_image}
             if checkpoint is not None:
                 checkpoint.write(stage, *known)
-        found.append(known)
-    parts = {name: torch.cat([part[name] for _, part in found]) for name in found[0][1]}
-    kernel, image, converged = parts["kernel"], parts["image"], parts["converged"].bool()
-    rank = image_rank(kernel, image, found[0][0]["rank"], converged=bool(converged.all()))
-    report = NoiseReport(parts["residual"], parts["iterations"], converged, rank, rows.n_ignored)
-    return KernelNoise(kernel, image, report)
+        rank = known[0]["rank"]
+        for name, vectors in kept.items():
+            vectors[start : start + n] = known[1][name]
+        for name, values in endings.items():
+            values.append(known[1][name])
+    ending = {name: torch.cat(values) for name, values in endings.items()}
+    converged = ending["converged"].bool()
+    estimate = image_rank(kept["kernel"], ending["squares"], rank, converged=bool(converged.all()))
+    report = NoiseReport(ending["residual"], ending["iterations"], converged, estimate, rows.n_ignored)
+    return KernelNoise(kept["kernel"], kept.get("image", kept["kernel"][:0]), report)
 
 
-def image_rank(kernel: Tensor, image: Tensor, rank: int | None = None, *, converged: bool = True) -> Estimate:
+def _empty(count: int, rows: Operator) -> Tensor:
+    return torch.empty(count, rows.shape[1], dtype=rows.dtype, device=rows.device)
+
+
+def image_rank(kernel: Tensor, squares: Tensor, rank: int | None = None, *, converged: bool = True) -> Estimate:
     """The dimension of the image from split normal vectors, unless it is known.
 
     Args:
         kernel: ``P ε``, ``[k, P]``.
-        image: ``(I − P) ε``, ``[k, P]``.
+        squares: ``‖(I − P) ε‖²``, ``[k]``.
         rank: What is known.
         converged: Whether the projections are.
 
@@ -239,6 +250,6 @@ def image_rank(kernel: Tensor, image: Tensor, rank: int | None = None, *, conver
     if rank is not None:
         exact = torch.tensor(float(rank), dtype=torch.float64)
         return Estimate(exact, torch.zeros_like(exact), 0, True)
-    value = kernels.vector_norm(image).double().square().mean()
+    value = squares.double().mean()
     # ‖(I − P) ε‖² is χ² with r degrees of freedom
-    return Estimate(value, (2 * value / len(image)).sqrt(), 0, converged, len(image))
+    return Estimate(value, (2 * value / len(squares)).sqrt(), 0, converged, len(squares))

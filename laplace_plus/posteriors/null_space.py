@@ -45,9 +45,15 @@ class NullSpace(SampleBased):
     """The Gaussian ``N(θ̂, α⁻¹ P)`` on the kernel of the training Jacobian: uncertain only where the data say nothing.
 
     Choose it for overparametrised networks, where samples of other Laplace approximations underfit: the linearised
-    network's predictions on the training data are exactly the trained network's, and only others get error bars.
+    network's predictions on the training data are exactly the trained network's, and only others get error bars. It
+    does not say how sure one can be near the training data (:class:`VIKING` does), and there has to be a kernel: fewer
+    independent rows than parameters.
+
     Memory is that of ``n_samples`` vectors of the network's size and a few for the projection; time is that of passes
-    over the data, one Jacobian product in each direction for each iteration, for all samples at once.
+    over the data, one Jacobian product in each direction for each iteration, a few samples at once. The number of
+    iterations grows with the rows' condition number: tens on images with ``rows="loss"``, more than thousands for many
+    points of a curve, where ``projector="svd"`` is the way. Samples that did not converge still leave predictions on
+    the training data nearly as they are (``report.residual``), but are too large elsewhere.
 
     α, the prior precision, scales all samples alike; :meth:`fit_prior_precision` sets it to its optimum
     ``rank / ‖θ̂ − μ‖²``, by a line search on the training loss, or by held-out data. The optimum often leaves the range
@@ -154,7 +160,9 @@ class NullSpace(SampleBased):
             checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"data": data_summary})
         seed = noise_seed(checkpoint, generator)
         rows = KernelRows(self.network, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
-        noise = draw_kernel_noise(rows, self.projector, self.n_samples, seed, checkpoint, progress=progress)
+        noise = draw_kernel_noise(
+            rows, self.projector, self.n_samples, seed, checkpoint, keep_image=False, progress=progress
+        )
         self._directions, self._report, self._vector = noise.kernel, noise.report, self.network.vector()
         self.n_data, self.n_outputs, self._ways = n_data, n_outputs, Ways()
         warn_unless_projected(noise.report, 5)

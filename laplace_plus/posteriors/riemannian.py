@@ -55,8 +55,10 @@ class Riemannian(AroundTangent):
     velocity of a geodesic on the loss surface, which bends away from high loss; the sample is its end. With
     ``"diffusion"`` a sample is the end of a random walk whose steps are small Laplace approximations around wherever it
     is. Choose it for small and medium networks whose full uncertainty matters and that sampled Laplace underfits with;
-    it costs tens to hundreds of gradients with Hessian-vector products over the data for each sample, or
-    ``n_steps · rank`` products with the curvature.
+    where predictions of the *linearised* network will do, the tangent alone gives them at no further cost. Geodesics
+    take hundreds to thousands of gradients with Hessian-vector products over the data for each sample, more the broader
+    the tangent is: tune its prior precision first. Diffusions take ``n_steps · rank`` products with the curvature, and
+    keep to the valley less closely.
 
     :meth:`fit` fits the tangent. Its hyperparameters are those of this posterior, set and tuned in either place
     (:meth:`fit_prior_precision`). Samples are drawn when they are first needed, or by :meth:`draw`, and again when

@@ -24,10 +24,13 @@ class Subnetwork(GaussianPosterior):
     """A Gaussian posterior over a chosen subset of the weights; the others stay at their trained values.
 
     Choose it where a last layer alone says too little and all weights are too many for a full covariance: a few
-    thousand well-chosen weights anywhere in the network keep their correlations. :class:`LargestVariance` is the choice
-    that comes closest to the posterior over all weights. After ``fit`` everything (``n_parameters``,
-    ``parameter_names``, samples, layer-wise priors) is about the chosen entries alone; their number S decides the cost:
-    with ``lp.Full``, S² numbers, or S times the rows of data where those are fewer.
+    thousand well-chosen weights anywhere in the network keep their correlations. Which ones matters more than how many:
+    what is fixed adds no uncertainty, so that a poor choice is overconfident, and its evidence does not tell. Begin
+    with ``lp.LargestVariance(size, variances=lp.DiagonalSWAG())``, or :class:`LargestMagnitude`, which takes no data.
+
+    After ``fit`` everything (``n_parameters``, ``parameter_names``, samples, layer-wise priors) is about the chosen
+    entries alone; their number S decides the cost: with ``lp.Full``, S² numbers, or S times the rows of data where
+    those are fewer, and for predictions the gradients of each input's outputs in the layers that hold chosen entries.
 
     A loaded posterior that is fitted again chooses among the entries that it has.
 

@@ -57,12 +57,14 @@ class VIKING(SampleBased):
     ``q = N(θ̂, σ_ker² P + σ_im² (I − P))`` with P the projector onto the kernel of the training data's rows and
     ``σ_ker = α^-½`` the prior's own scale; :meth:`fit` maximises the evidence lower bound. Choose it in place of
     :class:`NullSpace` where training data, too, should get error bars, and where the scales are to follow from a bound
-    on the evidence rather than from the curvature at one point.
+    on the evidence rather than from the curvature at one point. Begin with the post-hoc mode, which costs what
+    :class:`NullSpace` does.
 
     ``mode="post_hoc"`` leaves the mean at the trained weights and learns α and σ_im. ``mode="train"`` learns the mean,
     too, on a copy: the network itself is never changed, :attr:`mean` is the learnt vector and **not** the network's
     weights, and all predictions, sampled and linearised, are around it. At its end α and σ_im are fitted once more, at
-    the learnt mean, as post hoc; what is stored is thus an optimum over them of the bound itself.
+    the learnt mean, as post hoc; what is stored is thus an optimum over them of the bound itself. Training from weights
+    that fit well takes many noisy steps to gain on the post-hoc bound; compare ``elbo()`` of both.
 
     Memory is that of ``2 n_samples`` vectors of the network's size; time that of projecting half of them, with one
     Jacobian product in each direction over the data for each iteration, and in training mode of a projection onto the

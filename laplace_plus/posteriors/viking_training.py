@@ -30,6 +30,7 @@ from laplace_plus.curvature.batch_rows import BatchRows
 from laplace_plus.curvature.kernel_rows import KernelRows, Rows
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.kernel_image import ELBOTerms, kernel_image_kl, terms_from_tensor, terms_to_tensor
+from laplace_plus.kernels import vector_norm
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
@@ -194,7 +195,8 @@ class KernelImageTraining:
                 rows = BatchRows(self._network, self._likelihood, batch, self._rows, theta)
                 with torch.no_grad():
                     kernel = rows.project(kernel).value
-        return _Noise(kernel, noise, float(image_rank(kernel, noise - kernel, rank).value))
+        squares = vector_norm(noise - kernel).double().square()
+        return _Noise(kernel, noise, float(image_rank(kernel, squares, rank).value))
 
     def _split(
         self, rows: BatchRows, noise: _Noise, source: torch.Generator, learn_mean: bool

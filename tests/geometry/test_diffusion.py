@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -183,6 +184,49 @@ def test_schemes_differ_by_the_drift():
     coarse, _ = shift("heun", 4)
     fine, _ = shift("heun", 32)
     assert 0 < fine < coarse / 3 and fine < 0.25
+
+
+def rescaled(net, factors):
+    """The same function: what goes into each hidden unit divided by a factor, and what comes out multiplied by it."""
+    first, _, last = twin = copy.deepcopy(net)
+    with torch.no_grad():
+        first.weight.div_(factors[:, None])
+        first.bias.div_(factors)
+        last.weight.mul_(factors)
+    return twin
+
+
+def test_rescaling_hidden_units_changes_nothing_that_it_should_not():
+    """What is exact of the invariance, without a prior: the kernel's directions, its dimension, training covariances.
+
+    Variances elsewhere, and with a prior, do change.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    x, y, elsewhere = random(3, 2), random(3, 2, seed=1), 3 * random(5, 2, seed=2)
+    covariances, ranks = [], []
+    for twin in (net, rescaled(net, random(4, seed=3).exp())):
+        landscape = LossLandscape(twin, "regression", [(x, y)], prior_precision=1e-8)
+        torch.testing.assert_close(twin(elsewhere), net(elsewhere))
+        theta, network = landscape.vector, landscape.network
+        fields = {kind: noise_field(landscape, Diffusion(kind=kind, backend="svd")) for kind in ("image", "kernel")}
+        for unit in range(4):
+            parts = {name: torch.zeros_like(p) for name, p in twin.named_parameters()}
+            parts["0.weight"][unit], parts["0.bias"][unit] = -twin[0].weight[unit], -twin[0].bias[unit]
+            parts["2.weight"][:, unit] = twin[2].weight[:, unit]
+            generator = torch.cat([parts[name].detach().flatten() for name in network.parameter_names])
+            for inputs in (x, elsewhere):
+                rows = jacobian(landscape, theta, inputs)
+                assert (rows @ generator).norm() < 1e-12 * rows.norm() * generator.norm()
+            kept = fields["kernel"].displacement(theta, generator) * 1e-4  # in units of the prior's deviation
+            torch.testing.assert_close(kept, generator, rtol=0, atol=1e-9)
+            assert fields["image"].displacement(theta, generator).norm() < 1e-6 * generator.norm()
+        root = fields["image"].displacement(theta, torch.eye(len(theta), dtype=DTYPE))
+        outputs = jacobian(landscape, theta, x) @ root.T
+        covariances.append(outputs @ outputs.T)
+        ranks.append(len(SpectralField(landscape, Diffusion(backend="svd")).spectrum(theta)[0]))
+    assert ranks[0] == ranks[1] < len(theta)
+    torch.testing.assert_close(*covariances, rtol=0, atol=1e-6)
 
 
 def test_not_finite_is_marked():

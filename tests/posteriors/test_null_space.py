@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.curvature.kernel_rows import KernelRows
 from laplace_plus.errors import (
     CheckpointError,
     ConfigurationError,
     ConvergenceWarning,
     DataError,
+    NonFiniteError,
     UnsupportedError,
 )
 from laplace_plus.linalg.kernel_projectors import (
@@ -296,6 +298,77 @@ def test_projectors_are_loaded_with_their_options(problem, tmp_path):
     assert loaded.report.rank == posterior.report.rank
     with pytest.raises(DataError, match="data=train_loader"):
         loaded.fit_prior_precision("line_search")
+
+
+class Root(nn.Module):
+    """``|w·x|^½``, whose slope at ``w·x = 0`` is infinite while its value is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 1, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x @ self.weight).abs().sqrt()
+
+
+@pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
+@pytest.mark.parametrize("projector", ["svd", "lsmr", "alternating"])
+def test_gradients_that_are_not_finite_are_named(kind, projector):
+    x = torch.randn(3, 6, dtype=torch.float64, generator=generator())
+    x[2] = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.0, 0.0])
+    posterior = lp.NullSpace(Root(), "regression", rows=kind, projector=projector, n_samples=2)
+    with pytest.raises(NonFiniteError):
+        posterior.fit([(x, torch.zeros(3, 1, dtype=torch.float64))])
+
+
+@pytest.mark.parametrize("projector", ["lsmr", "alternating"])
+def test_progress_is_shown(problem, projector, capsys):
+    net, data = problem
+    lp.NullSpace(net, "classification", rows="loss", projector=projector, n_samples=2).fit(data, progress=True)
+    assert {"lsmr": "lsmr", "alternating": "alternating projections"}[projector] in capsys.readouterr().err
+
+
+def test_images_take_no_memory_where_they_are_not_wanted(problem):
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", n_samples=3)
+    rows = KernelRows(posterior.network, posterior.likelihood, data, "loss")
+    with_images, without = (
+        kernel_noise.draw_kernel_noise(rows, LSMRProjection(), 3, 0, keep_image=keep) for keep in (True, False)
+    )
+    assert without.image.numel() == 0
+    assert with_images.image.shape == with_images.kernel.shape
+    torch.testing.assert_close(with_images.kernel, without.kernel, rtol=0, atol=1e-8)
+    torch.testing.assert_close(with_images.report.rank.value, without.report.rank.value)
+    torch.testing.assert_close(with_images.report.rank.value, with_images.image.square().sum(-1).mean())
+
+
+def test_kernel_diffusions_of_linear_models_are_its_samples():
+    x = torch.randn(4, 9, dtype=torch.float64, generator=generator())
+    net = nn.Linear(9, 1, bias=False).double()
+    data = [(x, x.sum(-1, keepdim=True))]
+    posterior = lp.NullSpace(net, "regression", projector="svd", n_samples=5, prior_precision=3.0).fit(data)
+    landscape = lp.geometry.LossLandscape(net, "regression", data, prior_precision=3.0)
+    field = lp.geometry.noise_field(landscape, lp.Diffusion(kind="kernel"))
+    root = field.displacement(landscape.vector, torch.eye(9, dtype=torch.float64))
+    torch.testing.assert_close(root.T @ root, projector_of(x) / 3, rtol=0, atol=1e-10)
+    steps = posterior._directions[:, None].expand(-1, 4, -1) / 2  # four steps of a quarter each
+    ends = lp.geometry.diffuse(field, landscape.vector, steps).endpoint
+    torch.testing.assert_close(ends, posterior.samples, rtol=0, atol=1e-10)
+
+
+def test_an_iteration_runs_the_network_once_in_each_direction(problem):
+    """What comes with a product in forward mode, the outputs, takes no pass of its own."""
+    net, data = problem
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
+    for iterations in (1, 2, 5):
+        calls.clear()
+        projector = LSMRProjection(max_iterations=iterations, refinements=0)
+        with pytest.warns(ConvergenceWarning):
+            lp.NullSpace(net, "classification", rows="loss", projector=projector, n_samples=2).fit(data)
+        counts.append(len(calls))
+    assert counts[2] - counts[1] == 3 * (counts[1] - counts[0]) == 3 * 2 * len(data)
 
 
 def test_bad_requests_are_named(problem):

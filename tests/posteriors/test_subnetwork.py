@@ -175,6 +175,15 @@ def test_tuned_layer_by_layer_and_loaded(problem, tmp_path):
         loaded.squared_wasserstein()
 
 
+def test_progress_is_shown(problem, capsys):
+    net, data = problem
+    selector = lp.LargestVariance(9, variances=lp.DiagonalSWAG(n_snapshots=2))
+    lp.Subnetwork(net, "classification", selector).fit(data, progress=True)
+    shown = capsys.readouterr().err
+    assert "DiagonalSWAG: epochs: 100%" in shown
+    assert "Full" in shown
+
+
 def test_bad_requests_are_named(problem):
     net, data = problem
     make = lambda selector, **options: lp.Subnetwork(net, "classification", selector, **options)  # noqa: E731

@@ -1,5 +1,6 @@
 """The kernel/image family: its divergence, its bound and its projections against dense closed forms."""
 
+import copy
 import math
 
 import pytest
@@ -313,6 +314,38 @@ def test_steps_have_the_gradient_of_the_bound(problem):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
 
 
+def test_equal_scales_forget_the_rows(problem):
+    """With ``σ_ker = σ_im`` deviations are those of an isotropic Gaussian: no gradient comes through the projection."""
+    net, data = problem
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other[0].weight.mul_(3.0)
+    deviations = []
+    for model in (net, other):
+        posterior = lp.VIKING(model, "classification", rows="logit", projector="svd", n_samples=3)
+        posterior.fit(data, generator=generator())
+        posterior.prior_precision, posterior.image_std = 4.0, 0.5
+        deviations.append(posterior.samples - posterior.mean)
+    torch.testing.assert_close(*deviations, rtol=0, atol=1e-10)
+
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    training = trainer(net, [(x, y)], n_samples=2)
+    state, optimizers = at_rest(net)
+    with torch.no_grad():
+        state.logs[1] = -state.logs[0] / 2
+    source = generator()
+    noise = training._start(state.theta.detach(), source)
+    weights = torch.randn(2, 8, generator=source.clone_state(), dtype=D)
+    (batch,) = training._batches()
+    training._step(batch, state, noise, source, optimizers, True)
+    theta, alpha = at_rest(net)[0].theta, math.exp(0.3)
+    moved = theta + alpha**-0.5 * weights / weights.norm(dim=-1, keepdim=True) @ noise.whole
+    outputs = [training._network(x, training._network.substitute(one)) for one in moved]
+    loss = sum(nn.functional.cross_entropy(o, y, reduction="sum") for o in outputs) / 2
+    (expected,) = torch.autograd.grad(loss + alpha * theta.square().sum() / 2, theta)
+    torch.testing.assert_close(state.theta.grad, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
+
+
 def test_steps_estimate_the_bound(problem):
     """Without bias: their mean over noise and batches is the bound of the linearised network."""
     net, data = problem
@@ -495,3 +528,12 @@ def test_kinks_are_warned_of_where_projections_are_differentiated():
     with pytest.warns(SmoothnessWarning, match="relu"):
         lp.VIKING(net, "classification", mode=training, n_samples=2).fit(data, generator=generator())
     lp.VIKING(net, "classification", n_samples=2).fit(data, generator=generator())
+
+
+def test_progress_is_shown(problem, capsys):
+    net, data = problem
+    training = lp.ELBOTraining(epochs=1, scale_epochs=0)
+    lp.VIKING(net, "classification", mode=training, n_samples=2).fit(data, progress=True, generator=generator())
+    shown = capsys.readouterr().err
+    assert "VIKING" in shown
+    assert "lsmr" in shown
