@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-QUICK = ("regression", "tangent_evidence")
+QUICK = ("regression",)
 RUNS = [pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in NOTEBOOKS]
 
 

@@ -62,6 +62,9 @@ MODELS = [
 NAMES = [model.name.removeprefix("timm/") for model in MODELS]
 
 each = pytest.mark.parametrize("model", MODELS, ids=NAMES)
+each_but_the_largest = pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=pytest.mark.slow) if m.name == "vit_b_16" else m for m in MODELS], ids=NAMES
+)
 each_as_a_whole = pytest.mark.parametrize(
     "model", [pytest.param(m, marks=pytest.mark.slow) if m.slow else m for m in MODELS], ids=NAMES
 )
@@ -83,7 +86,7 @@ def assert_covers(posterior: lp.Posterior, model: Model) -> None:
     assert all(any(fnmatchcase(name, glob) for glob in model.general) for name in general)
 
 
-@each
+@each_but_the_largest
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_last_layer(model, cls):
     network = model.build()
