@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import cpu_seconds, peak_gigabytes
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
@@ -105,22 +105,6 @@ class PlainRows:
             total += torch.cat([gradient[name].flatten() for name in self.parameters])
             first += outputs.numel()
         return total
-
-
-def cpu_seconds(function: Callable[[], Any]) -> float:
-    """CPU time of one call."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def peak_gigabytes() -> float:
-    """The largest memory that this process has had so far, without that of the process which started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        return int(peaks[0]) * 1024 / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def pairs(model: nn.Module, batches: Batches, options: argparse.Namespace) -> dict[str, Any]:

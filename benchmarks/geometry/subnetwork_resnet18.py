@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
+from measuring import cpu_seconds, peak_gigabytes
 from torch import nn
 
 import laplace_plus as lp
@@ -36,18 +34,6 @@ def network() -> nn.Module:
         for _ in range(10):
             model(torch.randn(64, 3, 32, 32))
     return model.eval()
-
-
-def cpu_seconds(function: Callable[[], Any]) -> float:
-    """CPU time of one call."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def peak_gigabytes() -> float:
-    """The largest memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
