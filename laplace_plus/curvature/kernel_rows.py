@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus.batches import iterate
 from laplace_plus.curvature.operators import (
@@ -20,6 +21,7 @@ from laplace_plus.curvature.pieces import gradient_pieces
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Diagonal, Operator
+from laplace_plus.linalg.operators import Product
 from laplace_plus.network import Network
 
 Rows = Literal["logit", "ggn", "loss"]
@@ -87,7 +89,7 @@ class KernelRows:
             rows = FisherOperator(self._network, self._likelihood, data, kind="empirical", **options).root()
         if self._scales is None:
             return rows
-        return Diagonal(self._scales[first : first + rows.shape[0]]) @ rows
+        return _ScaledRows(self._scales[first : first + rows.shape[0]], rows)
 
     def _row_scales(self) -> Tensor:
         """The reciprocal length of each loss's gradient ``[N]``, zero for those of rounding size."""
@@ -111,3 +113,15 @@ class KernelRows:
         kept = norms > floor
         self.n_ignored = int((~kept).sum())
         return torch.where(kept, norms.clamp(min=1e-300).reciprocal(), 0.0).to(self._network.dtype)
+
+
+class _ScaledRows(Product):
+    """``diag(s) A``, which is written out as A is."""
+
+    def __init__(self, scales: Tensor, rows: Operator):
+        super().__init__([Diagonal(scales), rows])
+        self._scales, self._rows = scales, rows
+
+    @override
+    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+        return self._rows.dense(chunk_size=chunk_size).mul_(self._scales[:, None])

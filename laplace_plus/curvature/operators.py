@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.batches import Batch
+from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
 from laplace_plus.curvature.output_roots import IdentityRoot, OutputRoot, empirical_root, exact_root, sampled_root
+from laplace_plus.curvature.pieces import gradient_pieces
 from laplace_plus.curvature.streaming import NetworkOperator, Stream
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
@@ -79,6 +81,34 @@ class _RowOperator(NetworkOperator):
     @override
     def _transpose(self) -> Operator:
         return Transposed(self, lambda u: self._run(self._multiply_transposed, self, self.shape[1], u))
+
+    @override
+    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+        """The rows ``[m, n]``: as each belongs to one example, by one pass for each row that an example has."""
+        result = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        start = first_row = 0
+        with exact_arithmetic(self.network):
+            for batch in self._stream.batches(type(self).__name__, ordered=True):
+                for piece, gradients in gradient_pieces(self.network, batch):
+                    capture = gradients.capture
+                    outputs = capture.outputs.view(capture.output_shape)
+                    root = self._output_root(piece, outputs, first_row)
+                    rows = result[start : start + root.size].view(len(outputs), -1, self.shape[1])
+                    for number in range(rows.shape[1]):
+                        rows[:, number] = _rows_of_examples(gradients, root, number, rows.shape[1])
+                    start += root.size
+                    first_row += outputs.shape[:-1].numel()
+        return result
+
+
+def _rows_of_examples(gradients: Gradients, root: OutputRoot, number: int, per_example: int) -> Tensor:
+    """One of the rows of each example, ``[B, P]``."""
+    shape, outputs = gradients.capture.output_shape, gradients.capture.outputs
+    chosen = outputs.new_zeros(shape[0], per_example)
+    chosen[:, number] = 1
+    cotangent = root.up(chosen.view(1, -1)).to(outputs.dtype)
+    values = gradients.whole(cotangent.reshape(1, *outputs.shape))[1].dense(slice(0, len(outputs)))
+    return values.reshape(shape[0], -1, values.shape[-1]).sum(1)  # over positions that went as examples of their own
 
 
 class JacobianOperator(_RowOperator):

@@ -201,7 +201,7 @@ class SpectralField(NoiseField):
         root = ggn.root()
         small = root.shape[0] * root.shape[1] <= _WRITTEN_OUT
         if self._options.backend == "svd" or (self._options.backend == "auto" and small):
-            rows = root.T.dense().mT.double() * self._unit.double()
+            rows = root.dense().double() * self._unit.double()
             _require_finite(rows)
             _, singular, vectors = torch.linalg.svd(rows, full_matrices=False)
             values = singular.square() * self._landscape.likelihood_weight

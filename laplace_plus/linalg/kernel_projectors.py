@@ -33,6 +33,13 @@ from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.projections import project_null_space
 
 
+_GRAM_RTOL = 5e-7
+"""Cutoffs of at least so much are above what the rounding of Gram matrices in double precision hides."""
+
+_GRAM_SIZE = 256
+"""Smaller matrices are decomposed themselves, which takes no time."""
+
+
 @dataclass(frozen=True)
 class Projection:
     """Vectors projected onto the kernel of A.
@@ -113,40 +120,55 @@ class SVDProjection(ProjectionMethod):
                 got=f"{m:,} rows of {n:,}",
                 fix='Use projector="lsmr".',
             )
-        return DenseKernelProjector(whole.T.dense().mT, _cutoff(self.rtol, whole.dtype))
+        return DenseKernelProjector(whole.dense(), _cutoff(self.rtol, whole.dtype))
 
 
 class DenseKernelProjector(KernelProjector):
-    """The projector from an orthonormal basis of the row space.
+    """The projector from an orthonormal basis V of the row space, or from the weights W of the rows in ``V = Wᵀ A``.
+
+    With a cutoff of single precision, the eigenvectors of ``A Aᵀ`` in double precision give W in a tenth of the time of
+    a decomposition of A: they tell singular values of down to about 1e-8 of the largest from zero.
 
     Args:
         rows: A, ``[m, n]``.
         rtol: Singular values of at most this fraction of the largest count as zero.
 
     Attributes:
-        basis: Orthonormal rows ``[r, n]``, float64.
-        singular_values: Those that count, ``[r]``.
+        singular_values: Those that count, ``[r]``, float64.
     """
 
     def __init__(self, rows: Tensor, rtol: float):
         self.rows = rows.double()
         if not bool(torch.isfinite(self.rows).all()):
             raise _not_finite()
-        _, values, basis = torch.linalg.svd(self.rows, full_matrices=False)
+        m, n = rows.shape
+        if min(m, n) < _GRAM_SIZE or rtol < _GRAM_RTOL:
+            _, values, vectors = torch.linalg.svd(self.rows, full_matrices=False)
+        else:
+            gram = torch.zeros(min(m, n), min(m, n), dtype=self.rows.dtype, device=rows.device)
+            gram = kernels.symmetric_update(gram, self.rows.mT if m < n else self.rows)
+            squares, columns = kernels.symmetric_eigen(gram)  # reads the lower triangle
+            values, vectors = squares.clamp(min=0).sqrt(), columns.mT
         kept = values > rtol * values.amax() if len(values) else values > 0
-        self.basis, self.singular_values = basis[kept], values[kept]
-        self.rank = int(kept.sum())
+        self.singular_values, self.rank = values[kept], int(kept.sum())
+        self._of_rows = vectors.shape[1] < n
+        self._basis = vectors[kept] / self.singular_values[:, None] if self._of_rows else vectors[kept]
 
     @override
     def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
         wide = vectors.double()
-        for _ in range(2):  # the second time takes away what rounding left
-            wide = wide - (wide @ self.basis.mT) @ self.basis
+        for _ in range(2):  # the second time takes away what rounding left, and what V lacks in orthogonality
+            wide = wide - self._in_row_space(wide)
         scale = self.singular_values.amax() if self.rank else 1.0
         residual = (wide @ self.rows.mT).norm(dim=-1) / (scale * vectors.double().norm(dim=-1)).clamp(min=1e-300)
         value = wide.to(vectors.dtype)
         ones = torch.ones(len(vectors), device=vectors.device)
         return Projection(value, residual.to(vectors.dtype), ones.long(), ones.bool())
+
+    def _in_row_space(self, vectors: Tensor) -> Tensor:
+        coordinates = vectors @ self.rows.mT if self._of_rows else vectors
+        part = coordinates @ self._basis.mT @ self._basis
+        return part @ self.rows if self._of_rows else part
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,12 @@ def test_architectures(architecture: Architecture):
     close(operator.T(u[0]), u[0] @ flat, tolerance)
     rounding = 1e-10 if architecture.tolerance < 1e-8 else 1e-6
     assert_adjoint(operator, v[0], u[0], rounding)
+    close(operator.dense(), flat, tolerance)
     curvature = GGNOperator(net, likelihood, loader)
     close(curvature(v), v @ ggn, tolerance)
     root = curvature.root()
     close(root.T(root(v)), v @ ggn, tolerance)
+    close(root.dense().mT @ root.dense(), ggn, tolerance)
     fisher = FisherOperator(net, likelihood, loader, n_samples=2)
     for operator in (curvature, fisher):
         assert_symmetric(operator, v[0], v[1], rounding)

@@ -48,6 +48,21 @@ def test_svd_is_an_orthogonal_projector_of_integer_trace():
     assert (found.residual < 1e-12).all()
 
 
+@pytest.mark.parametrize(("m", "n"), [(300, 400), (400, 300)])
+def test_gram_matrices_of_single_precision_tell_small_singular_values_from_zero(m, n):
+    generator = torch.Generator().manual_seed(1)
+    left = torch.linalg.qr(torch.randn(m, 290, generator=generator, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(n, 290, generator=generator, dtype=torch.float64))[0]
+    values = torch.cat([torch.logspace(0, -5, 270, dtype=torch.float64), torch.logspace(-8, -10, 20)])
+    rows = (left * values) @ right.mT  # float64 rows with the cutoff of float32: the last twenty are below it
+    projector = prepared(SVDProjection(rtol=1e-6), rows)
+    assert projector.rank == 270
+    torch.testing.assert_close(projector.singular_values.sort(descending=True).values, values[:270], rtol=1e-5, atol=0)
+    v = torch.randn(5, n, generator=generator, dtype=torch.float64)
+    expected = v - (v @ right[:, :270]) @ right[:, :270].mT
+    torch.testing.assert_close(projector.project(v).value, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_way_leads_to_the_projection(name):
     rows, v = problem()
