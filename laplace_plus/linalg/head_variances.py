@@ -41,59 +41,74 @@ GROUP_BYTES = 32 * 2**20
 
 
 class HeadVariances:
-    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c.
+    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c, once :meth:`fill` or :func:`~.head_parallel_sums.fill` has been called.
 
     Args:
         features: ``Φ [N, i]``.
         scales: ``p [N, C]``.
         weight: w, 0-d float64.
         precision: δ, 0-d float64.
-        inverses: Slices of classes and their ``E_c [c, N, N]``.
-        white: ``R [N, N]`` with ``R Rᵀ = K⁻¹``, float64; None without ``p pᵀ``.
         dtype: The type of what is prepared.
+
+    Attributes:
+        scales: ``w p [N, C]``, float64.
+        gram: ``G [N, N]``, float64.
+        values: Leading eigenvalues ``Λ [t]`` of G, ascending.
+        vectors: Their eigenvectors ``U [N, t]``.
+        other_values: The other eigenvalues ``[N − t]``, ascending.
+        other_vectors: Theirs.
+        forms: The quadratic forms.
     """
 
-    def __init__(
-        self,
-        features: Tensor,
-        scales: Tensor,
-        weight: Tensor,
-        precision: Tensor,
-        inverses: Iterable[tuple[slice, Tensor]],
-        white: Tensor | None,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, features: Tensor, scales: Tensor, weight: Tensor, precision: Tensor, dtype: torch.dtype):
         self._precision = precision
         features = features.double()
-        gram = features @ features.T / precision
-        values, vectors = symmetric_eigen(gram)
-        strong = values[-MOST_STRONG:] * weight * scales.max() > STRONG
-        values, vectors = values[-MOST_STRONG:][strong], vectors[:, -MOST_STRONG:][:, strong]
-        self._values = values
-        self._directions = features.T @ vectors * (precision * values).rsqrt()  # V [i, t]
+        self.scales = weight * scales.double()
+        self.gram = features @ features.T / precision
+        values, vectors = symmetric_eigen(self.gram)
+        strong = int((values[-MOST_STRONG:] * self.scales.max() > STRONG).sum())
+        rest = len(values) - strong
+        self.values, self.other_values = values[rest:], values[:rest]
+        self.vectors, self.other_vectors = vectors[:, rest:], vectors[:, :rest]
+        self._directions = features.T @ self.vectors * (precision * self.values).rsqrt()  # V [i, t]
         self._features = self._without(features).to(dtype)
-        self._forms = QuadraticForms(scales.shape[1], len(features), len(values), self._features)
-        identity = torch.eye(len(values), dtype=values.dtype, device=values.device)
+        self.forms = QuadraticForms(scales.shape[1], len(features), strong, self._features)
+
+    def fill(self, inverses: Iterable[tuple[slice, Tensor]], white: Tensor | None) -> None:
+        """Prepare the forms.
+
+        Args:
+            inverses: Slices of classes and their ``E_c [c, N, N]``.
+            white: ``R [N, N]`` with ``R Rᵀ = K⁻¹``, float64; None without ``p pᵀ``.
+        """
         triangular = white is not None and not bool(white.tril(-1).any())
-        root = None if white is None else white.to(dtype)
-        for group in _grouped(inverses):
+        root = None if white is None else white.to(self._features)
+        for group in grouped(inverses):
             several = slice(group[0][0].start, group[-1][0].stop)
             parts = [inverse for _, inverse in group]
-            columns = _refined(parts, gram, weight * scales[:, several].double(), vectors)  # E_c U, [N, c, t]
-            leading, across = _product(vectors.T, columns).transpose(0, 1), columns
+            columns = refined(parts, self.gram, self.scales[:, several], self.vectors)  # E_c U, [N, c, t]
+            leading, across = product(self.vectors.T, columns).transpose(0, 1), columns
             if white is not None:
-                half = _product(white.T, columns)
+                half = product(white.T, columns)
                 leading = leading - torch.einsum("nct,ncs->cts", half, half)
-                mixed = _product(white, half)  # K⁻¹ E_c U
-                known = _product(vectors.T, mixed)  # [t, c, t]
-                rest = mixed - _product(vectors, known)
-                across = columns - torch.einsum("ncs,sct->nct", columns, known) - _each(parts, rest)
-            leading = leading * values.sqrt() * values.sqrt()[:, None] - identity
-            across = (across * values.sqrt()).transpose(0, 1)  # [c, N, t]
-            self._forms.put_leading(several, leading.to(dtype), across.to(dtype))
+                across = columns - self.inverse_times(parts, columns, product(white, half))  # from E_c K⁻¹ E_c U
+            self.put_leading(several, leading, across)
             for classes, inverse in group:
                 taken = None if root is None else _times(inverse, root, triangular=triangular)
-                self._forms.put(classes, inverse, taken)
+                self.forms.put(classes, inverse, taken)
+
+    def inverse_times(self, parts: list[Tensor], columns: Tensor, right: Tensor) -> Tensor:
+        """``E_c X_c [N, c, t]`` for right sides X, where ``columns = E_c U`` are known better than E_c is."""
+        known = product(self.vectors.T, right)  # [t, c, t]
+        rest = right - product(self.vectors, known)
+        return torch.einsum("ncs,sct->nct", columns, known) + each(parts, rest)
+
+    def put_leading(self, which: slice, leading: Tensor, across: Tensor) -> None:
+        """Set the forms' first rows from ``Uᵀ M_c U [c, t, t]`` and ``M_c U [N, c, t]``."""
+        identity = torch.eye(len(self.values), dtype=self.values.dtype, device=self.values.device)
+        leading = leading * self.values.sqrt() * self.values.sqrt()[:, None] - identity
+        across = (across * self.values.sqrt()).transpose(0, 1)  # [c, N, t]
+        self.forms.put_leading(which, leading.to(self._features), across.to(self._features))
 
     @staticmethod
     def n_bytes(n_outputs: int, n_rows: int, dtype: torch.dtype) -> int:
@@ -110,16 +125,16 @@ class HeadVariances:
         rest = self._without(exact)
         own = rest.square().sum(1) / self._precision
         weak = (rest / self._precision).to(self._features) @ self._features.T
-        taken = self._forms(leading.to(weak), weak)
+        taken = self.forms(leading.to(weak), weak)
         return taken.neg_().add_(own.to(weak)[:, None]).clamp_(min=0)
 
 
-def _product(matrix: Tensor, columns: Tensor) -> Tensor:
+def product(matrix: Tensor, columns: Tensor) -> Tensor:
     """``[m, n]`` times columns ``[n, c, t]`` of all classes in one product."""
     return (matrix @ columns.flatten(1)).unflatten(1, columns.shape[1:])
 
 
-def _each(parts: list[Tensor], columns: Tensor) -> Tensor:
+def each(parts: list[Tensor], columns: Tensor) -> Tensor:
     """Symmetric matrices ``[c, n, n]`` times columns ``[n, c, t]`` of their own, in the matrices' type; float64."""
     rows = columns.permute(1, 2, 0).to(parts[0], memory_format=torch.contiguous_format)  # from the left: twice as fast
     pieces = rows.split([len(matrices) for matrices in parts])
@@ -127,7 +142,7 @@ def _each(parts: list[Tensor], columns: Tensor) -> Tensor:
     return torch.cat(products).permute(2, 0, 1).double()
 
 
-def _grouped(inverses: Iterable[tuple[slice, Tensor]]) -> Iterator[list[tuple[slice, Tensor]]]:
+def grouped(inverses: Iterable[tuple[slice, Tensor]]) -> Iterator[list[tuple[slice, Tensor]]]:
     """Several slices at a time, since products with few columns are slow."""
     group: list[tuple[slice, Tensor]] = []
     for classes, matrices in inverses:
@@ -140,15 +155,17 @@ def _grouped(inverses: Iterable[tuple[slice, Tensor]]) -> Iterator[list[tuple[sl
         yield group
 
 
-def _refined(parts: list[Tensor], gram: Tensor, scales: Tensor, vectors: Tensor) -> Tensor:
-    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with one step of refinement; ``[N, c, t]``, float64.
+def refined(parts: list[Tensor], gram: Tensor, scales: Tensor, vectors: Tensor, *, steps: int = 1) -> Tensor:
+    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with steps of refinement; ``[N, c, t]``, float64.
 
     Of a residual ``r = P_c (U − G y) − y`` the correction is ``(G + P_c⁻¹)⁻¹ P_c⁻¹ r = (I − E_c G) r``, which needs no
     inverse of a probability that may be zero.
     """
-    first = _each(parts, vectors[:, None].expand(-1, scales.shape[1], -1))
-    residual = scales[:, :, None] * (vectors[:, None] - _product(gram, first)) - first
-    return first + residual - _each(parts, _product(gram, residual))
+    result = each(parts, vectors[:, None].expand(-1, scales.shape[1], -1))
+    for _ in range(steps):
+        residual = scales[:, :, None] * (vectors[:, None] - product(gram, result)) - result
+        result = result + residual - each(parts, product(gram, residual))
+    return result
 
 
 def _times(matrices: Tensor, right: Tensor, *, triangular: bool) -> Tensor:
