@@ -32,7 +32,7 @@ from laplace_plus import linalg
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.integration import PathStatus
 from laplace_plus.geometry.loss import LossLandscape
-from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, ProjectionMethod
+from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
 from laplace_plus.linalg.lanczos import LanczosDecomposition
 
 Kind = Literal["image", "kernel", "full"]
@@ -200,15 +200,16 @@ class SpectralField(NoiseField):
         ggn = self._landscape.ggn(point)
         root = ggn.root()
         small = root.shape[0] * root.shape[1] <= _WRITTEN_OUT
+        default = 1e-10 if point.dtype == torch.float64 else 1e-5
+        cutoff = default if self._options.rtol is None else self._options.rtol
         if self._options.backend == "svd" or (self._options.backend == "auto" and small):
             rows = root.dense().double() * self._unit.double()
             _require_finite(rows)
-            _, singular, vectors = torch.linalg.svd(rows, full_matrices=False)
+            singular, vectors, by_rows = row_space(rows, cutoff**0.5)
+            vectors = vectors @ rows if by_rows else vectors
             values = singular.square() * self._landscape.likelihood_weight
         else:
             values, vectors = self._lanczos(lambda v: self._product(ggn, v), point)
-        default = 1e-10 if point.dtype == torch.float64 else 1e-5
-        cutoff = default if self._options.rtol is None else self._options.rtol
         kept = values > cutoff * values.amax().clamp(min=0) if len(values) else values > 0
         return values[kept].to(point), vectors[kept].to(point)
 

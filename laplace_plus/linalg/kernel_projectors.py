@@ -32,7 +32,6 @@ from laplace_plus.linalg.lsmr import lsmr
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.projections import project_null_space
 
-
 _GRAM_RTOL = 5e-7
 """Cutoffs of at least so much are above what the rounding of Gram matrices in double precision hides."""
 
@@ -123,11 +122,35 @@ class SVDProjection(ProjectionMethod):
         return DenseKernelProjector(whole.dense(), _cutoff(self.rtol, whole.dtype))
 
 
+def row_space(rows: Tensor, rtol: float) -> tuple[Tensor, Tensor, bool]:
+    """Singular values ``[r]`` of A ``[m, n]`` above a cutoff, and orthonormal vectors V ``[r, n]`` of its row space.
+
+    Where the cutoff is that of single precision, they are from the eigenvectors of a Gram matrix, in a tenth of the
+    time: in double precision those tell singular values of down to about 1e-8 of the largest from zero.
+
+    Args:
+        rows: A, float64.
+        rtol: Singular values of at most this fraction of the largest count as zero.
+
+    Returns:
+        The values; V, or weights ``W [r, m]`` of the rows with ``V = W A``, where they are smaller; whether it is W.
+    """
+    m, n = rows.shape
+    if min(m, n) < _GRAM_SIZE or rtol < _GRAM_RTOL:
+        _, values, vectors = torch.linalg.svd(rows, full_matrices=False)
+        by_rows = False
+    else:
+        gram = torch.zeros(min(m, n), min(m, n), dtype=rows.dtype, device=rows.device)
+        gram = kernels.symmetric_update(gram, rows.mT if m < n else rows)
+        squares, columns = kernels.symmetric_eigen(gram)  # reads the lower triangle
+        values, vectors, by_rows = squares.clamp(min=0).sqrt(), columns.mT, m < n
+    kept = values > rtol * values.amax() if len(values) else values > 0
+    values = values[kept]
+    return values, vectors[kept] / values[:, None] if by_rows else vectors[kept], by_rows
+
+
 class DenseKernelProjector(KernelProjector):
     """The projector from an orthonormal basis V of the row space, or from the weights W of the rows in ``V = Wᵀ A``.
-
-    With a cutoff of single precision, the eigenvectors of ``A Aᵀ`` in double precision give W in a tenth of the time of
-    a decomposition of A: they tell singular values of down to about 1e-8 of the largest from zero.
 
     Args:
         rows: A, ``[m, n]``.
@@ -141,18 +164,8 @@ class DenseKernelProjector(KernelProjector):
         self.rows = rows.double()
         if not bool(torch.isfinite(self.rows).all()):
             raise _not_finite()
-        m, n = rows.shape
-        if min(m, n) < _GRAM_SIZE or rtol < _GRAM_RTOL:
-            _, values, vectors = torch.linalg.svd(self.rows, full_matrices=False)
-        else:
-            gram = torch.zeros(min(m, n), min(m, n), dtype=self.rows.dtype, device=rows.device)
-            gram = kernels.symmetric_update(gram, self.rows.mT if m < n else self.rows)
-            squares, columns = kernels.symmetric_eigen(gram)  # reads the lower triangle
-            values, vectors = squares.clamp(min=0).sqrt(), columns.mT
-        kept = values > rtol * values.amax() if len(values) else values > 0
-        self.singular_values, self.rank = values[kept], int(kept.sum())
-        self._of_rows = vectors.shape[1] < n
-        self._basis = vectors[kept] / self.singular_values[:, None] if self._of_rows else vectors[kept]
+        self.singular_values, self._basis, self._of_rows = row_space(self.rows, rtol)
+        self.rank = len(self.singular_values)
 
     @override
     def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
