@@ -155,17 +155,15 @@ def grouped(inverses: Iterable[tuple[slice, Tensor]]) -> Iterator[list[tuple[sli
         yield group
 
 
-def refined(parts: list[Tensor], gram: Tensor, scales: Tensor, vectors: Tensor, *, steps: int = 1) -> Tensor:
-    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with steps of refinement; ``[N, c, t]``, float64.
+def refined(parts: list[Tensor], gram: Tensor, scales: Tensor, vectors: Tensor) -> Tensor:
+    """``E_c U`` from ``E_c = (G + P_c⁻¹)⁻¹`` as computed, with one step of refinement; ``[N, c, t]``, float64.
 
     Of a residual ``r = P_c (U − G y) − y`` the correction is ``(G + P_c⁻¹)⁻¹ P_c⁻¹ r = (I − E_c G) r``, which needs no
     inverse of a probability that may be zero.
     """
-    result = each(parts, vectors[:, None].expand(-1, scales.shape[1], -1))
-    for _ in range(steps):
-        residual = scales[:, :, None] * (vectors[:, None] - product(gram, result)) - result
-        result = result + residual - each(parts, product(gram, residual))
-    return result
+    first = each(parts, vectors[:, None].expand(-1, scales.shape[1], -1))
+    residual = scales[:, :, None] * (vectors[:, None] - product(gram, first)) - first
+    return first + residual - each(parts, product(gram, residual))
 
 
 def _times(matrices: Tensor, right: Tensor, *, triangular: bool) -> Tensor:

@@ -30,11 +30,12 @@ from typing_extensions import override
 
 from laplace_plus import _memory
 from laplace_plus.kernels import symmetric_update, symmetrize_
+from laplace_plus.linalg import head_parallel_sums
 from laplace_plus.linalg.bases import Rotation
 from laplace_plus.linalg.blocks import clamp_rounding
 from laplace_plus.linalg.factor import Factor, not_positive_definite
 from laplace_plus.linalg.factor_sums import symmetric_eigen
-from laplace_plus.linalg.head_inverses import inverse_by_blocks, log_determinant_of
+from laplace_plus.linalg.head_inverses import inverse_by_blocks, log_determinant_of, raised
 from laplace_plus.linalg.head_stack import HeadStack
 from laplace_plus.linalg.head_variances import HeadVariances
 from laplace_plus.linalg.stacks import OuterStack, Stack
@@ -178,17 +179,11 @@ class HeadFactor(Factor):
         return shifted, root
 
     def _unscaled(self, classes: slice) -> tuple[Tensor, Tensor]:
-        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, float64.
-
-        Probabilities that are zero, or nearly, are raised to where ``w p_nc φ_nᵀ D_c⁻¹ φ_n`` is the square of the
-        type's rounding error ε. All of them together change ``w H + D`` by less than N ε² times itself.
-        """
+        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, see :func:`~.head_inverses.raised`."""
         gram = self._gram
         if gram is None:
             gram = self._scaled(classes) @ self._features.T
-        own = gram.diagonal(dim1=-2, dim2=-1).double()
-        least = torch.finfo(self.dtype).eps ** 2 / torch.where(own > 0, own, 1.0)
-        scales = torch.maximum(self.weight * self.rows.scales[:, classes].double().T, least)
+        scales = raised(self.weight * self.rows.scales[:, classes].double(), gram, self.dtype)
         matrices = gram.repeat(len(scales) // len(gram), 1, 1)
         matrices.diagonal(dim1=-2, dim2=-1).add_(scales.reciprocal())
         return matrices, scales
@@ -374,10 +369,14 @@ class HeadFactor(Factor):
         return self._variances
 
     def _prepare_variances(self) -> HeadVariances:
-        white = self._exact_whitener
-        inverses = ((part.classes, part.matrices) for part in self.inverses())
         rows = self.rows
-        return HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, inverses, white, self.dtype)
+        result = HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
+        if rows.coupled and self._kept is None:
+            if head_parallel_sums.fill(result, self._slices(), self.dtype):
+                return result
+        white = self._exact_whitener
+        result.fill(((part.classes, part.matrices) for part in self.inverses()), white)
+        return result
 
     def _chosen(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """``E_c [v, N, N]`` of chosen outputs, some at a time and in their order, with their places in ``outputs``."""
