@@ -56,6 +56,12 @@ def nll(predict: Predict, data: Batches) -> float:
     return -total / sum(len(y) for _, y in data)
 
 
+def n_correct(predict: Predict, data: Batches) -> int:
+    """Number of inputs whose most probable class is theirs."""
+    with torch.no_grad():
+        return sum(int((predict(x).mean.argmax(-1) == y).sum()) for x, y in data)
+
+
 def gather(predict: Predict, data: Batches, *, classification: bool) -> Gathered:
     """Predict all of a part."""
     parts: list[list[Tensor]] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import laplace_plus as lp
-from benchmarks.study.evaluation import nll
+from benchmarks.study.evaluation import n_correct, nll
 from benchmarks.study.sets import Batches, DataSet
 from benchmarks.study.training import Trained, restored
 from laplace_plus.errors import ConfigurationError, LaplacePlusError
@@ -122,23 +122,38 @@ def predictor(posterior: Any, **options: Any) -> Predict:
 
 
 def least(
-    task: Task, candidates: Iterable[float], set_to: Callable[[float], Predict], *, name: str
+    task: Task,
+    candidates: Iterable[float],
+    set_to: Callable[[float], Predict],
+    *,
+    name: str,
+    keep_accuracy: bool = False,
 ) -> tuple[float, dict[str, Any]]:
-    """The candidate of least validation NLL, set once more at the end, and what all of them gave.
+    """The candidate of least validation NLL, and what all of them gave.
 
-    A candidate that fails (its samples diverge, say) counts as infinitely bad.
+    A candidate that fails (its samples diverge, say) counts as infinitely bad; so does, with ``keep_accuracy``, one
+    with fewer correct validation predictions than the network itself, unless all have fewer.
     """
     losses: dict[float, float] = {}
+    worse: set[float] = set()
+    needed = 0
+    if keep_accuracy and task.data.classification:
+        with torch.no_grad():
+            needed = sum(int((task.model(x).argmax(-1) == y).sum()) for x, y in task.validation)
     for value in candidates:
         try:
-            losses[value] = nll(set_to(value), task.validation)
+            predict = set_to(value)
+            losses[value] = nll(predict, task.validation)
+            if needed and n_correct(predict, task.validation) < needed:
+                worse.add(value)
         except (LaplacePlusError, ArithmeticError):
             losses[value] = float("inf")
         if losses[value] != losses[value]:
             losses[value] = float("inf")
-    best = min(losses, key=lambda value: losses[value])
+    best = min(losses, key=lambda value: (len(worse) < len(losses) and value in worse, losses[value]))
     tried = {f"{value:.4g}": round(loss, 5) if loss < float("inf") else "failed" for value, loss in losses.items()}
-    return best, {"by": "validation", name: best, "tried": tried}
+    found = {"by": "validation", name: best, "tried": tried}
+    return best, found | ({"less_accurate": [f"{value:.4g}" for value in sorted(worse)]} if keep_accuracy else {})
 
 
 def precision_of(posterior: Any) -> dict[str, Any]:
@@ -291,12 +306,14 @@ def riemannian(
     n_validation_samples: int = 10,
     grid: Iterable[float] = GRID,
     subset: int | None = None,
+    keep_accuracy: bool = False,
 ) -> Fitted:
     """Samples by the exponential map or by diffusion.
 
     The tangent is tuned by the marginal likelihood; with ``tuned_by="validation"``, the best multiple of its precision
-    on validation data is taken, with a few samples for each, and all samples are drawn there. ``subset`` takes that
-    many training examples, which count for all of them (a temperature), for the tangent and the surface.
+    on validation data is taken, with a few samples for each, and all samples are drawn there; with ``keep_accuracy``,
+    among those that predict no fewer validation data correctly than the network. ``subset`` takes that many training
+    examples, which count for all of them (a temperature), for the tangent and the surface.
     """
     train = task.train
     options: dict[str, Any] = {}
@@ -316,7 +333,7 @@ def riemannian(
             fitted.draw(n_validation_samples, generator=task.generator())
             return predict
 
-        best, found = least(task, grid, at, name="times_marginal_likelihood")
+        best, found = least(task, grid, at, name="times_marginal_likelihood", keep_accuracy=keep_accuracy)
         fitted.prior_precision = base * best
         found |= precision_of(fitted)
     fitted.draw(n_samples, generator=task.generator())

@@ -102,6 +102,34 @@ def test_validation_takes_the_best_and_leaves_out_what_fails():
     assert best == 3.0 and found["tried"] == {"4": 4.0, "1": "failed", "2": "failed", "3": 3.0}
 
 
+def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
+    data = data_set()
+    task = Task(data, training.train({"hidden": [4]}, {"epochs": 30, "learning_rate": 0.05}, data, 1), {"hidden": [4]}, 0.0)
+
+    def at(value):
+        def predict(x):
+            with torch.no_grad():
+                logits = task.model(x)
+            # the value of least loss turns all answers round
+            return Flipped(value, (-logits if value == 1.0 else logits).softmax(-1))
+
+        return predict
+
+    class Flipped:
+        def __init__(self, value, mean):
+            self.value, self.mean = value, mean
+
+        def log_prob(self, y):
+            return torch.full((len(y),), -self.value)
+
+    right = sum(int((task.model(x).argmax(-1) == y).sum()) for x, y in task.validation)
+    assert 2 * right > len(data.validation[0])
+    best, found = least(task, [1.0, 3.0, 2.0], at, name="factor", keep_accuracy=True)
+    assert best == 2.0 and found["less_accurate"] == ["1"]
+    assert least(task, [1.0], at, name="factor", keep_accuracy=True)[0] == 1.0
+    assert least(task, [1.0, 2.0], at, name="factor")[0] == 1.0
+
+
 def rows_of(values, name="mine"):
     rows = []
     for label, numbers in values.items():
