@@ -9,8 +9,10 @@ The recipe, for a network trained with weight decay, in the notation of :mod:`la
    loss of ``f₋ₙ`` and ``s V₋ₙ(α₀)``.
 
 ``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots what retraining
-gives. A network that fits its training data all but perfectly has no gradients left there, so that leaving out changes
-nothing and tells nothing: such networks are not calibrated in this way.
+gives. Leverages of the last layer alone are bounds from below: what they leave out of a datum is too little, and losses
+come out too low. A ``T < 1`` that rests on them says nothing, and predictions are then those of the network as it is. A
+network that fits its training data all but perfectly has no gradients left there, so that leaving out changes nothing
+and tells nothing: such networks are not calibrated in this way.
 """
 
 from __future__ import annotations
@@ -69,8 +71,9 @@ class CalibrationReport:
     """What a calibration found.
 
     Attributes:
-        rule: What predictions are made of: ``"temperature"`` (T < 1), ``"covariance"`` (s), or, where leaving out tells
-            nothing, ``"refit"`` or ``"marginal_likelihood"``.
+        rule: What predictions are made of: ``"temperature"`` (T < 1), ``"covariance"`` (s), ``"network"`` (neither, as
+            T < 1 rests on leverages of the last layer), or, where leaving out tells nothing, ``"refit"`` or
+            ``"marginal_likelihood"``.
         fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
         training_nll: Mean loss of the network on its training data, in nats.
         leave_one_out_nll: That of ``f₋ₙ``, the network's own estimated on new data; NaN where nothing was left out.
@@ -80,7 +83,7 @@ class CalibrationReport:
         converged: Whether T lies inside of the range that was searched. T = 1 does for ``"refit"``: a constraint.
     """
 
-    rule: Literal["temperature", "covariance", "refit", "marginal_likelihood"]
+    rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood"]
     fitted_temperature: float
     training_nll: float
     leave_one_out_nll: float
@@ -232,8 +235,8 @@ def calibrate(
             (examples; positions that are not ignored; times the outputs for several binary ones).
         kappa: The leverage factor.
         leverages: Of which curvature leverages and displacements are: ``"own"`` for the posterior's, ``"full"`` for the
-            exact Gauss-Newton matrix, ``"last_layer"`` for that of the last layer. KFAC's and the diagonal's own may
-            exceed one, and are then refused.
+            exact Gauss-Newton matrix, ``"last_layer"`` for that of the last layer, which bounds them from below and never
+            sharpens predictions. KFAC's and the diagonal's own may exceed one, and are then refused.
         link: ``"probit"`` or ``"mc"``, for the tuning of s and for predictions.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.
@@ -297,20 +300,24 @@ def calibrate(
     temperature, loss, inside = _best_temperature(left.likelihood, left.mean, left.targets, TEMPERATURES)
     if not inside:
         _warn_of_limit(temperature)
-    scale = 0.0
+    as_it_is, scale, applied = float(left.nll(link="probit", scale=0.0)), 0.0, 1.0
+    rule: Literal["temperature", "covariance", "network"] = "covariance"
     if temperature >= 1:
         scale, loss = _best_scale(left, link, n_samples, generator)
+    elif leverages == "last_layer":
+        rule, loss = "network", as_it_is
+    else:
+        rule, applied = "temperature", temperature
     report = CalibrationReport(
-        rule="temperature" if temperature < 1 else "covariance",
+        rule=rule,
         fitted_temperature=temperature,
         training_nll=training_nll,
-        leave_one_out_nll=float(left.nll(link="probit", scale=0.0)),
+        leave_one_out_nll=as_it_is,
         calibrated_nll=loss,
         largest_leverage=float(left.leverages.max()),
         kappa=float(kappa),
         converged=inside,
     )
-    applied = temperature if temperature < 1 else 1.0
     return CalibratedPosterior(own, temperature=applied, covariance_scale=scale, link=link, report=report)
 
 

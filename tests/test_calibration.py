@@ -178,6 +178,17 @@ def test_kfac_takes_displacements_from_the_exact_matrix():
     assert found.predictive(x).mean.shape == (60, 2)
 
 
+def test_leverages_of_the_last_layer_never_sharpen():
+    x, y = data(60)
+    posterior = lp.Full(trained(x, y, decay=0.1, steps=300, width=10), "classification").fit([(x, y)])
+    sharpened = lp.calibrate(posterior, weight_decay=0.1)
+    assert sharpened.report.rule == "temperature" and sharpened.temperature < 1
+    found = lp.calibrate(posterior, weight_decay=0.1, leverages="last_layer")
+    assert found.report.rule == "network" and found.report.fitted_temperature < 1
+    assert found.report.calibrated_nll == found.report.leave_one_out_nll
+    torch.testing.assert_close(found.predictive(x).mean, posterior.network.forward(x).softmax(-1))
+
+
 # -- where leaving out tells nothing ----------------------------------------------------------------------------------
 
 
