@@ -235,8 +235,8 @@ def calibrate(
             (examples; positions that are not ignored; times the outputs for several binary ones).
         kappa: The leverage factor.
         leverages: Of which curvature leverages and displacements are: ``"own"`` for the posterior's, ``"full"`` for the
-            exact Gauss-Newton matrix, ``"last_layer"`` for that of the last layer, which bounds them from below and never
-            sharpens predictions. KFAC's and the diagonal's own may exceed one, and are then refused.
+            exact Gauss-Newton matrix, ``"last_layer"`` for that of the last layer, which bounds them from below and
+            never sharpens predictions. KFAC's and the diagonal's own may exceed one, and are then refused.
         link: ``"probit"`` or ``"mc"``, for the tuning of s and for predictions.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.

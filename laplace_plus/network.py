@@ -21,7 +21,7 @@ from laplace_plus import batches
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
-from laplace_plus.kernels import all_finite
+from laplace_plus.kernels import all_finite, checksums
 from laplace_plus.selection import Selected, Selection, select
 
 
@@ -89,6 +89,7 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
             yield
     finally:
         network.ambient_autocast = network._dtype = None
+        network._looked = False
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -138,7 +139,9 @@ class Network:
         self.can_cut: bool | None = None
         # The caller's autocast, while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
-        self._known: dict[str, tuple[int, float]] = {}
+        self._known: tuple[Any, ...] = ()
+        # Whether the public method that is running has found the weights unchanged.
+        self._looked = False
 
     def _select(self, last_layer: str | None) -> None:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
@@ -409,33 +412,24 @@ class Network:
         """Note the state of all weights and buffers, for :meth:`has_changed`."""
         self._known = self._state()
 
-    def has_changed(self) -> bool:
+    def has_changed(self, *, once: bool = False) -> bool:
         """Whether weights or buffers may differ from those at the last :meth:`remember`.
 
-        Costs one pass over them, a small part of a forward pass. A different device or number of threads may also
-        show, by rounding.
+        Costs one pass over them, a small part of a forward pass: what writes through ``.data``, NumPy or a kernel of
+        one's own leaves no other trace. A different device or number of threads may also show, by rounding.
+
+        Args:
+            once: Whether one look is enough for the public method that is running, which changes nothing itself.
         """
-        return self._state() != self._known
+        if once and self._looked:
+            return False
+        changed = self._state() != self._known
+        self._looked = not changed and self.ambient_autocast is not None
+        return changed
 
-    def _state(self) -> dict[str, tuple[int, float]]:
+    def _state(self) -> tuple[Any, ...]:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return {name: (id(tensor), _checksum(tensor.detach())) for name, tensor in tensors.items()}
-
-
-_ROW = 1021
-"""Entries that share one weighted sum in a checksum; a prime, so that it fits no layer's shape."""
-
-
-def _checksum(tensor: Tensor) -> float:
-    """A weighted sum of all entries, which tells permutations apart."""
-    flat = tensor.flatten()
-    if not (tensor.is_floating_point() and tensor.numel()):
-        return float(flat.double().sum())
-    ramp = torch.linspace(0.5, 1.5, _ROW, dtype=flat.dtype, device=flat.device)
-    whole = len(flat) // _ROW * _ROW
-    rows = flat[:whole].view(-1, _ROW) @ ramp
-    across = torch.linspace(1.0, 2.0, len(rows), dtype=torch.float64, device=flat.device)
-    return float((rows.double() * across).sum() + (flat[whole:] * ramp[: len(flat) - whole]).double().sum())
+        return [(name, id(tensor)) for name, tensor in tensors.items()], checksums(list(tensors.values()))
 
 
 def _requires_grad(inputs: Any) -> bool:

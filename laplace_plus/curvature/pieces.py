@@ -26,7 +26,8 @@ def gradient_pieces(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gra
     """A batch's gradients, piece by piece where the whole would take more memory than it should.
 
     Two examples of a network's first batch are run by themselves, to see what one example takes and whether examples
-    may be run apart. Inputs that do not have their examples along the first axes stay together.
+    may be run apart. Inputs that do not have their examples along the first axes stay together, and so do those of a
+    linear last layer, of which nothing is differentiated.
 
     Raises:
         ConfigurationError: The memory budget does not hold one example and one output direction.
@@ -36,6 +37,13 @@ def gradient_pieces(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gra
         yield batch, _captured(network, batch)
         return
     if network.can_cut is None:
+        if isinstance(network.selection, str) and network.selection == "last_layer":
+            # What lies before the last layer leaves no graph, so that nothing speaks against the whole batch as a rule.
+            whole = _captured(network, batch)
+            if whole.capture.pointwise:
+                yield batch, whole
+                return
+            del whole
         network.can_cut = _survey(network, batch)
     step = examples_together(network) if network.can_cut else size
     for start in range(0, size, step):

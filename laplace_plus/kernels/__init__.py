@@ -7,12 +7,14 @@
 | :func:`averaged_patches` | products with the windows' indicators | – |
 | :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
+| :func:`checksums` | weighted sums | – |
 | :func:`symmetric_eigen`, :func:`eigen_many` | LAPACK | Jacobi's method, one matrix for each program |
 
 Which one runs is decided by device, type and size; :func:`use` overrides it, see
 :mod:`laplace_plus.kernels.selection`. None of the functions builds an autograd graph.
 """
 
+from laplace_plus.kernels.checksums import checksums
 from laplace_plus.kernels.convolution import averaged_patches, convolution_factor
 from laplace_plus.kernels.eigen import eigen_many, symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
@@ -23,6 +25,7 @@ from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 __all__ = [
     "all_finite",
     "averaged_patches",
+    "checksums",
     "choices",
     "convolution_factor",
     "eigen_many",

@@ -41,7 +41,9 @@ class Quarters:
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sums of the matrices with several weights ``[m, c]``, ``[m, n, n]``."""
-        parts = [(weights @ part.flatten(1)).unflatten(1, part.shape[1:]) for part in (self.first, self.corner, self.rest)]
+        parts = [
+            (weights @ part.flatten(1)).unflatten(1, part.shape[1:]) for part in (self.first, self.corner, self.rest)
+        ]
         size = self.first.shape[-1] + self.rest.shape[-1]
         result = weights.new_empty(len(weights), size, size)
         Quarters(*parts).write_into(result)

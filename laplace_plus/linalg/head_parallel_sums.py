@@ -18,9 +18,9 @@ for the Ē of equal probabilities (E is monotone and concave in P_c). Let θ_c b
 and let ``K ≈ Σ_c (1 + θ_c) M_c``, known from the inverses afterwards, differ from what was taken for it by at most
 ``τ K``. Then ``M_c`` is wrong by at most ``(h_c + τ) θ_c M_c``, and, for features without the leading directions, of
 which no output's data determine any more than χ_c times as well as the prior, a variance by a factor of at most
-``1 ± (h_c + τ) θ_c χ_c``, to first order. The leading directions' columns ``M_c U`` come from ``E_c U``, which is refined
-to the rounding of float64, and their own block from ``K U = Σ_c E_c U``. All of it is computed, and nothing is used
-unless it is below :data:`ROUNDINGS` roundings of the type for every class; otherwise K is computed first.
+``1 ± (h_c + τ) θ_c χ_c``, to first order. The leading directions' columns ``M_c U`` come from ``E_c U``, which is
+refined to the rounding of float64, and their own block from ``K U = Σ_c E_c U``. All of it is computed, and nothing is
+used unless it is below :data:`ROUNDINGS` roundings of the type for every class; otherwise K is computed first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def fill(variances: HeadVariances, slices: Iterable[slice], dtype: torch.dtype) 
     for some in slices:
         # A product, which is quicker than broadcasting, into memory that is there already.
         mixture = weights[:2, some].T
-        memory = addends.new_empty(len(mixture), n * n) if memory is None else memory[: len(mixture)]
+        if memory is None or len(memory) != len(mixture):
+            memory = addends.new_empty(len(mixture), n * n)
         matrices = torch.mm(mixture, addends, out=memory).view(-1, n, n)
         diagonal = raised(variances.scales[:, some], variances.gram[None], dtype).reciprocal_()
         matrices.diagonal(dim1=-2, dim2=-1).add_(diagonal)
@@ -123,11 +124,11 @@ def fill(variances: HeadVariances, slices: Iterable[slice], dtype: torch.dtype) 
             found = _columns(variances, products, variances.scales[:, several], reciprocal)
             columns[:, several], across[:, several] = found
         group, start = [], some.stop
-    found, uncertain = (symmetrize_(total) for total in sums)
-    error = _norm(expected.relative(found - expected.total)) + _norm(expected.relative(uncertain))
+    sum_found, uncertain = (symmetrize_(total) for total in sums)
+    error = _norm(expected.relative(sum_found - expected.total)) + _norm(expected.relative(uncertain))
     changes = expected.changes(error)
     if strong:
-        leading, more = _leading(variances, expected, found, columns, error)
+        leading, more = _leading(variances, expected, sum_found, columns, error)
         changes = changes + more
         variances.put_leading(slice(0, classes), leading, across)
     return bool((error <= SMALL) & (changes <= limit).all())
@@ -145,14 +146,15 @@ def _expected(variances: HeadVariances) -> _Expected | None:
     values = torch.cat([variances.other_values, variances.values]).clamp(min=0)
     vectors = torch.cat([variances.other_vectors, variances.vectors], 1)
     means = scales.mean(0)
-    order = means.argsort()
     zeroth = (means / (1 + values[:, None] * means)).sum(1)
-    total, last = torch.diag(zeroth), scales.new_zeros(n, n)
-    for some in order.chunk(BINS):
-        turned = 1 / (1 + values * means[some].mean())
-        away = scales[:, some] - means[some]
-        first = vectors.T @ (away.sum(1)[:, None] * vectors)
-        second = vectors.T @ ((away @ away.T) * ((vectors * (values * turned)) @ vectors.T)) @ vectors
+    total, last = torch.diag(zeroth), zeroth.new_zeros(n, n)
+    # What is added is small; its own rounding is nothing beside the terms that are left out.
+    single, of_single = vectors.float(), (scales - means).float()
+    for some in means.argsort().chunk(BINS):
+        turned = (1 / (1 + values * means[some].mean())).float()
+        away = of_single[:, some]
+        second = (away @ away.T).mul_((single * (values.float() * turned)) @ single.T)
+        second, first = single.T @ second @ single, single.T @ (away.sum(1)[:, None] * single)
         total += turned[:, None] * (first - second) * turned
         last += turned[:, None] * second * turned
     whole = scales[0].sum()  # w
@@ -192,10 +194,11 @@ class _Products:
 def _columns(
     variances: HeadVariances, products: _Products, scales: Tensor, reciprocal: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``E_c U`` and ``M_c U [N, c, t]`` of some classes, refined from ``w P_c U``; see :func:`~.head_variances.refined`.
+    """``E_c U`` and ``M_c U [N, c, t]`` of some classes, refined from ``w P_c U``.
 
-    In the leading directions ``E_c − M_c`` is not small beside ``(I − E_c G) P_c``. So columns are first mixed such that
-    residuals are orthogonal to U; then those directions play no part in the correction.
+    See :func:`~.head_variances.refined`. In the leading directions ``E_c − M_c`` is not small beside
+    ``(I − E_c G) P_c``. So columns are first mixed such that residuals are orthogonal to U; then those directions play
+    no part in the correction.
     """
     vectors = variances.vectors
     right = scales[:, :, None] * vectors[:, None]

@@ -41,7 +41,7 @@ GROUP_BYTES = 32 * 2**20
 
 
 class HeadVariances:
-    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c, once :meth:`fill` or :func:`~.head_parallel_sums.fill` has been called.
+    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c, after :meth:`fill` or :func:`~.head_parallel_sums.fill`.
 
     Args:
         features: ``Φ [N, i]``.

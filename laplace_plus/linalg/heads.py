@@ -371,9 +371,8 @@ class HeadFactor(Factor):
     def _prepare_variances(self) -> HeadVariances:
         rows = self.rows
         result = HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
-        if rows.coupled and self._kept is None:
-            if head_parallel_sums.fill(result, self._slices(), self.dtype):
-                return result
+        if rows.coupled and self._kept is None and head_parallel_sums.fill(result, self._slices(), self.dtype):
+            return result
         white = self._exact_whitener
         result.fill(((part.classes, part.matrices) for part in self.inverses()), white)
         return result

@@ -475,7 +475,7 @@ class Posterior(ABC):
             raise NotFittedError(
                 f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
             )
-        if self.network.has_changed():
+        if self.network.has_changed(once=True):
             try:
                 io.compare_fingerprint(self._fingerprint, self.network.model)
             except CheckpointError as error:

@@ -92,7 +92,7 @@ def test_variances_equal_those_of_the_dense_matrix(n, coupled, common, peaked):
     factor = factor_of(rows)
     got = weigh(factor, features)
     assert factor._variances is not None
-    assert (len(factor._variances._values) > 0) == (common > 0 or n > 3)
+    assert (len(factor._variances.values) > 0) == (common > 0 or n > 3)
     assert relative_error(got, oracle(rows, features)) < TIGHT
 
 
@@ -101,7 +101,7 @@ def test_most_strong_directions_are_few(monkeypatch):
     monkeypatch.setattr(head_variances, "MOST_STRONG", 1)
     factor = factor_of(rows)
     assert relative_error(weigh(factor, features), oracle(rows, features)) < TIGHT
-    assert len(factor._variances._values) == 1
+    assert len(factor._variances.values) == 1
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -112,7 +112,7 @@ def test_classes_are_prepared_in_groups_of_any_size(together, coupled, monkeypat
     monkeypatch.setattr(heads, "CACHE_BYTES", 3 * item)
     monkeypatch.setattr(head_variances, "GROUP_BYTES", min(3 * together * item, 2**40))
     factor = factor_of(rows)
-    groups = list(head_variances._grouped((part.classes, part.matrices) for part in factor.inverses()))
+    groups = list(head_variances.grouped((part.classes, part.matrices) for part in factor.inverses()))
     assert len(groups) == {1: 24, 2: 12}.get(together, 2)
     assert relative_error(weigh(factor, features), oracle(rows, features)) < TIGHT
     assert factor._variances is not None
