@@ -74,6 +74,10 @@ class Table:
             return None
         return float(cell["scores"][name])
 
+    def was_run(self, label: str) -> bool:
+        """Whether there is a cell for each split, failed or not."""
+        return all((label, split) in self._cells for split in self.splits)
+
     def scores(self, label: str, name: str, less: str | None = None) -> list[float]:
         """Over splits; with ``less``, differences to that row on the same splits."""
         found = []
@@ -202,16 +206,16 @@ def _range(values: list[float]) -> tuple[float, float]:
 def ranking(tables: dict[str, Table], name: str = "nll", n_bootstrap: int = 2000) -> list[dict[str, Any]]:
     """Mean ranks over sets and splits, with an interval, and mean differences to MAP and MAP + temperature.
 
-    Methods that were run on all sets are ranked within each split, 1 being best; a cell that failed shares the last
-    places. Others have no rank, since ranks among fewer methods are no comparison; their differences are given. Ranks
-    are averaged over a set's splits, then over sets. The interval of 95 % is of the bootstrap: sets are drawn with
-    replacement, and splits of each; with a single set, its splits.
+    Methods that were run on all splits of all sets are ranked within each split, 1 being best; a cell that failed
+    shares the last places. Others have no rank, since ranks among fewer methods are no comparison; their differences
+    are given. Ranks are averaged over a set's splits, then over sets. The interval of 95 % is of the bootstrap: sets
+    are drawn with replacement, and splits of each; with a single set, its splits.
 
     Returns:
         One entry for each method, best first.
     """
     every = list(dict.fromkeys(label for table in tables.values() for label in table.labels))
-    labels = [label for label in every if all(label in table.labels for table in tables.values())]
+    labels = [label for label in every if all(table.was_run(label) for table in tables.values())]
     sign = -1.0 if name.startswith(HIGHER_IS_BETTER) else 1.0
     ranks = {
         key: np.stack([_ranks(table, split, labels, name, sign) for split in table.splits])
@@ -224,10 +228,10 @@ def ranking(tables: dict[str, Table], name: str = "nll", n_bootstrap: int = 2000
         drawn = []
         for k in chosen:
             own = ranks[keys[k]]
-            drawn.append(_mean(own[generator.integers(len(own), size=len(own))]))
-        draws.append(_mean(np.stack(drawn)))
-    low, high = _quantiles(np.stack(draws))
-    mean = _mean(np.stack([_mean(own) for own in ranks.values()]))
+            drawn.append(own[generator.integers(len(own), size=len(own))].mean(0))
+        draws.append(np.stack(drawn).mean(0))
+    low, high = np.quantile(np.stack(draws), (0.025, 0.975), axis=0)
+    mean = np.stack([own.mean(0) for own in ranks.values()]).mean(0)
     result = []
     for label in every:
         found = [values[labels.index(label)] if label in labels else math.nan for values in (mean, low, high)]
@@ -242,34 +246,12 @@ def ranking(tables: dict[str, Table], name: str = "nll", n_bootstrap: int = 2000
 
 
 def _ranks(table: Table, split: int, labels: list[str], name: str, sign: float) -> np.ndarray:
-    """Ranks of all labels on a split; NaN where a method was not run."""
-    values = np.full(len(labels), np.nan)
-    for k, label in enumerate(labels):
-        value = table.score(label, split, name)
-        if value is not None:
-            values[k] = np.inf if math.isnan(value) else sign * value
-        elif (label, split) in table._cells:
-            values[k] = np.inf
-    there = ~np.isnan(values)
-    below = (values[None, there] < values[there, None]).sum(1)
-    same = (values[None, there] == values[there, None]).sum(1)
-    ranks = np.full(len(labels), np.nan)
-    ranks[there] = below + (same + 1) / 2
-    return ranks
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """Over the first axis, without NaN; NaN where there is nothing else."""
-    there = ~np.isnan(values)
-    total = np.where(there, values, 0.0).sum(0)
-    return np.divide(total, there.sum(0), out=np.full(total.shape, np.nan), where=there.any(0))
-
-
-def _quantiles(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    columns = [column[~np.isnan(column)] for column in values.T]
-    pairs = [np.quantile(column, (0.025, 0.975)) if len(column) else (np.nan, np.nan) for column in columns]
-    low, high = zip(*pairs, strict=True)
-    return np.array(low), np.array(high)
+    """Ranks of all labels on a split; cells that failed share the last ones."""
+    found = [table.score(label, split, name) for label in labels]
+    values = np.array([np.inf if value is None or math.isnan(value) else sign * value for value in found])
+    below = (values[None] < values[:, None]).sum(1)
+    same = (values[None] == values[:, None]).sum(1)
+    return below + (same + 1) / 2
 
 
 def _mean_of(values: list[float]) -> float | None:
@@ -357,7 +339,7 @@ RANKING = """
 By test NLL, over {sets}.
 
 Ranks within each split, averaged over splits and then over sets; 1 is best. A method that failed on a split shares the
-last places there; one that was not run on all sets has no rank, only differences on those where it was. Intervals are
-of the bootstrap over sets and splits. Differences are means over sets ± standard error, negative where the row is
+last places there; one that was not run on all splits of all sets has no rank, only differences where it was. Intervals
+are of the bootstrap over sets and splits. Differences are means over sets ± standard error, negative where the row is
 better; infinite losses are left out of them, not out of the ranks.
 """
