@@ -106,21 +106,21 @@ class Table:
         head = [_title(name) for name in standard]
         position = standard.index("nll") + 1 if "nll" in standard else len(standard)
         head[position:position] = ["NLL less MAP", "NLL less MAP + T"]
-        lines += _rule(["", *head])
+        lines += markdown_rule(["", *head])
         for label in self.labels:
             cells = [shown(self.scores(label, name)) for name in standard]
             cells[position:position] = [
                 "" if label == other else shown(self.scores(label, "nll", other), "+") for other in (MAP, TEMPERATURE)
             ]
-            lines.append(_line([label + self._missing(label), *cells]))
-        lines += ["", "## Costs", "", *_rule(["", *COSTS.values()])]
+            lines.append(markdown_line([label + self._missing(label), *cells]))
+        lines += ["", "## Costs", "", *markdown_rule(["", *COSTS.values()])]
         for label in self.labels:
-            lines.append(_line([label, *(shown(self.scores(label, name)) for name in COSTS)]))
+            lines.append(markdown_line([label, *(shown(self.scores(label, name)) for name in COSTS)]))
         if legacy:
             lines += ["", "## Legacy definitions", "", LEGACY.strip(), ""]
-            lines += _rule(["", *(name.removeprefix("legacy_").replace("_", " ") for name in legacy)])
+            lines += markdown_rule(["", *(name.removeprefix("legacy_").replace("_", " ") for name in legacy)])
             for label in self.labels:
-                lines.append(_line([label, *(shown(self.scores(label, name)) for name in legacy)]))
+                lines.append(markdown_line([label, *(shown(self.scores(label, name)) for name in legacy)]))
         lines += ["", *self._tunings(), *self._failures()]
         return "\n".join(lines).rstrip() + "\n"
 
@@ -262,12 +262,12 @@ def _mean_of(values: list[float]) -> float | None:
 def overview(tables: dict[str, Table], entries: list[dict[str, Any]]) -> str:
     """The page on all sets together: the ranking."""
     lines = ["# The study: ranking", "", RANKING.strip().format(sets=", ".join(tables)), ""]
-    lines += _rule(["", "mean rank", "95 % interval", "NLL less MAP", "NLL less MAP + T", "sets"])
+    lines += markdown_rule(["", "mean rank", "95 % interval", "NLL less MAP", "NLL less MAP + T", "sets"])
     for entry in entries:
         ranked = math.isfinite(entry["rank"])
         rank = [f"{entry['rank']:.1f}", f"{entry['low']:.1f} – {entry['high']:.1f}"] if ranked else ["", ""]
         apart = ["" if entry["method"] == other else shown(entry[other], "+") for other in (MAP, TEMPERATURE)]
-        lines.append(_line([entry["method"], *rank, *apart, str(entry["sets"])]))
+        lines.append(markdown_line([entry["method"], *rank, *apart, str(entry["sets"])]))
     return "\n".join(lines) + "\n"
 
 
@@ -297,11 +297,13 @@ def write(folder: Path, tables: dict[str, Table]) -> None:
     ranking_picture(entries).savefig(folder / "study.png", dpi=110)
 
 
-def _rule(head: list[str]) -> list[str]:
-    return [_line(head), "|" + "---|" * len(head)]
+def markdown_rule(head: list[str]) -> list[str]:
+    """A table's first two lines."""
+    return [markdown_line(head), "|" + "---|" * len(head)]
 
 
-def _line(cells: list[str]) -> str:
+def markdown_line(cells: list[str]) -> str:
+    """A line of a table."""
     return "| " + " | ".join(cells) + " |"
 
 

@@ -104,7 +104,9 @@ def test_validation_takes_the_best_and_leaves_out_what_fails():
 
 def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
     data = data_set()
-    task = Task(data, training.train({"hidden": [4]}, {"epochs": 30, "learning_rate": 0.05}, data, 1), {"hidden": [4]}, 0.0)
+    task = Task(
+        data, training.train({"hidden": [4]}, {"epochs": 30, "learning_rate": 0.05}, data, 1), {"hidden": [4]}, 0.0
+    )
 
     def at(value):
         def predict(x):
