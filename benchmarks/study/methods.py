@@ -18,7 +18,7 @@ import laplace_plus as lp
 from benchmarks.study.evaluation import n_correct, nll
 from benchmarks.study.sets import Batches, DataSet
 from benchmarks.study.training import Trained, restored
-from laplace_plus.errors import ConfigurationError, LaplacePlusError
+from laplace_plus.errors import ConfigurationError, LaplacePlusError, SamplingError
 from laplace_plus.experiments.evaluation import Predict
 from laplace_plus.likelihoods import Likelihood
 
@@ -154,6 +154,31 @@ def least(
     tried = {f"{value:.4g}": round(loss, 5) if loss < float("inf") else "failed" for value, loss in losses.items()}
     found = {"by": "validation", name: best, "tried": tried}
     return best, found | ({"less_accurate": [f"{value:.4g}" for value in sorted(worse)]} if keep_accuracy else {})
+
+
+@method
+def best_of(task: Task, rows: dict[str, dict[str, Any]]) -> Fitted:
+    """Other rows of the configuration, and of them the one of least validation NLL; what it costs is the sum of all.
+
+    One that fails (its samples diverge, say) is left out, unless all do; what is configured wrongly is not.
+    """
+    losses: dict[str, float] = {}
+    found: dict[str, Fitted] = {}
+    for label, options in rows.items():
+        try:
+            fitted = run(task, options)
+            loss = nll(fitted.predict, task.validation)
+        except ConfigurationError:
+            raise
+        except (LaplacePlusError, ArithmeticError):
+            continue
+        if loss == loss:
+            losses[label], found[label] = loss, fitted
+    if not losses:
+        raise SamplingError("No method worked.", expected=" or ".join(rows), got="none", fix="Run each by itself.")
+    best = min(losses, key=losses.__getitem__)
+    tried = {label: round(loss, 5) for label, loss in losses.items()}
+    return Fitted(found[best].predict, {"by": "validation", "chosen": best, "tried": tried})
 
 
 def precision_of(posterior: Any) -> dict[str, Any]:

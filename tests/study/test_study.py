@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.study import evaluation, report, run, training
+from benchmarks.study import evaluation, methods, report, run, training
 from benchmarks.study.cells import Results
-from benchmarks.study.methods import Task, least
+from benchmarks.study.methods import Task, best_of, least
 from benchmarks.study.sets import DataSet
 from benchmarks.study.settings import Settings
 from laplace_plus.errors import ConfigurationError, NonFiniteError
@@ -100,6 +100,26 @@ def test_validation_takes_the_best_and_leaves_out_what_fails():
 
     best, found = least(task, [4.0, 1.0, 2.0, 3.0], at, name="factor")
     assert best == 3.0 and found["tried"] == {"4": 4.0, "1": "failed", "2": "failed", "3": 3.0}
+
+
+def test_the_best_method_by_validation_is_that_of_least_loss_there():
+    data = data_set()
+    schedule = {"epochs": 30, "learning_rate": 0.05}
+    task = Task(data, training.train({"hidden": [4]}, schedule, data, 1), {"hidden": [4]}, 0.0)
+    candidates = {
+        "narrow": {"method": "laplace", "tuned_by": "training", "posterior": "Diagonal"},
+        "tuned": {"method": "laplace", "tuned_by": "validation"},
+        "impossible": {"method": "laplace", "posterior": "Full", "tuned_by": "astrology"},
+    }
+    with pytest.raises(ConfigurationError, match="Unknown way of tuning"):
+        best_of(task, candidates)
+    del candidates["impossible"]
+    found = best_of(task, candidates)
+    losses = {
+        label: evaluation.nll(methods.run(task, row).predict, task.validation) for label, row in candidates.items()
+    }
+    assert found.tuning["chosen"] == min(losses, key=losses.__getitem__)
+    assert evaluation.nll(found.predict, task.validation) == pytest.approx(min(losses.values()))
 
 
 def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
