@@ -137,6 +137,8 @@ class Network:
         self.bytes_per_example: int | None = None
         # Whether a batch's examples may be run apart from each other; None before anybody looked.
         self.can_cut: bool | None = None
+        # By the form of a batch: of how many examples the pieces were that gave its outputs, and the memory for them.
+        self.apart: dict[Any, tuple[int, int]] = {}
         # The caller's autocast, while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
         self._known: tuple[Any, ...] = ()
@@ -233,6 +235,7 @@ class Network:
         known = dict(self.example_axes)
         if afresh:
             self.example_axes.clear()
+            self.apart.clear()
         try:
             yield
         except BaseException:

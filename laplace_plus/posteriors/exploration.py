@@ -35,6 +35,9 @@ MINIBATCH = 1024
 _BLOCKS = 20
 """A trajectory is written to a checkpoint in about so many parts."""
 
+_LONGER = 1.1
+"""Gradients that grow by more in one refinement at the rate ``"auto"`` tell that it is too large."""
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -45,7 +48,9 @@ class Walk:
         n_steps: T.
         step_size: α.
         n_refinements: M, gradient steps after each step of drift.
-        learning_rate: η of these, or ``"auto"``: the inverse of the largest curvature at the trained weights.
+        learning_rate: η of these, or ``"auto"``: the inverse of the largest curvature at the trained weights. Without
+            minibatches, a particle whose gradient then grows takes its step back and goes on at a quarter of the rate;
+            with each step of drift the rate is doubled, up to what it was.
         minibatch: Examples in each gradient; None for all; ``"auto"``: all of up to 10,000, else 1024.
         reduction: Whether the loss is the ``"mean"`` over the data or their ``"sum"``; the prior goes with it.
         objective: ``"posterior"``, or ``"likelihood"`` for a loss without the prior.
@@ -109,6 +114,7 @@ class ExplorationReport:
         growth: The largest ratio of gradient norms after and before one step's refinements; None for minibatches and
             for fewer than two refinements, which have none.
         worst: The particle that it belongs to.
+        slowest: The smallest rate to which a particle was slowed down; η where none was.
         way: How gradients were computed; see :mod:`laplace_plus.geometry.particles`.
     """
 
@@ -117,6 +123,7 @@ class ExplorationReport:
     gradient_norm: float
     growth: float | None
     worst: int
+    slowest: float
     way: str
 
     @property
@@ -180,13 +187,15 @@ class _Exploring:
         self._landscape, self._walk, self._seed = landscape, walk, seed
         self._examples = walk.examples(landscape.n_data)
         self._weight = 1 / landscape.n_data if walk.reduction == "mean" else 1.0
-        self._rate = 0.0
+        self._rate = self._slowest = 0.0
+        self._rates = torch.zeros(0)
 
     def run(self, directions: Tensor, checkpoint: Checkpoint | None, progress: bool) -> Explored:
         walk, start = self._walk, self._landscape.vector
         self._landscape.expect(walk.n_steps * walk.n_refinements)
         curvature, slope = self._measure(start)
-        self._rate = self._learning_rate(curvature)
+        self._rate = self._slowest = self._learning_rate(curvature)
+        self._rates = start.new_full((len(directions),), self._rate)
         deviations = start.new_empty(len(directions), walk.n_stored, len(start))
         growth: float | None = None
         worst = 0
@@ -201,7 +210,8 @@ class _Exploring:
             if known is not None:
                 deviations[:, stored] = known[1]["deviations"]
                 position = deviations[:, stored.stop - 1].clone()
-                found = known[1]["growth"].cpu()
+                found, self._rates = known[1]["growth"].cpu(), known[1]["rates"]
+                self._slowest = min(self._slowest, float(known[0]["slowest"]))
             else:
                 found = torch.full((len(directions),), float("nan"), dtype=torch.float64)
                 for step in range(first, last):
@@ -211,11 +221,12 @@ class _Exploring:
                     if (step + 1) % walk.store_every == 0:
                         deviations[:, (step + 1) // walk.store_every - 1] = position
                 if checkpoint is not None:
-                    checkpoint.write(stage, {}, {"deviations": deviations[:, stored].contiguous(), "growth": found})
+                    kept = {"deviations": deviations[:, stored].contiguous(), "growth": found, "rates": self._rates}
+                    checkpoint.write(stage, {"slowest": self._slowest}, kept)
             largest = float(found.nan_to_num(nan=-1.0).max())
             if largest >= 0 and (growth is None or largest > growth):
                 growth, worst = largest, int(found.nan_to_num(nan=-1.0).argmax())
-        report = ExplorationReport(self._rate, curvature, slope, growth, worst, self._landscape.way)
+        report = ExplorationReport(self._rate, curvature, slope, growth, worst, self._slowest, self._landscape.way)
         return Explored(deviations, report)
 
     def _measure(self, start: Tensor) -> tuple[float, float]:
@@ -244,10 +255,30 @@ class _Exploring:
     def _refine(self, start: Tensor, position: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Deviations after M gradient steps, and by what the norms of gradients grew meanwhile, ``[N]`` float64."""
         norms: list[Tensor] = []
-        for surface in self._surfaces(step):
+        slows_down = self._walk.learning_rate == "auto" and self._examples is None
+        if slows_down:
+            self._rates = (2 * self._rates).clamp(max=self._rate)
+        before = position, torch.zeros_like(position)
+        for number, surface in enumerate(surfaces := self._surfaces(step)):
             gradient = self._gradient(surface, start + position)
-            position = position - self._rate * gradient
-            norms.append(kernels.vector_norm(gradient))
+            norm = kernels.vector_norm(gradient)
+            if slows_down and norms:
+                # A step of at most 1/λ does not make the gradient of a convex loss any longer. Where the loss is
+                # steeper than at its minimum, the step is taken back, and a shorter one is tried.
+                failed = ~(norm <= _LONGER * norms[-1])
+                self._rates = torch.where(failed, self._rates / 4, self._rates)
+                position, gradient = (
+                    torch.where(failed[:, None], old, new)
+                    for old, new in zip(before, (position, gradient), strict=True)
+                )
+                norm = torch.where(failed, norms[-1], norm)
+                if number + 1 == len(surfaces):  # the shorter step would not be tried any more
+                    gradient = torch.where(failed[:, None], 0.0, gradient)
+            before = position, gradient
+            position = position - self._rates[:, None] * gradient
+            norms.append(norm)
+        if len(self._rates):
+            self._slowest = min(self._slowest, float(self._rates.min()))
         if not bool(torch.isfinite(position).all()):
             raise NonFiniteError(
                 f"A particle left the finite numbers at step {step + 1} of {self._walk.n_steps}.",

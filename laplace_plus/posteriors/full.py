@@ -22,8 +22,10 @@ class Full(GaussianPosterior):
     A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows
     (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
     N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (:mod:`laplace_plus.linalg.heads`).
-    The first predictions prepare ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
-    ``C·N²/2`` operations for each input (:mod:`laplace_plus.linalg.head_variances`).
+    The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
+    ``C·N²/2`` operations for each input (:mod:`laplace_plus.linalg.head_variances`). Where many classes are all
+    improbable, as before a network is sure of any, that takes ``0.6·C·N²`` numbers and no more than one inverse for
+    each class (:mod:`laplace_plus.linalg.head_parallel_sums`).
 
     Raises:
         ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.

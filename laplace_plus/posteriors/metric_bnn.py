@@ -88,7 +88,8 @@ class MetricBNN(Posterior):
         step_size: α.
         n_refinements: M.
         learning_rate: η of the refinement, on the mean loss. It must be below ``2 / λ_max``, with λ_max the largest
-            curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, which pulls as hard as is safe; the paper's
+            curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, which pulls as hard as is safe, and less where
+            the loss turns out steeper away from the trained weights (:class:`~.exploration.Walk`); the paper's
             1e-3 often pulls so little that the loss rises well above that of training, and where the loss is steep,
             as with little observation noise, it may be too large.
         weight_decay: The weight decay of training, λ in a mean negative log-likelihood plus ``½ λ ‖θ‖²``. If given,

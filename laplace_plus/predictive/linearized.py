@@ -87,6 +87,14 @@ def functional_posteriors(
             of one output.
         DataError: Inputs on which the network takes another path than while fitting.
     """
+    form = _form(inputs, outputs, WHOLE in factor_sets[0]) if apart and not joint else None
+    pieces = _known_pieces(network, inputs, form)
+    if pieces:  # this saves a forward pass of them all
+        options: dict[str, Any] = {"differentiable": differentiable, "expected_outputs": expected_outputs}
+        return _joined(
+            functional_posteriors(network, factor_sets, batches.cut(inputs, piece), outputs=outputs, **options)
+            for piece in pieces
+        )
     capture = Capture(network, inputs, differentiable=differentiable)
     if not capture.output_shape.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
@@ -123,15 +131,16 @@ def functional_posteriors(
         if len(pieces) > 1:
             del capture, gradients, directions
             selections = [chosen[piece] if own else outputs for piece in pieces]
-            parts = [
+            found = _joined(
                 functional_posteriors(
                     network, factor_sets, batches.cut(inputs, piece), outputs=some, differentiable=differentiable
                 )
                 for piece, some in zip(pieces, selections, strict=True)
-            ]
-            found = [FunctionalPosterior(*map(torch.cat, zip(*part, strict=True))) for part in zip(*parts, strict=True)]
+            )
             picked = mean.view(shape).gather(-1, chosen) if own else mean.view(shape)[..., chosen]
             if same_outputs(found[0].mean, picked):
+                if form is not None:
+                    network.apart[form] = pieces[0].stop, _room(mean.device)
                 return found
             # An example's output depends on the others': they must not be run apart.
             return functional_posteriors(
@@ -142,6 +151,35 @@ def functional_posteriors(
     final = (*kept, *kept) if joint else kept if diagonal else (*kept, n_chosen)
     picked = mean.view(shape).gather(-1, chosen) if own else mean.view(shape)[..., chosen]
     return [FunctionalPosterior(picked, covariance.reshape(final).to(mean.dtype)) for covariance in covariances]
+
+
+def _joined(parts: Iterable[list[FunctionalPosterior]]) -> list[FunctionalPosterior]:
+    """Those of all examples from those of some, for each set of factors."""
+    return [FunctionalPosterior(*map(torch.cat, zip(*part, strict=True))) for part in zip(*parts, strict=True)]
+
+
+def _form(inputs: Any, outputs: Outputs, whole: bool) -> tuple[Any, ...] | None:
+    """What decides, beside the number of examples, into how many a batch is cut; None for chosen outputs."""
+    if not (outputs is None or isinstance(outputs, str)):
+        return None
+    leaves, _ = batches.flatten(inputs)
+    forms = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return (*forms, outputs, whole)
+
+
+def _known_pieces(network: Network, inputs: Any, form: tuple[Any, ...] | None) -> list[slice]:
+    """The pieces of a batch whose like has given the same outputs in pieces before; none where nothing is known."""
+    step, room = network.apart.get(form, (0, 0))
+    if not step or _room(network.device) < room:
+        return []
+    size = next(len(leaf) for leaf in batches.flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.ndim)
+    return list(slices(size, 1, step)) if size > step and batches.can_be_cut(inputs, size) else []
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that the output gradients of a batch may take."""
+    quick = _QUICK_BYTES if device.type == "cpu" else budget(device)
+    return min(quick, budget(device) // 2)
 
 
 def functional_samples(
@@ -293,7 +331,7 @@ class _Directions:
         capture = self.gradients.capture
         if capture.pointwise or not batches.can_be_cut(capture.inputs, n):
             return []
-        room, each = self._room(), self._bytes_each()
+        room, each = _room(self.flat.device), self._bytes_each()
         count = -(-needed // max(1, room // max(1, each)))
         if diagonal:
             count = min(count, n // _LEAST_EXAMPLES)
@@ -304,11 +342,7 @@ class _Directions:
         """How many directions' gradients may be alive at a time."""
         each = self._bytes_each()
         require_room(each, f"the gradients of one output for {self.flat.shape[0]} examples", self.flat.device)
-        return max(1, self._room() // max(1, each))
-
-    def _room(self) -> int:
-        quick = _QUICK_BYTES if self.flat.device.type == "cpu" else budget(self.flat.device)
-        return min(quick, budget(self.flat.device) // 2)
+        return max(1, _room(self.flat.device) // max(1, each))
 
     def _bytes_each(self) -> int:
         """What one direction's gradients take, over all examples."""

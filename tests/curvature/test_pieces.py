@@ -222,3 +222,22 @@ def test_what_can_be_cut() -> None:
     assert not can_be_cut({"tokens": tokens.T, "mask": mask}, 4)
     piece = cut({"tokens": tokens, "mask": mask, "scale": torch.tensor(2.0)}, slice(1, 3))
     assert piece["mask"].shape == (2, 7) and piece["scale"] == 2
+
+
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
+def test_a_linear_last_layer_takes_one_forward_pass_of_each_batch(cls: type[lp.GaussianPosterior]) -> None:
+    """Nothing before it is differentiated, so that no two examples have to tell what one of them takes."""
+    model, sizes = convolutional(), []
+    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
+    (x, y) = data()[0]
+    cls(model, "classification", parameters="last_layer").fit([(x[:12], y[:12]), (x[12:], y[12:])])
+    assert sizes == [12, 8]
+
+
+def test_a_last_layer_with_more_behind_it_is_still_surveyed() -> None:
+    model, sizes = nn.Sequential(convolutional(), nn.LogSoftmax(1)), []
+    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
+    (x, y) = data()[0]
+    posterior = lp.KFAC(model, "classification", parameters="last_layer").fit([(x[:12], y[:12]), (x[12:], y[12:])])
+    assert sizes == [12, 2, 1, 12, 8]
+    assert posterior.network.can_cut

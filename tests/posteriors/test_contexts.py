@@ -185,3 +185,18 @@ def test_a_bad_prior_of_a_last_layer_is_refused_at_once():
     model, _ = problem()
     with pytest.raises(lp.errors.ConfigurationError, match="prior"):
         lp.Full(model, "classification", parameters="last_layer", prior_precision=-1.0)
+
+
+def test_weights_are_looked_at_once_in_each_public_call(monkeypatch):
+    model, data = problem()
+    posterior = lp.Full(model, "classification", parameters="last_layer").fit(data)
+    looks, state = [], posterior.network._state
+    monkeypatch.setattr(posterior.network, "_state", lambda: looks.append(1) or state())
+    for count in (1, 2):
+        posterior.predictive(data[0][0])
+        assert len(looks) == count
+    with torch.no_grad():
+        model[-1].weight.data[0, 0] += 0.1  # of which torch's version counter knows nothing
+    for _ in range(2):
+        with pytest.raises(lp.errors.ModelChangedError):
+            posterior.predictive(data[0][0])

@@ -180,6 +180,7 @@ def test_diverging_refinements_are_named(problem):
     for precision in (1.0, 1e6):
         auto = fit(problem, sampling="exploration", learning_rate="auto", prior_precision=precision)
         assert auto.report.stability == pytest.approx(1.0)
+        assert auto.report.slowest <= auto.report.learning_rate
 
 
 def test_curvature_that_grows_on_the_way_is_named():
@@ -191,6 +192,35 @@ def test_curvature_that_grows_on_the_way_is_named():
     posterior = lp.MetricBNN(net, "regression", learning_rate=rate, **options)
     with pytest.warns(ConvergenceWarning, match=r"raised the gradient.* is 1 at the trained weights and [2-9]"):
         posterior.fit([(x, x.sum(1, keepdim=True))], generator=generator())
+
+
+def test_the_automatic_rate_gives_way_where_the_loss_is_steeper():
+    """At an interpolating minimum of a classifier all curvature is gone, and it comes back on the way."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x = torch.randn(20, 2, generator=generator(), dtype=torch.float64)
+    y = (x.sum(1) > 0).long()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for _ in range(400):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    options = {"sampling": "exploration", "n_particles": 6, "n_steps": 30, "step_size": 0.5, "learning_rate": "auto"}
+    posterior = lp.MetricBNN(net, "classification", prior_precision=1e-6, **options)
+    posterior.fit([(x, y)], generator=generator())
+    report = posterior.report
+    assert report.slowest < report.learning_rate / 4
+    assert report.growth < 1.2
+    drift = lp.MetricBNN(net, "classification", prior_precision=1e-6, **{**options, "n_refinements": 0})
+    drift.fit([(x, y)], generator=generator())
+
+    def losses(points):
+        network = posterior.network
+        outputs = [network(x, network.substitute(point)) for point in points]
+        return torch.stack([nn.functional.cross_entropy(output, y) for output in outputs])
+
+    ends = [p.mean + p.deviations.unflatten(0, (6, 30))[:, -1] for p in (posterior, drift)]
+    assert losses(ends[0]).max() < 0.05 < losses(ends[1]).max()
 
 
 def test_lost_particles_are_named(problem, monkeypatch):

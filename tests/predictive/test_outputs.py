@@ -235,6 +235,59 @@ def test_gradients_flow_to_the_inputs_of_pieces(monkeypatch):
     assert relative_error(slope(), whole) < EXACT
 
 
+def counted_examples(net):
+    """How many examples go through a network at a time, from now on."""
+    seen: list[int] = []
+    net.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    return seen
+
+
+@pytest.mark.parametrize("outputs", [None, "diagonal"])
+def test_a_batch_that_was_cut_once_is_not_run_as_a_whole_again(outputs, monkeypatch):
+    torch.manual_seed(1)
+    net, x = perceptron()[0].double(), torch.randn(17, 4, dtype=torch.float64)
+    posterior = lp.KFAC(net, "classification").fit([(x, torch.randint(0, CLASSES, (17,)))])
+    want = posterior.functional_posterior(x, outputs=outputs)
+    monkeypatch.setattr(linearized, "_QUICK_BYTES", 2000)
+    seen = counted_examples(net)
+    for _ in range(3):
+        found = posterior.functional_posterior(x, outputs=outputs)
+        assert relative_error(found.mean, want.mean) < EXACT
+        assert relative_error(found.covariance, want.covariance) < EXACT
+    pieces = seen[1 : len(seen) // 3 + 1]
+    assert len(pieces) > 1
+    assert seen == [17, *pieces, *pieces, *pieces]
+    seen.clear()
+    few = posterior.functional_posterior(x[:3], outputs=outputs)  # another number of examples, in pieces of that size
+    assert relative_error(few.covariance, want.covariance[:3]) < EXACT
+    assert max(seen) == min(3, max(pieces))
+    seen.clear()
+    posterior.fit([(x, torch.randint(0, CLASSES, (17,)))])
+    seen.clear()
+    posterior.functional_posterior(x, outputs=outputs)
+    assert seen[0] == 17, "what was learnt about another fit's network"
+
+
+class Centred(nn.Linear):
+    """A linear map of the inputs less their mean over the batch."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_examples_that_depend_on_each_other_are_never_cut(monkeypatch):
+    torch.manual_seed(1)
+    net, x = nn.Sequential(Centred(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double(), torch.randn(17, 4).double()
+    posterior = lp.KFAC(net, "classification").fit([(x, torch.randint(0, CLASSES, (17,)))])
+    want = posterior.functional_posterior(x)
+    monkeypatch.setattr(linearized, "_QUICK_BYTES", 2000)
+    for _ in range(2):
+        found = posterior.functional_posterior(x)
+        assert relative_error(found.mean, want.mean) < EXACT
+        assert relative_error(found.covariance, want.covariance) < EXACT
+    assert not posterior.network.apart
+
+
 def test_a_budget_that_holds_no_output_is_named():
     posterior, x = perceptron_posterior()
     expected = posterior.functional_posterior(x)
