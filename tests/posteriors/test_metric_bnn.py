@@ -219,7 +219,7 @@ def test_the_automatic_rate_gives_way_where_the_loss_is_steeper():
         outputs = [network(x, network.substitute(point)) for point in points]
         return torch.stack([nn.functional.cross_entropy(output, y) for output in outputs])
 
-    ends = [p.mean + p.deviations.unflatten(0, (6, 30))[:, -1] for p in (posterior, drift)]
+    ends = [p.trajectories[:, -1] for p in (posterior, drift)]
     assert losses(ends[0]).max() < 0.05 < losses(ends[1]).max()
 
 
