@@ -43,7 +43,8 @@ def cholesky(matrix: Tensor) -> Tensor:
 
     A multiple of the identity is added, in proportion to the largest diagonal entry: ``n`` roundings to begin with, and
     tenfold until the factorisation succeeds, for those matrices of the batch that need it. Cholesky rather than an
-    eigendecomposition because its derivative exists when eigenvalues coincide. A matrix of zeros has the root zero.
+    eigendecomposition because its derivative exists when eigenvalues coincide. A matrix of zeros, or of numbers so small
+    that their roundings are none, has the root zero.
 
     Args:
         matrix: ``[..., n, n]``.
@@ -55,7 +56,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     eps = torch.finfo(matrix.dtype).eps
     identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     scale = matrix.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
-    positive = scale > 0
+    positive = scale > torch.finfo(matrix.dtype).tiny / eps  # what is added to a smaller one would be lost
     symmetric = torch.where(positive, (matrix + matrix.mT) / 2, identity)
     scale = torch.where(positive, scale, torch.ones_like(scale))
     level = torch.full_like(scale, size * eps)

@@ -56,3 +56,9 @@ def test_draws_have_the_covariance():
         wanted = covariance if given_covariance.dim() == 3 else torch.diag_embed(given_covariance)
         products = samples.unsqueeze(-1) * samples.unsqueeze(-2)
         assert ((products.mean(0) - wanted).abs() <= 4.5 * products.std(0) / math.sqrt(n)).all()
+
+
+def test_a_covariance_below_all_rounding_has_the_root_zero():
+    tiny = 1e-39 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    batch = torch.stack([tiny, torch.eye(2)])
+    torch.testing.assert_close(cholesky(batch), torch.stack([torch.zeros(2, 2), torch.eye(2)]))

@@ -413,3 +413,17 @@ def test_no_class_by_class_matrix_of_the_data_is_ever_written_out():
             prediction = posterior.predictive(x[:4])
             assert prediction.mean.shape == (4, n_outputs)
     assert seen.bytes <= 4 * largest
+
+
+def test_written_out_rows_keep_their_digits_beside_certain_classes():
+    """In float32 ``1 − p`` of a certain class is a rounding; the matrix stays semi-definite all the same."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 3, generator=generator, dtype=torch.float64) + 15 * torch.eye(3)[torch.arange(40) % 3]
+    features = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    p = logits.softmax(1)
+    exact = HeadRows(features, p, True).dense()
+    curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    torch.testing.assert_close(exact, torch.einsum("ncd,ni,nj->cidj", curvature, features, features).reshape(15, 15))
+    found = HeadRows(features.float(), logits.float().softmax(1), True).dense().double()
+    assert (found - exact).norm() < 1e-5 * exact.norm()
+    assert torch.linalg.eigvalsh(found)[0] > -1e-5 * torch.linalg.eigvalsh(exact)[-1]
