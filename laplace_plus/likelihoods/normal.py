@@ -43,8 +43,8 @@ def cholesky(matrix: Tensor) -> Tensor:
 
     A multiple of the identity is added, in proportion to the largest diagonal entry: ``n`` roundings to begin with, and
     tenfold until the factorisation succeeds, for those matrices of the batch that need it. Cholesky rather than an
-    eigendecomposition because its derivative exists when eigenvalues coincide. A matrix of zeros, or of numbers so small
-    that their roundings are none, has the root zero.
+    eigendecomposition because its derivative exists when eigenvalues coincide. A matrix of zeros, or of numbers so
+    small that their roundings are none, has the root zero.
 
     Args:
         matrix: ``[..., n, n]``.
