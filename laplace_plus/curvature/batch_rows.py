@@ -141,8 +141,8 @@ class BatchRows:
     def _whitening(self) -> Tensor | None:
         """W ``[r, m]`` for which the rows of ``W A`` are orthonormal; None where A is too large to be written out.
 
-        The kernel is the same, and it takes two or three iterations instead of hundreds. W is a constant: as P depends
-        on the row space alone, so is its derivative.
+        The kernel is the same, and it takes a few iterations instead of hundreds. W is a constant: as P depends on the
+        row space alone, so is its derivative. Rows are not stretched so far that the rounding of a product would show.
         """
         m, n = self.shape
         if m > _WRITTEN_ROWS or m * n > _WRITTEN_ENTRIES:
@@ -152,8 +152,9 @@ class BatchRows:
         if not bool(torch.isfinite(rows).all()):
             return None  # which the projection will say
         left, values, _ = torch.linalg.svd(rows, full_matrices=False)
-        kept = values > (1e-12 if self._theta.dtype == torch.float64 else 1e-6) * values.amax()
-        return (left[:, kept] / values[kept]).mT.to(self._theta.dtype)
+        least, stretched = (1e-12, 1e-6) if self._theta.dtype == torch.float64 else (1e-6, 1e-2)
+        kept = values > least * values.amax()
+        return (left[:, kept] / values[kept].clamp(min=stretched * float(values.amax()))).mT.to(self._theta.dtype)
 
     def project(self, vectors: Tensor) -> LeastSquaresSolution:
         """``P v`` for ``[k, P]``, differentiable in θ and v by one more solve.
