@@ -139,10 +139,11 @@ class BatchRows:
         return torch.stack(pulled).reshape(*cotangents.shape[:-1], -1)
 
     def _whitening(self) -> Tensor | None:
-        """W ``[r, m]`` for which the rows of ``W A`` are orthonormal; None where A is too large to be written out.
+        """W ``[r, m]`` for which the rows of ``W A`` are orthogonal; None where A is too large to be written out.
 
-        The kernel is the same, and it takes a few iterations instead of hundreds. W is a constant: as P depends on the
-        row space alone, so is its derivative. Rows are not stretched so far that the rounding of a product would show.
+        They have unit length, but where that would stretch them so far that the rounding of a product shows. The kernel
+        is that of A, and it takes a few iterations instead of hundreds. W is a constant: P depends on the row space
+        alone, and so does its derivative.
         """
         m, n = self.shape
         if m > _WRITTEN_ROWS or m * n > _WRITTEN_ENTRIES:
