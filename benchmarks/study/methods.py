@@ -332,15 +332,20 @@ def riemannian(
     grid: Iterable[float] = GRID,
     subset: int | None = None,
     keep_accuracy: bool = False,
+    surface: str = "tuned",
 ) -> Fitted:
     """Samples by the exponential map or by diffusion.
 
     The tangent is tuned by the marginal likelihood; with ``tuned_by="validation"``, the best multiple of its precision
     on validation data is taken, with a few samples for each, and all samples are drawn there; with ``keep_accuracy``,
-    among those that predict no fewer validation data correctly than the network. ``subset`` takes that many training
-    examples, which count for all of them (a temperature), for the tangent and the surface.
+    among those that predict no fewer validation data correctly than the network. With ``surface="training"`` geodesics follow
+    the loss of training, with its weight decay, and not that of the tangent's precision. ``subset`` takes that many
+    training examples, which count for all of them (a temperature), for the tangent and the surface.
     """
     train = task.train
+    if surface == "training":
+        manifold = {"name": manifold} if isinstance(manifold, str) else manifold
+        manifold = {**manifold, "training_prior_precision": task.training_precision}
     options: dict[str, Any] = {}
     if subset is not None and subset < len(task.data.train[0]):
         train = [(x[:subset], y[:subset]) for x, y in task.data.loader("train", subset)[:1]]

@@ -170,11 +170,14 @@ class Riemannian(AroundTangent):
         return isinstance(self.method, ExponentialMap) and self.method.linearized
 
     def _landscape(self, data: Iterable[Any]) -> LossLandscape:
+        precision = self.prior().vector()
+        if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
+            precision = torch.full_like(precision, self.method.training_prior_precision)
         return LossLandscape(
             self.network,
             self.likelihood,
             data,
-            prior_precision=self.prior().vector(),
+            prior_precision=precision,
             prior_mean=self._prior_mean,
             temperature=self._temperature,
             linearized=self._linearized,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,6 +39,10 @@ class ExponentialMap:
         linearized: Whether to take the network's tangent for the network, on the surface and in predictions.
         minibatch: Number of examples, drawn at random for each sample, that its surface is of; their log-likelihood
             counts for that of all. By default all data.
+        training_prior_precision: Precision of the prior in the loss that the surface is of; by default the tangent's.
+            Where that has been tuned away from the one under which the network was trained (weight decay times number
+            of data, for a mean loss), the weights are no minimum of the loss, and geodesics slide down towards smaller
+            weights instead of along the valley: give the one of training here.
 
     Raises:
         ConfigurationError: Numbers out of range.
@@ -49,11 +54,17 @@ class ExponentialMap:
     max_energy_change: float = 0.3
     linearized: bool = False
     minibatch: int | None = None
+    training_prior_precision: float | None = None
 
     def __post_init__(self) -> None:
         check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_change)
         if self.minibatch is not None:
             check_count(self.minibatch, "minibatch")
+        given = self.training_prior_precision
+        if given is not None and not (0 <= given < math.inf):
+            raise ConfigurationError(
+                "This is no precision of a prior.", expected="training_prior_precision >= 0", got=repr(given)
+            )
 
 
 Manifold = ExponentialMap | Diffusion

@@ -101,6 +101,34 @@ def test_predictions_average_over_each_sample_once():
     assert len(order[:4].unique(dim=0)) == 4 and len(order[4:].unique(dim=0)) == 2
 
 
+def test_the_surface_may_keep_the_prior_of_training():
+    """Geodesics are those of a landscape with that precision; the tangent keeps its own."""
+    net, data = problem()
+    method = lp.ExponentialMap(training_prior_precision=0.7)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=3).fit(data, generator=generator())
+    same = posterior.samples
+    posterior.prior_precision = 40.0
+    posterior.draw(generator=torch.Generator().manual_seed(3))
+    landscape = lp.geometry.LossLandscape(posterior.network, posterior.likelihood, data, prior_precision=0.7)
+    gradient = landscape.gradient(posterior.mean[None])
+    assert posterior.report.gradient_norm == pytest.approx(float(gradient.norm()))
+    slopes = (posterior.tangent.sample(4000, generator=generator()) - posterior.mean) @ gradient[0]
+    expected = float(slopes.square().mean()) / 2
+    assert posterior.report.decrement == pytest.approx(expected, rel=5 * (2 / 16) ** 0.5)
+    assert (posterior.samples - posterior.mean).norm(dim=1).max() < (same - posterior.mean).norm(dim=1).min()
+
+    own = lp.Riemannian(net, "classification", n_samples=3, prior_precision=0.7).fit(data, generator=generator())
+    posterior.prior_precision = 0.7
+    posterior.fit(data, generator=generator())
+    torch.testing.assert_close(posterior.samples, own.samples)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_precisions_of_training_are_checked(wrong):
+    with pytest.raises(ConfigurationError, match="training_prior_precision >= 0"):
+        lp.ExponentialMap(training_prior_precision=wrong)
+
+
 def test_minibatches_differ_between_samples():
     net, data = problem()
     method = lp.ExponentialMap(minibatch=5)
