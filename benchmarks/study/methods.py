@@ -338,9 +338,9 @@ def riemannian(
 
     The tangent is tuned by the marginal likelihood; with ``tuned_by="validation"``, the best multiple of its precision
     on validation data is taken, with a few samples for each, and all samples are drawn there; with ``keep_accuracy``,
-    among those that predict no fewer validation data correctly than the network. With ``surface="training"`` geodesics follow
-    the loss of training, with its weight decay, and not that of the tangent's precision. ``subset`` takes that many
-    training examples, which count for all of them (a temperature), for the tangent and the surface.
+    among those that predict no fewer validation data correctly than the network. With ``surface="training"`` geodesics
+    follow the loss of training, with its weight decay, and not that of the tangent's precision. ``subset`` takes that
+    many training examples, which count for all of them (a temperature), for the tangent and the surface.
     """
     train = task.train
     if surface == "training":
