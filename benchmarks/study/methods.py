@@ -131,11 +131,11 @@ def least(
 ) -> tuple[float, dict[str, Any]]:
     """The candidate of least validation NLL, and what all of them gave.
 
-    A candidate that fails (its samples diverge, say) counts as infinitely bad; so does, with ``keep_accuracy``, one
-    with fewer correct validation predictions than the network itself, unless all have fewer.
+    A candidate that fails (its samples diverge, say) counts as infinitely bad. With ``keep_accuracy`` those come first
+    that predict as many validation data correctly as the network itself does, or, if none does, lack the fewest.
     """
     losses: dict[float, float] = {}
-    worse: set[float] = set()
+    lacking: dict[float, int] = {}
     needed = 0
     if keep_accuracy and task.data.classification:
         with torch.no_grad():
@@ -144,16 +144,17 @@ def least(
         try:
             predict = set_to(value)
             losses[value] = nll(predict, task.validation)
-            if needed and n_correct(predict, task.validation) < needed:
-                worse.add(value)
+            lacking[value] = max(0, needed - n_correct(predict, task.validation)) if needed else 0
         except (LaplacePlusError, ArithmeticError):
             losses[value] = float("inf")
         if losses[value] != losses[value]:
             losses[value] = float("inf")
-    best = min(losses, key=lambda value: (len(worse) < len(losses) and value in worse, losses[value]))
+    working = [value for value in losses if losses[value] < float("inf")] or list(losses)
+    best = min(working, key=lambda value: (lacking.get(value, 0), losses[value]))
     tried = {f"{value:.4g}": round(loss, 5) if loss < float("inf") else "failed" for value, loss in losses.items()}
     found = {"by": "validation", name: best, "tried": tried}
-    return best, found | ({"less_accurate": [f"{value:.4g}" for value in sorted(worse)]} if keep_accuracy else {})
+    less = {f"{value:.4g}": count for value, count in lacking.items() if count}
+    return best, found | ({"fewer_correct": less} if keep_accuracy else {})
 
 
 @method

@@ -97,9 +97,13 @@ def swag(
 
 
 def _path(task: Task, rate: float, epochs: int) -> Tensor:
-    """Weights at the end of each epoch of SGD from the MAP network, ``[epochs, P]``."""
+    """Weights at the end of each epoch of SGD from the MAP network, ``[epochs, P]``.
+
+    For numbers, the loss is that of training times the noise's variance, so that small noise does not make steps large.
+    """
     moving = copy.deepcopy(task.model).train()
-    optimizer = torch.optim.SGD(moving.parameters(), lr=rate, momentum=0.9, weight_decay=task.weight_decay)
+    scale = 1.0 if task.data.classification else float(task.trained.noise[0]) ** 2
+    optimizer = torch.optim.SGD(moving.parameters(), lr=rate, momentum=0.9, weight_decay=scale * task.weight_decay)
     inputs, targets = task.data.train
     generator, points = task.generator(), []
     for _ in range(epochs):
@@ -108,8 +112,7 @@ def _path(task: Task, rate: float, epochs: int) -> Tensor:
             if task.data.classification:
                 loss = functional.cross_entropy(outputs, targets[rows])
             else:
-                noise = float(task.trained.noise[0])
-                loss = (outputs - targets[rows]).square().mean() / (2 * noise**2)
+                loss = (outputs - targets[rows]).square().mean() / 2
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

@@ -122,6 +122,16 @@ def test_the_best_method_by_validation_is_that_of_least_loss_there():
     assert evaluation.nll(found.predict, task.validation) == pytest.approx(min(losses.values()))
 
 
+class Answers:
+    """Some answers of a classifier, and how good its probabilities are said to be."""
+
+    def __init__(self, mean, log_density):
+        self.mean, self.log_density = mean, log_density
+
+    def log_prob(self, y):
+        return torch.full((len(y),), self.log_density)
+
+
 def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
     data = data_set()
     task = Task(
@@ -133,23 +143,36 @@ def test_the_best_candidate_that_loses_no_validation_accuracy_is_taken():
             with torch.no_grad():
                 logits = task.model(x)
             # the value of least loss turns all answers round
-            return Flipped(value, (-logits if value == 1.0 else logits).softmax(-1))
+            return Answers((-logits if value == 1.0 else logits).softmax(-1), -value)
 
         return predict
 
-    class Flipped:
-        def __init__(self, value, mean):
-            self.value, self.mean = value, mean
-
-        def log_prob(self, y):
-            return torch.full((len(y),), -self.value)
-
     right = sum(int((task.model(x).argmax(-1) == y).sum()) for x, y in task.validation)
-    assert 2 * right > len(data.validation[0])
+    wrong = len(data.validation[0]) - right
+    assert right > wrong
     best, found = least(task, [1.0, 3.0, 2.0], at, name="factor", keep_accuracy=True)
-    assert best == 2.0 and found["less_accurate"] == ["1"]
+    assert best == 2.0 and found["fewer_correct"] == {"1": right - wrong}
     assert least(task, [1.0], at, name="factor", keep_accuracy=True)[0] == 1.0
     assert least(task, [1.0, 2.0], at, name="factor")[0] == 1.0
+
+
+def test_if_all_candidates_lose_validation_accuracy_the_one_that_loses_least_is_taken():
+    data = data_set()
+    task = Task(
+        data, training.train({"hidden": [4]}, {"epochs": 30, "learning_rate": 0.05}, data, 1), {"hidden": [4]}, 0.0
+    )
+    targets = data.validation[1]
+    wrong = sum(int((task.model(x).argmax(-1) != y).sum()) for x, y in task.validation)
+
+    def at(more):
+        """So many more answers that are wrong, and so much better probabilities."""
+        answers = torch.nn.functional.one_hot(targets).double()
+        answers[: wrong + int(more)] *= -1
+        return lambda x: Answers(answers, more)
+
+    best, found = least(task, [3.0, 1.0, 2.0], at, name="factor", keep_accuracy=True)
+    assert best == 1.0 and found["fewer_correct"] == {"3": 3, "1": 1, "2": 2}
+    assert least(task, [3.0, 1.0, 2.0], at, name="factor")[0] == 3.0
 
 
 def rows_of(values, name="mine"):
