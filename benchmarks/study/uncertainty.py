@@ -1,4 +1,4 @@
-"""All methods where uncertainty is the point: gaps in the data, inputs from elsewhere, predictions that may be withheld.
+"""All methods where uncertainty is the point: gaps in the data, inputs from elsewhere, answers that may be withheld.
 
     python benchmarks/study/uncertainty.py --results benchmarks/results --output benchmarks/results
 
@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +32,14 @@ INTRODUCTION = """
 
 Columns, each over all splits that were run:
 
-- **gaps:** mean rank by test NLL on regression tables whose test rows are the middle third along a feature ({gaps}), 1
-  being best, and the median over splits of NLL and of CRPS less the network's own, in units of the target's noise-free
-  scale as the sets' pages have them. Means would be those of single splits: where the network extrapolates with little
-  noise, its NLL goes into the thousands.
+- **gaps:** mean rank by test NLL on regression tables whose test rows are the middle third along a
+  feature ({gaps}), 1
+  being best, and medians over splits: of NLL less the network's own, and of CRPS divided by the network's own. Means
+  would be those of single splits: where the network extrapolates with little noise, its NLL goes into the thousands.
 - **elsewhere:** AUROC by which the entropy of predictions tells images of three other sets from the network's own.
 - **withheld:** area under the risk–coverage curve, times 1000: the share of errors, averaged over how many inputs are
-  predicted at all, the least doubtful first. For tables the mean over {tables}.
+  predicted at all, the least doubtful first. For tables the mean over
+  {tables}.
 
 A row in parentheses was run on some of the splits only and is no comparison by the last digit.
 """
@@ -51,16 +51,14 @@ class Column:
 
     Attributes:
         title: Its name.
-        value: Of a method, None where there is none.
-        higher: Whether more is better.
+        values: By method; those without one are not there.
+        partial: Methods that were run on some of the splits only.
         digits: After the point.
-        partial: Whether a method has it on some of the splits only.
     """
 
     title: str
-    value: Callable[[str], float | None]
-    partial: Callable[[str], bool]
-    higher: bool = False
+    values: dict[str, float]
+    partial: set[str]
     digits: int = 3
 
 
@@ -74,78 +72,61 @@ def read(folder: Path, names: tuple[str, ...], labels: list[str]) -> dict[str, T
     return found
 
 
-def _over(tables: dict[str, Table], label: str, name: str, less: str | None = None) -> list[list[float]]:
-    return [values for table in tables.values() if (values := table.scores(label, name, less))]
-
-
-def _partial(tables: dict[str, Table], label: str) -> bool:
-    return any(len(table.scores(label, "nll")) < len(table.splits) for table in tables.values())
-
-
 def columns(folder: Path, labels: list[str]) -> list[Column]:
     """Columns of what was run, in their order."""
     found = []
-    gaps, tables = read(folder, GAPS, labels), read(folder, TABLES, labels)
-    if gaps:
-        ranks = {entry["method"]: entry["rank"] for entry in ranking(gaps)}
-
-        def rank(label: str) -> float | None:
-            value = ranks.get(label, math.nan)
-            return None if math.isnan(value) else value
-
-        found.append(Column("gaps: rank", rank, lambda label: False, digits=1))
-        for name, title in (("nll", "NLL"), ("crps", "CRPS")):
-            found.append(
-                Column(
-                    f"gaps: {title} less MAP",
-                    lambda label, name=name: _median(_over(gaps, label, name, MAP)),  # type: ignore[misc]
-                    lambda label: _partial(gaps, label),
-                )
-            )
+    if gaps := read(folder, GAPS, labels):
+        ranks = {entry["method"]: entry["rank"] for entry in ranking(gaps) if not math.isnan(entry["rank"])}
+        found.append(Column("gaps: rank ↓", ranks, set(), digits=1))
+        less = {label: _scores(gaps, label, ["nll"], less=MAP) for label in labels}
+        found.append(Column("gaps: NLL less MAP ↓", _medians(less), _partial(gaps, labels)))
+        ratios = {label: [_ratios(table, label, "crps") for table in gaps.values()] for label in labels}
+        found.append(Column("gaps: CRPS by MAP's ↓", _medians(ratios), _partial(gaps, labels)))
     for image in IMAGES:
         if one := read(folder, (image,), labels):
-            found.append(
-                Column(
-                    f"elsewhere: AUROC, {image.replace('_', ' ')}",
-                    lambda label, table=one[image]: _auroc(table, label),  # type: ignore[misc]
-                    lambda label, one=one: _partial(one, label),  # type: ignore[misc]
-                    higher=True,
-                )
-            )
-    for title, several in (
-        ("tables", tables),
-        *((name.replace("_", " "), read(folder, (name,), labels)) for name in IMAGES),
-    ):
-        if several:
-            found.append(
-                Column(
-                    f"withheld: {title}",
-                    lambda label, several=several: _mean(_over(several, label, "aurc"), len(several), 1000),  # type: ignore[misc]
-                    lambda label, several=several: _partial(several, label),  # type: ignore[misc]
-                    digits=1,
-                )
-            )
+            names = [name for name in one[image].names() if name.startswith("ood_auroc")]
+            title = f"elsewhere: AUROC, {image.replace('_', ' ')} ↑"
+            found.append(Column(title, _means(one, labels, names), _partial(one, labels)))
+    for names in (TABLES, *((image,) for image in IMAGES)):
+        if some := read(folder, names, labels):
+            risks = {label: 1000 * value for label, value in _means(some, labels, ["aurc"]).items()}
+            title = f"withheld: {'tables' if names is TABLES else names[0].replace('_', ' ')} ↓"
+            found.append(Column(title, risks, _partial(some, labels), digits=1))
     return found
 
 
-def _median(values: list[list[float]]) -> float | None:
-    return float(np.median(np.concatenate([np.array(own) for own in values]))) if values else None
+def _scores(tables: dict[str, Table], label: str, names: list[str], less: str | None = None) -> list[list[float]]:
+    """Over splits, for each set and name that has any."""
+    every = [table.scores(label, name, less) for table in tables.values() for name in names]
+    return [values for values in every if values]
 
 
-def _mean(values: list[list[float]], n_sets: int, times: float = 1.0) -> float | None:
-    """Over splits, then over sets; None unless there is something on each of them."""
-    return times * float(np.mean([np.mean(own) for own in values])) if len(values) == n_sets else None
+def _ratios(table: Table, label: str, name: str) -> list[float]:
+    pairs = ((table.score(label, split, name), table.score(MAP, split, name)) for split in table.splits)
+    return [value / own for value, own in pairs if value is not None and own is not None]
 
 
-def _auroc(table: Table, label: str) -> float | None:
-    names = [name for name in table.names() if name.startswith("ood_auroc")]
-    return _mean([values for name in names if (values := table.scores(label, name))], len(names)) if names else None
+def _medians(values: dict[str, list[list[float]]]) -> dict[str, float]:
+    return {label: float(np.median(sum(parts, []))) for label, parts in values.items() if any(parts)}
+
+
+def _means(tables: dict[str, Table], labels: list[str], names: list[str]) -> dict[str, float]:
+    """Over splits, then over sets and names, of methods that have something on each of them."""
+    found = {label: _scores(tables, label, names) for label in labels}
+    size = len(tables) * len(names)
+    return {
+        label: float(np.mean([np.mean(own) for own in all_])) for label, all_ in found.items() if len(all_) == size > 0
+    }
+
+
+def _partial(tables: dict[str, Table], labels: list[str]) -> set[str]:
+    return {label for label in labels if any(len(t.scores(label, "nll")) < len(t.splits) for t in tables.values())}
 
 
 def page(found: list[Column], labels: list[str]) -> str:
     """The Markdown page."""
     lines = [INTRODUCTION.strip().format(gaps=", ".join(GAPS), tables=", ".join(TABLES)), ""]
-    lines += markdown_rule(["", *(f"{column.title} {'↑' if column.higher else '↓'}" for column in found)])
+    lines += markdown_rule(["", *(column.title for column in found)])
     for label in labels:
         cells = [_cell(column, label) for column in found]
         if any(cells):
@@ -154,30 +135,28 @@ def page(found: list[Column], labels: list[str]) -> str:
 
 
 def _cell(column: Column, label: str) -> str:
-    value = column.value(label)
-    if value is None:
+    if label not in column.values:
         return ""
-    text = f"{value:.{column.digits}f}"
-    return f"({text})" if column.partial(label) else text
+    text = f"{column.values[label]:.{column.digits}f}"
+    return f"({text})" if label in column.partial else text
 
 
 def picture(found: list[Column], labels: list[str]) -> Figure:
-    """All columns, a panel each; the network's own value is the line."""
-    labels = [label for label in labels if any(column.value(label) is not None for column in found)]
+    """A panel for each column; the line is the network's own value, hollow points are of some splits only."""
+    labels = [label for label in labels if any(label in column.values for column in found)]
     figure = Figure(figsize=(3.1 + 2.3 * len(found), 1.2 + 0.24 * len(labels)), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    heights = np.arange(len(labels))[::-1]
+    heights = dict(zip(labels, range(len(labels) - 1, -1, -1), strict=True))
     for panel, column in zip(panels, found, strict=True):
-        for height, label in zip(heights, labels, strict=True):
-            value = column.value(label)
-            if value is not None:
-                filled = "#3b6ea8" if not column.partial(label) else "none"
-                panel.plot(value, height, "o", ms=4, mfc=filled, mec="#3b6ea8")
-        own = column.value(MAP)
-        if own is not None:
-            panel.axvline(own, color="#8a8a8a", lw=0.8, zorder=0)
-        panel.set_title(f"{column.title} {'↑' if column.higher else '↓'}", fontsize=8)
-        panel.set_yticks(heights, labels, fontsize=8)
+        for label, value in column.values.items():
+            inside = "none" if label in column.partial else "#3b6ea8"
+            panel.plot(value, heights[label], "o", ms=4, mfc=inside, mec="#3b6ea8")
+        if MAP in column.values:
+            panel.axvline(column.values[MAP], color="#8a8a8a", lw=0.8, zorder=0)
+        if "less" in column.title:  # a few are orders of magnitude away
+            panel.set_xscale("symlog", linthresh=1)
+        panel.set_title(column.title, fontsize=8)
+        panel.set_yticks(list(heights.values()), labels, fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
         panel.grid(axis="y", lw=0.3)
     return figure

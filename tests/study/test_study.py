@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.study import evaluation, methods, report, run, training
+from benchmarks.study import evaluation, methods, report, run, training, uncertainty
 from benchmarks.study.cells import Results
 from benchmarks.study.methods import Task, best_of, least
 from benchmarks.study.sets import DataSet
@@ -310,3 +310,27 @@ def test_the_quick_form_runs_all_methods(tmp_path):
         # cell must say so by name. Validation has narrower priors to choose from.
         assert failed.keys() <= {"exponential map"}
         assert all("SamplingError: Not one sample could be drawn." in error for error in failed.values())
+
+
+def test_the_page_on_uncertainty_takes_medians_over_gaps_and_marks_rows_of_some_splits(tmp_path):
+    def cell(label, split, **scores):
+        return {"method": label, "split": split, "status": "done", "scores": scores, "tuning": {}, "warnings": []}
+
+    rows = [cell("MAP", k, nll=3.0 + 100 * (k == 2), crps=2.0) for k in range(3)]
+    rows += [cell("ensemble", k, nll=2.0 - k, crps=1.0 + k) for k in range(3)]
+    rows += [cell("SWAG", 0, nll=5.0, crps=3.0)]
+    (tmp_path / "study-boston_gap.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    images = [
+        cell("MAP", k, nll=1.0, aurc=0.002, ood_auroc_kmnist=0.8 + 0.1 * k, ood_auroc_notmnist=0.6) for k in (0, 1)
+    ]
+    (tmp_path / "study-mnist.jsonl").write_text("\n".join(map(json.dumps, images)))
+    labels = ["MAP", "ensemble", "SWAG"]
+    found = {column.title: column for column in uncertainty.columns(tmp_path, labels)}
+    assert found["gaps: NLL less MAP ↓"].values == {"MAP": 0.0, "ensemble": -2.0, "SWAG": 2.0}
+    assert found["gaps: CRPS by MAP's ↓"].values == {"MAP": 1.0, "ensemble": 1.0, "SWAG": 1.5}
+    assert found["gaps: rank ↓"].values == {"MAP": 2.0, "ensemble": 1.0}
+    assert found["elsewhere: AUROC, mnist ↑"].values == {"MAP": pytest.approx((0.85 + 0.6) / 2)}
+    assert found["withheld: mnist ↓"].values == {"MAP": pytest.approx(2.0)}
+    page = uncertainty.page(list(found.values()), labels)
+    assert "| SWAG |  | (2.000) | (1.500) |" in page and "tables ↓" not in page
+    assert len(uncertainty.picture(list(found.values()), labels).axes) == 5
