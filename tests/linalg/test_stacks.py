@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from laplace_plus.linalg import DenseStack, OneHotStack, OuterStack
 from laplace_plus.linalg.stacks import JoinedStack, MappedStack, SubsetStack, concatenate
+from laplace_plus.linalg.stacks import outer as outer_stacks
 from laplace_plus.linalg.stacks import sizes as chunking
 
 EVERY = slice(None)
@@ -82,3 +83,31 @@ def test_half_precision_is_summed_in_float32():
     squares = OuterStack(right, left).squares()
     assert squares.dtype is torch.float32
     torch.testing.assert_close(squares.item(), 4096 * left[0, 0].float().item() ** 2, rtol=1e-5, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes, sizes, sizes, sizes, sizes, sizes, st.booleans(), st.sampled_from([1, 10**9]), st.integers(0, 99))
+def test_entries_by_rows_are_those_of_the_matrices(v, b, s, g, o, i, one_right, chunk_bytes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    stack, dense = outer(v, b, s, g, o, i, generator)
+    if one_right:
+        right = stack.raw_right[:, :, :1]
+        stack, dense = (
+            OuterStack(right, stack.raw_left),
+            torch.einsum("vbsgo,bsi->vbgoi", stack.raw_left, right[:, :, 0]),
+        )
+    some = torch.randperm(g * o * i, generator=generator)[: max(1, g * o * i // 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunking, "CACHE_BYTES", chunk_bytes)
+        for few in (0, 10**9):
+            patch.setattr(outer_stacks, "_FEW", few)
+            for examples in (EVERY, slice(b // 2, b), slice(0, 0)):
+                expected = dense[:, examples].flatten(2)[..., some]
+                torch.testing.assert_close(stack.entries(examples, some), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_few_entries_are_had_without_the_matrices(monkeypatch):
+    stack, dense = outer(2, 3, 4, 1, 30, 40, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(OuterStack, "dense", None)
+    some = torch.tensor([1199, 0, 41, 40, 600])
+    torch.testing.assert_close(SubsetStack(stack, some).dense(EVERY)[:, :, 0, 0], dense.flatten(2)[..., some])

@@ -32,6 +32,18 @@ class Stack(ABC):
     def dense(self, examples: slice) -> Tensor:
         """The matrices of some examples, written out: ``[V, b, G, o, i]``."""
 
+    def entries(self, examples: slice, positions: Tensor) -> Tensor:
+        """Some entries of the matrices of some examples, ``[V, b, n]``.
+
+        Args:
+            examples: Which examples.
+            positions: ``[n]`` positions in the flattened ``[G, o, i]`` array.
+        """
+        start, stop, _ = examples.indices(self.n_examples)
+        each, limit = self.n_bytes() // max(1, self.n_examples), chunk_bytes(self.device, of_caches=_WRITTEN)
+        parts = [slice(start + part.start, start + part.stop) for part in slices(stop - start, each, limit)]
+        return torch.cat([self.dense(part).flatten(2)[..., positions] for part in parts or [examples]], 1)
+
     @abstractmethod
     def select(self, directions: Tensor) -> Stack:
         """The stack of some of the directions only."""

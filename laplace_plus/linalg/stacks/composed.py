@@ -31,7 +31,7 @@ class SubsetStack(Stack):
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        return self.whole.dense(examples).flatten(2)[..., self.positions][:, :, None, None]
+        return self.whole.entries(examples, self.positions)[:, :, None, None]
 
     @override
     def select(self, directions: Tensor) -> SubsetStack:

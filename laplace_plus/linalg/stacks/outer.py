@@ -17,6 +17,9 @@ from laplace_plus.linalg.stacks.sizes import chunk_bytes, require_room, slices
 _SIDES = 8
 """How many times the caches the two sides of a chunk may take: products with a basis are quicker with many rows."""
 
+_FEW = 16
+"""One entry in so many, or fewer, is had sooner by products of the rows that it is in than from whole matrices."""
+
 
 def _same(x: Tensor) -> Tensor:
     return x
@@ -163,8 +166,8 @@ class OuterStack(Stack):
             return {form: cost + turning[form] for form, cost in costs.items()}
         return costs
 
-    def side_chunks(self) -> Iterator[slice]:
-        """Slices of the examples whose two sides are of bounded size.
+    def side_chunks(self, n_examples: int | None = None) -> Iterator[slice]:
+        """Slices of the examples, or of so many of them, whose two sides are of bounded size.
 
         Raises:
             ConfigurationError: The memory budget does not hold the sides of one example.
@@ -173,7 +176,8 @@ class OuterStack(Stack):
         item = torch.finfo(self.dtype).bits // 8
         each = self.n_positions * groups * (self.n_directions * rows + columns) * item
         require_room(each, "the input and output gradients of one example at one layer", self.device)
-        return slices(self.n_examples, each, chunk_bytes(self.device, of_caches=_SIDES))
+        count = self.n_examples if n_examples is None else n_examples
+        return slices(count, each, chunk_bytes(self.device, of_caches=_SIDES))
 
     @override
     def dense(self, examples: slice) -> Tensor:
@@ -181,6 +185,30 @@ class OuterStack(Stack):
         left, right = rest.sides(examples)
         ((_, values),) = contractions.written(left, right, self.n_bytes(), turns)
         return values.movedim(2, 0)
+
+    @override
+    def entries(self, examples: slice, positions: Tensor) -> Tensor:
+        groups, rows, columns = self.shape
+        if _FEW * len(positions) > groups * rows * columns:
+            return Stack.entries(self, examples, positions)
+        row = positions // columns
+        column = positions % columns + (row // rows * columns if self.right_shape[0] > 1 else 0)
+        start, stop, _ = examples.indices(self.n_examples)
+        if self.n_positions == 1:
+            left, right = self.sides(examples)
+            return left[:, :, 0].flatten(2)[..., row] * right[:, 0].flatten(1)[:, column]
+        # Entries of one row have one left side: a small product for each row that has any.
+        order = row.argsort(stable=True)
+        there, counts = row[order].unique_consecutive(return_counts=True)
+        columns_of = column[order].split(counts.tolist())
+        parts = []
+        for part in self.side_chunks(stop - start):
+            left, right = self.sides(slice(start + part.start, start + part.stop))
+            left = left.flatten(3).permute(3, 1, 0, 2)[there]  # [r, b, V, S]
+            right = right.flatten(2).permute(2, 0, 1).contiguous()  # [G·i, b, S]
+            found = [torch.bmm(one, right[own].permute(1, 2, 0)) for one, own in zip(left, columns_of, strict=True)]
+            parts.append(torch.cat(found, 2).transpose(0, 1))
+        return torch.cat(parts, 1)[..., order.argsort()] if parts else Stack.entries(self, examples, positions)
 
     @override
     def select(self, directions: Tensor) -> OuterStack:
