@@ -162,7 +162,7 @@ class Table:
         heights = np.arange(len(self.labels))[::-1]
         for panel, name in zip(panels, names, strict=True):
             found = [spread(values) if (values := self.scores(label, name, less)) else None for label in self.labels]
-            _draw(panel, heights, found)
+            draw(panel, heights, found)
             if less is not None:
                 panel.axvline(0.0, color="#8a8a8a", lw=0.8, zorder=0)
             if values := self.scores(TEMPERATURE, name, less):
@@ -175,7 +175,7 @@ class Table:
         return figure
 
 
-def _draw(panel: Axes, heights: np.ndarray, found: list[tuple[float, float] | None]) -> None:
+def draw(panel: Axes, heights: np.ndarray, found: list[tuple[float, float] | None]) -> None:
     """Points with their errors; what is far out is written at the margin, and what is not there is said."""
     low, high = _range([pair[0] for pair in found if pair is not None and math.isfinite(pair[0])])
     for height, pair in zip(heights, found, strict=True):

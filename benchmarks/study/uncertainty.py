@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.study.report import MAP, Table, markdown_line, markdown_rule, ranking
+from benchmarks.study.report import MAP, Table, draw, markdown_line, markdown_rule, ranking
 from benchmarks.study.settings import Settings
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "study.yaml"
@@ -142,21 +142,17 @@ def _cell(column: Column, label: str) -> str:
 
 
 def picture(found: list[Column], labels: list[str]) -> Figure:
-    """A panel for each column; the line is the network's own value, hollow points are of some splits only."""
+    """A panel for each column; the line is the network's own value."""
     labels = [label for label in labels if any(label in column.values for column in found)]
     figure = Figure(figsize=(3.1 + 2.3 * len(found), 1.2 + 0.24 * len(labels)), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    heights = dict(zip(labels, range(len(labels) - 1, -1, -1), strict=True))
+    heights = np.arange(len(labels))[::-1]
     for panel, column in zip(panels, found, strict=True):
-        for label, value in column.values.items():
-            inside = "none" if label in column.partial else "#3b6ea8"
-            panel.plot(value, heights[label], "o", ms=4, mfc=inside, mec="#3b6ea8")
+        draw(panel, heights, [(column.values[k], math.nan) if k in column.values else None for k in labels])
         if MAP in column.values:
             panel.axvline(column.values[MAP], color="#8a8a8a", lw=0.8, zorder=0)
-        if "less" in column.title:  # a few are orders of magnitude away
-            panel.set_xscale("symlog", linthresh=1)
         panel.set_title(column.title, fontsize=8)
-        panel.set_yticks(list(heights.values()), labels, fontsize=8)
+        panel.set_yticks(heights, labels, fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
         panel.grid(axis="y", lw=0.3)
     return figure
