@@ -33,9 +33,9 @@ INTRODUCTION = """
 Columns, each over all splits that were run:
 
 - **gaps:** regression tables whose test rows are the middle third along a feature ({gaps}).
-  Mean rank by test NLL, 1 being best, and medians over splits: of NLL less the network's own, and of CRPS divided by the
-  network's own. Means would be those of single splits: where the network extrapolates with little noise, its NLL goes
-  into the thousands.
+  Mean rank by test NLL, 1 being best, and medians over splits: of NLL less the network's own, and of CRPS divided by
+  the network's own. Means would be those of single splits: where the network extrapolates with little noise, its NLL
+  goes into the thousands.
 - **elsewhere:** AUROC by which the entropy of predictions tells images of three other sets from the network's own.
 - **withheld:** area under the risk–coverage curve, times 1000: the share of errors, averaged over how many inputs are
   predicted at all, the least doubtful first. For tables the mean over
