@@ -306,9 +306,11 @@ def test_the_quick_form_runs_all_methods(tmp_path):
         rows = {row["method"]: row for row in Results(tmp_path / "out").rows(name)}
         assert set(rows) == {label for label, options in methods.items() if options.get("only", kind) == kind}
         failed = {label: row["error"] for label, row in rows.items() if row["status"] == "failed"}
-        # At the prior that the evidence prefers, geodesics over a ReLU network's loss can be too rough to follow; the
-        # cell must say so by name. Validation has narrower priors to choose from.
-        assert failed.keys() <= {"exponential map"}
+        # Geodesics over a ReLU network's loss can be too rough to follow, and the cell must say so by name. For classes
+        # that is so at the prior that the evidence prefers only. For numbers with little noise there are kinks all
+        # around the weights, whatever the prior: the surface of training is as steep for a narrow one.
+        rough = {"exponential map"} if kind == "classification" else {label for label in rows if "exponential" in label}
+        assert failed.keys() <= rough
         assert all("SamplingError: Not one sample could be drawn." in error for error in failed.values())
 
 
