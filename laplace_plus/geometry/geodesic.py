@@ -13,6 +13,10 @@ between them many times: it takes thousands of evaluations where the posterior i
 others, and a solver that misses turns gains energy and climbs too high. Keeping the energy exactly, by stretching the
 velocity after each step (Hairer, Lubich and Wanner, "Geometric numerical integration", 2006, IV.4), allows for
 tolerances at which it would otherwise grow manifold.
+
+At the kinks that ReLUs and max-pooling make the surface has creases, of which ``∇²L`` knows nothing. Those at which the
+energy would jump are found, by ever smaller steps, and crossed as a geodesic crosses them
+(:meth:`~laplace_plus.geometry.GraphMetric.refracted`).
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ class GeodesicResult:
         reached: Time to which each one got, ``[k]``.
         n_evaluations: Gradients with Hessian-vector products that each one took, ``[k]``.
         statuses: ``[k]`` integers, the :class:`PathStatus` of each one.
+        n_creases: Creases of the surface that each one was led across, ``[k]``; smaller ones pass unnoticed.
         path: ``c`` at all times that were asked for, ``[k, T, P]``.
     """
 
@@ -55,6 +60,7 @@ class GeodesicResult:
     reached: Tensor
     n_evaluations: Tensor
     statuses: Tensor
+    n_creases: Tensor
     path: Tensor
 
     @property
@@ -99,8 +105,8 @@ def exponential_map(
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap for each geodesic.
         max_energy_change: Relative change of the energy beyond which a step is repeated with a smaller one; what is
-            left is corrected for by stretching the velocity. A geodesic whose energy jumps by more even in tiny steps,
-            as it does at kinks that ReLUs make, counts as failed; infinity allows for any.
+            left is corrected for by stretching the velocity. Where it jumps by more even in a tiny step, the surface
+            has a crease, and the velocity is refracted.
 
     Raises:
         ConfigurationError: Shapes that do not fit, or settings out of range.
@@ -175,6 +181,14 @@ def geodesic(
         (c, u), (_, bend) = states.split(size, dim=1), slopes.split(size, dim=1)
         return torch.cat([c, stretch * u], 1), torch.cat([stretch * u, stretch.square() * bend], 1)
 
+    def cross(which: Tensor, before: Tensor, behind: Tensor) -> Tensor:
+        """Behind a crease, with the velocity that a geodesic has there; in double precision, for gradients are long."""
+        (c, u), (ahead, _) = before.double().split(size, dim=1), behind.split(size, dim=1)
+        here, there = (
+            GraphMetric(derivatives(which, point.to(before), u.to(before)).gradients.double()) for point in (c, ahead)
+        )
+        return torch.cat([ahead, here.refracted(u, there).to(behind)], 1)
+
     with torch.no_grad():
         found = integrate(
             function,
@@ -185,6 +199,7 @@ def geodesic(
             max_evaluations=max_evaluations,
             max_change=max_energy_change,
             correct=correct,
+            cross=cross,
         )
     path, speeds = found.states.split(size, dim=2)
     return GeodesicResult(
@@ -195,6 +210,7 @@ def geodesic(
         reached=found.reached,
         n_evaluations=found.n_evaluations,
         statuses=found.statuses,
+        n_creases=found.n_kinks,
         path=path,
     )
 

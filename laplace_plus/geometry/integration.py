@@ -34,11 +34,15 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 
 _SAFETY, _LEAST, _MOST = 0.9, 0.2, 10.0
 _TINY = 1e-6
-"""In a step that is so short a part of the way, the invariant does not change but at a kink."""
-_EVALUATIONS = len(_A)
+"""In a step that is so short a part of the way, or of a hundred roundings, the invariant jumps at kinks only."""
+_EVALUATIONS, _AT_KINK = len(_A), 3
+"""Of the right-hand side in a step, and where a kink is crossed."""
 
 Correction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From states and derivatives ``[m, n]`` and the invariant's ratio ``[m]`` to those with the right invariant."""
+
+Crossing = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From the samples' numbers ``[m]`` and their states ``[m, n]`` before and behind a kink to the right one behind."""
 
 
 class PathStatus(IntEnum):
@@ -52,8 +56,6 @@ class PathStatus(IntEnum):
     """The tolerances ask for steps below rounding: the path diverges, or they are too tight for the type."""
     NOT_FINITE = 3
     """A gradient or a Hessian-vector product along it was NaN or infinite."""
-    ENERGY_LOST = 4
-    """The energy, which is constant along the exact path, jumped by more than was allowed, as it does at kinks."""
 
 
 WORDS = {
@@ -61,7 +63,6 @@ WORDS = {
     PathStatus.TOO_MANY_EVALUATIONS: "reached the cap on evaluations",
     PathStatus.STEP_TOO_SMALL: "needed steps below rounding",
     PathStatus.NOT_FINITE: "met derivatives that are not finite",
-    PathStatus.ENERGY_LOST: "did not keep their energy",
 }
 
 
@@ -76,6 +77,7 @@ class Paths:
         n_evaluations: Evaluations of the right-hand side for each sample, ``[k]``.
         initial: The invariant at the start, ``[k]``.
         drift: Sum over the steps of the invariant's relative changes, which were corrected for, ``[k]``.
+        n_kinks: Kinks that were crossed, ``[k]``.
     """
 
     states: Tensor
@@ -84,6 +86,7 @@ class Paths:
     n_evaluations: Tensor
     initial: Tensor
     drift: Tensor
+    n_kinks: Tensor
 
 
 def integrate(
@@ -96,12 +99,14 @@ def integrate(
     max_evaluations: int,
     max_change: float,
     correct: Correction,
+    cross: Crossing,
 ) -> Paths:
     """Follow ``y' = f(y)`` from ``start [k, n]`` at time 0 to increasing, positive ``times [T]``.
 
     The error of a step, in root mean square over the entries of a sample's state in units of
     ``atol + rtol max(|y|, |y_next|)``, is at most one, and the invariant's relative change at most ``max_change``.
-    After each step the state is put back to where the invariant is what it was at the start.
+    After each step the state is put back to where the invariant is what it was at the start. Where it changes by more
+    even in a tiny step, the right-hand side misses what happens at a kink, and ``cross`` says how the path goes on.
     """
     k, device = len(start), start.device
     goals = times.to(device=device, dtype=torch.float64)
@@ -113,6 +118,7 @@ def integrate(
     t = torch.zeros(k, dtype=torch.float64, device=device)
     goal = torch.zeros(k, dtype=torch.long, device=device)
     count = torch.ones(k, dtype=torch.long, device=device)
+    n_kinks = torch.zeros(k, dtype=torch.long, device=device)
     statuses = torch.zeros(k, dtype=torch.long, device=device)
     fits = torch.isfinite(slope).all(1) & torch.isfinite(invariant)
     statuses[~fits] = PathStatus.NOT_FINITE
@@ -121,6 +127,14 @@ def integrate(
     h[active] = _first_step(function, active, y[active], slope[active], rtol, atol).to(h)
     count[active] += 1
     smallest = 10 * torch.finfo(start.dtype).eps
+    tiny = max(_TINY, 10 * smallest)
+
+    def changes(which: Tensor, invariant: Tensor) -> Tensor:
+        """Of the invariant since the start, relative to it."""
+        base = initial[which]
+        change = (invariant / base.clamp(min=torch.finfo(y.dtype).tiny) - 1).abs().to(h)
+        return torch.where(base > 0, change, 0.0)
+
     while len(active):
         left = goals[goal[active]] - t[active]
         landing = h[active] >= left * (1 - 1e-9)
@@ -136,10 +150,17 @@ def integrate(
         scale = atol + rtol * torch.maximum(y[active].abs(), state.abs())
         norm = (error / scale).square().mean(1).sqrt().to(h)
         finite = torch.isfinite(norm) & torch.isfinite(stages[-1]).all(1) & torch.isfinite(invariant)
-        change = (invariant / initial[active].clamp(min=torch.finfo(y.dtype).tiny) - 1).abs().to(h)
-        change = torch.where(initial[active] > 0, change, 0.0)
+        change = changes(active, invariant)
+        jumped = finite & (norm <= 1) & (change > max_change) & (step < tiny * goals[-1])
+        if jumped.any():
+            which = active[jumped]
+            state[jumped] = cross(which, y[which], state[jumped])
+            stages[-1][jumped], invariant[jumped] = function(which, state[jumped])
+            finite[jumped] = torch.isfinite(stages[-1][jumped]).all(1) & torch.isfinite(invariant[jumped])
+            change[jumped] = changes(which, invariant[jumped])
+            count[which] += _AT_KINK
+            n_kinks[which] += 1
         kept = change <= max_change
-        jumped = finite & (norm <= 1) & ~kept & (step < _TINY * goals[-1])
         accepted = finite & (norm <= 1) & kept
         factor = (_SAFETY * norm.clamp(min=1e-10) ** -0.2).clamp(_LEAST, _MOST)
         factor = torch.where(kept, factor, torch.minimum(factor, (max_change / change) ** 0.2).clamp(_LEAST, 0.8))
@@ -159,11 +180,10 @@ def integrate(
         ended = goal[active] == len(goals)
         statuses[active[~ended & (h[active] < smallest * left)]] = PathStatus.STEP_TOO_SMALL
         statuses[active[~ended & (count[active] + _EVALUATIONS > max_evaluations)]] = PathStatus.TOO_MANY_EVALUATIONS
-        statuses[active[jumped]] = PathStatus.ENERGY_LOST
         failed = ~ended & (statuses[active] != PathStatus.ARRIVED)
         statuses[active[failed & ~finite]] = PathStatus.NOT_FINITE
         active = active[~ended & ~failed]
-    return Paths(states, t, statuses, count, initial, drift)
+    return Paths(states, t, statuses, count, initial, drift, n_kinks)
 
 
 def _first_step(function: RightHandSide, which: Tensor, y: Tensor, slope: Tensor, rtol: float, atol: float) -> Tensor:

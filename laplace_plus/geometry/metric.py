@@ -53,6 +53,22 @@ class GraphMetric:
         """``(vᵀ M v)^½``, ``[...]``: for a curve's velocity its speed along the surface."""
         return self.squared_norm(vectors).sqrt()
 
+    def refracted(self, vectors: Tensor, beyond: GraphMetric) -> Tensor:
+        """Velocities of geodesics beyond a crease of the surface, where this metric becomes another, ``[..., P]``.
+
+        At a kink of L its gradient jumps from g to ``g + d``, across a hypersurface with the normal d. Inside the
+        surface nothing is bent there: with the two sides laid out flat a geodesic goes straight on. So its momentum
+        ``M u`` changes along d only, and the part of its energy that goes across, ``(dᵀu)²/(dᵀM⁻¹d)``, is the same on
+        both sides; the limit of geodesics over ever sharper bends.
+        """
+        jump = beyond.gradient - self.gradient
+        turned, across = beyond.inverse(jump), (jump * vectors).sum(-1)
+        wide = (jump * turned).sum(-1).clamp(min=torch.finfo(jump.dtype).tiny)
+        narrow = (jump * self.inverse(jump)).sum(-1).clamp(min=torch.finfo(jump.dtype).tiny)
+        momentum = self.apply(vectors)
+        push = (across * (wide / narrow).sqrt() - (turned * momentum).sum(-1)) / wide
+        return beyond.inverse(momentum) + push[..., None] * turned
+
     def log_determinant(self) -> Tensor:
         """``log det M = log(1 + ‖g‖²)``, ``[...]``."""
         return torch.log1p(self.gradient.square().sum(-1))

@@ -34,8 +34,8 @@ class ExponentialMap:
         rtol: Relative tolerance of a step's error.
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap on gradients with Hessian-vector products for each sample.
-        max_energy_change: Relative change of a geodesic's energy beyond which a step is repeated with a smaller one; if
-            that does not help, the sample counts as failed.
+        max_energy_change: Relative change of a geodesic's energy beyond which a step is repeated with a smaller one;
+            where that does not help, the surface has a crease, and the velocity is refracted.
         linearized: Whether to take the network's tangent for the network, on the surface and in predictions.
         minibatch: Number of examples, drawn at random for each sample, that its surface is of; their log-likelihood
             counts for that of all. By default all data.

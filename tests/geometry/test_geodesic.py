@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad, solve_ivp
+from scipy.optimize import minimize
 from torch import nn
 
 from laplace_plus.errors import ConfigurationError
@@ -253,14 +254,78 @@ def test_not_finite_at_the_start_is_marked():
     assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.NOT_FINITE]
 
 
-def test_energy_that_jumps_is_marked():
-    v = torch.tensor([[0.4], [2.0]], dtype=DTYPE)
-    start = torch.tensor([-0.5], dtype=DTYPE)
-    result = exponential_map(lambda p: (3 * p).relu().sum(), start, v)  # the second one meets the kink
-    assert result.statuses.tolist() == [PathStatus.ARRIVED, PathStatus.ENERGY_LOST]
-    assert torch.isnan(result.endpoint[1]).all() and result.reached[1] == pytest.approx(0.25, abs=1e-3)
-    allowed = exponential_map(lambda p: (3 * p).relu().sum(), start, v, max_energy_change=math.inf)
-    torch.testing.assert_close(allowed.velocity[1], v[1] / 10**0.5)  # the speed along the graph is the same beyond it
+def folded(slope, normal, lift, offset):
+    """Two planes that meet in a crease, as a loss."""
+    return lambda p: p @ slope + lift * (p @ normal - offset).relu()
+
+
+@pytest.mark.parametrize("lift", [3.0, -3.0, 40.0])
+def test_creases_are_crossed_by_the_shortest_way(lift):
+    slope, normal, offset = torch.tensor([0.7, -0.2, 0.4]), torch.tensor([1.0, 0.5, -0.3]), 0.25
+    loss = folded(slope.double(), normal.double(), lift, offset)
+    start, v = torch.zeros(3, dtype=DTYPE), torch.tensor([[0.9, 0.8, 0.6], [-0.9, 0.1, 0.2]], dtype=DTYPE)
+    result = exponential_map(loss, start, v)
+    assert result.arrived.all() and result.n_creases.tolist() == [1, 0]
+    torch.testing.assert_close(result.endpoint[1], v[1])  # that plane has no end on this side
+
+    def above(point):
+        return np.append(point, float(loss(torch.as_tensor(point))))
+
+    def on_crease(coordinates):
+        n = normal.double().numpy()
+        across = np.linalg.svd(n[None])[2][1:]
+        return n * offset / (n @ n) + coordinates @ across
+
+    end = result.endpoint[0].numpy()
+    assert end @ normal.double().numpy() > offset
+
+    def length(coordinates):
+        turn = above(on_crease(coordinates))
+        return np.linalg.norm(turn - above(start.numpy())) + np.linalg.norm(above(end) - turn)
+
+    shortest = minimize(length, np.zeros(2), options={"gtol": 1e-10})
+    # The crease is found to within a millionth of the way.
+    assert shortest.fun == pytest.approx(result.energy[0].sqrt().item(), rel=5e-6)
+    # No path is shorter, and this one is as long as the geodesic: it is the geodesic, if its first part is.
+    first = on_crease(shortest.x)
+    torch.testing.assert_close(torch.as_tensor(first / np.linalg.norm(first)), v[0] / v[0].norm(), rtol=0, atol=1e-5)
+
+
+def test_creases_are_limits_of_sharp_bends():
+    slope, normal = torch.tensor([0.7, -0.2], dtype=DTYPE), torch.tensor([1.0, 0.5], dtype=DTYPE)
+    start, v = torch.zeros(2, dtype=DTYPE), torch.tensor([[0.9, 0.2]], dtype=DTYPE)
+    crease = exponential_map(folded(slope, normal, 2.0, 0.25), start, v, **TIGHT)
+    misses = []
+    for sharpness in (30.0, 100.0, 300.0):
+        bend = exponential_map(
+            lambda p, k=sharpness: p @ slope + 2.0 * nn.functional.softplus(k * (p @ normal - 0.25)) / k,
+            start,
+            v,
+            **TIGHT,
+        )
+        misses.append((bend.endpoint - crease.endpoint).norm().item())
+    assert misses[0] / misses[2] == pytest.approx(10, rel=0.2) and misses[2] < 5e-3, misses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+def test_geodesics_of_rectified_networks_arrive(dtype):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 2)).to(dtype)
+    x, y = vectors(8, 2, seed=1), torch.arange(8) % 2
+    landscape = LossLandscape(net, "classification", [(4 * x.to(dtype), y)], prior_precision=0.1)
+    start = landscape.vector
+    result = exponential_map(landscape, start, vectors(5, len(start), seed=2, scale=0.5).to(dtype))
+    assert result.arrived.all() and (result.n_creases > 0).any()
+    metric = GraphMetric(landscape.derivatives(result.endpoint, result.velocity).gradients)
+    torch.testing.assert_close(metric.squared_norm(result.velocity), result.energy, rtol=1e-3, atol=0)
+
+
+def test_any_change_of_energy_may_be_allowed():
+    v, start = torch.tensor([[2.0]], dtype=DTYPE), torch.tensor([-0.5], dtype=DTYPE)
+    for allowed in (0.1, math.inf):
+        result = exponential_map(lambda p: (3 * p).relu().sum(), start, v, max_energy_change=allowed)
+        torch.testing.assert_close(result.velocity, v / 10**0.5)  # the speed along the graph is the same beyond it
+        assert result.n_creases.item() == (allowed < 1)
 
 
 @pytest.mark.parametrize(
