@@ -247,19 +247,21 @@ def laplace_sampled(
     predict = predictor(fitted, method="sampled", n_samples=n_samples)
     found = tune(fitted, task, "marginal_likelihood" if tuned_by == "validation" else tuned_by)
     if tuned_by == "validation":
-        found = _scaled(fitted, task, predict, GRID)
+        found = _scaled(fitted, task, predict)
     return Fitted(predict, found)
 
 
-def _scaled(posterior: Any, task: Task, predict: Predict, grid: Iterable[float]) -> dict[str, Any]:
-    """Set the multiple of the present precision that is best on validation data."""
+def _scaled(
+    posterior: Any, task: Task, predict: Predict, *, of: str = "marginal_likelihood", keep_accuracy: bool = False
+) -> dict[str, Any]:
+    """Set the multiple of the present precision, which is ``of`` something, that is best on validation data."""
     base = posterior.prior_precision.clone()
 
     def at(factor: float) -> Predict:
         posterior.prior_precision = base * factor
         return predict
 
-    best, found = least(task, grid, at, name="times_marginal_likelihood")
+    best, found = least(task, GRID, at, name=f"times_{of}", keep_accuracy=keep_accuracy)
     at(best)
     return found | precision_of(posterior)
 
@@ -297,11 +299,23 @@ def leave_one_out_recipe(task: Task, posterior: str = "Full", link: str = "probi
 
 @method
 def null_space(
-    task: Task, tuned_by: str = "validation", predict: dict[str, Any] | None = None, **options: Any
+    task: Task,
+    tuned_by: str = "validation",
+    predict: dict[str, Any] | None = None,
+    keep_accuracy: bool = False,
+    **options: Any,
 ) -> Fitted:
-    """The projected posterior; its precision by its optimum, a line search on the training loss, or validation."""
+    """The projected posterior; its precision by its optimum, a line search on the training loss, or validation.
+
+    With ``keep_accuracy`` the best multiple of the optimum on validation data, as :func:`least` has it.
+    """
     fitted = lp.NullSpace(task.model, task.likelihood, **options)
     fitted.fit(task.train, generator=task.generator())
+    if keep_accuracy:
+        fitted.fit_prior_precision("optimal", generator=task.generator())
+        ready = predictor(fitted, **(predict or {}))
+        found = _scaled(fitted, task, ready, of="optimal", keep_accuracy=True)
+        return Fitted(ready, {"rank": float(fitted.report.rank.value), **found})
     data = {"data": task.validation} if tuned_by == "validation" else {}
     fitted.fit_prior_precision(tuned_by, generator=task.generator(), **data)  # type: ignore[arg-type]
     rank = float(fitted.report.rank.value)

@@ -15,7 +15,7 @@ from laplace_plus.errors import ConfigurationError
 NETWORK = {"hidden": [4], "activation": "tanh"}
 
 
-def task(classification=True, members=2):
+def task(classification=True, members=2, network=NETWORK):
     generator = torch.Generator().manual_seed(0)
     parts = []
     for n in (60, 40, 30):
@@ -24,7 +24,7 @@ def task(classification=True, members=2):
         parts.append((x, (y > 0).long() if classification else y[:, None]))
     data = DataSet("small", 0, *parts, classification, 2 if classification else 1, unit=2.0)
     schedule = {"epochs": 20, "learning_rate": 0.05, "weight_decay": 0.01}
-    return Task(data, training.train(NETWORK, schedule, data, members), NETWORK, 0.01)
+    return Task(data, training.train(network, schedule, data, members), network, 0.01)
 
 
 def test_a_temperature_is_the_best_of_its_grid_on_validation_data():
@@ -93,3 +93,14 @@ def test_a_posterior_is_tuned_on_validation_data_alone():
     other = Task(DataSet(**{**vars(own.data), "test": (x.flip(0), 1 - y)}), own.trained, NETWORK, 0.01)
     assert methods.run(other, row).tuning == found.tuning
     assert len(found.tuning["tried"]) == len(methods.GRID)
+
+
+def test_a_kernel_posterior_may_have_to_keep_validation_accuracy():
+    own = task(network={"hidden": [40], "activation": "tanh"})
+    fitted = methods.run(own, {"method": "null_space", "projector": "svd", "keep_accuracy": True, "n_samples": 10})
+    x, y = own.data.validation
+    correct = int((own.model(x).argmax(-1) == y).sum())
+    best = f"{fitted.tuning['times_optimal']:.4g}"
+    lacking = fitted.tuning["fewer_correct"].get(best, 0)
+    assert int((fitted.predict(x).mean.argmax(-1) == y).sum()) == correct - lacking
+    assert lacking == min(fitted.tuning["fewer_correct"].get(tried, 0) for tried in fitted.tuning["tried"])
