@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.study import yardsticks as yardsticks  # for its entries in the 
 from benchmarks.study.settings import Section
 from laplace_plus._progress import progress_bar
 from laplace_plus._version import __version__
+from laplace_plus.errors import DataError
 
 TRAINING = "training"
 """The label of a split's networks, which are no row of the tables."""
@@ -45,6 +46,7 @@ class Cell:
         label: Of the row, or :data:`TRAINING`.
         data: Where data lie.
         networks: Where trained networks are kept.
+        checksum: Of the split's data.
     """
 
     section: Section
@@ -52,6 +54,7 @@ class Cell:
     label: str
     data: Path
     networks: Path
+    checksum: str
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -70,6 +73,8 @@ def run(cell: Cell) -> dict[str, Any]:
     section = cell.section
     data = sets.load(section.name, cell.split, cell.data, section.source)
     schedule = {"weight_decay": 0.0, **section.training}
+    if data.checksum != cell.checksum:
+        raise DataError(f"{section.name}: the data changed meanwhile.", fix="Start the study again.")
     networks = training.trained(cell.networks, section.network, schedule, data, section.members, section.stamp)
     if cell.label == TRAINING:
         return {"seconds": networks.seconds, "notes": list(data.notes)}
@@ -137,9 +142,7 @@ def run_all(
     waiting: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
         waiting.setdefault(cell.key[:2], []).append(cell)
-    queue = [
-        Cell(group[0].section, group[0].split, TRAINING, group[0].data, group[0].networks) for group in waiting.values()
-    ]
+    queue = [replace(group[0], label=TRAINING) for group in waiting.values()]
     running: list[_Running] = []
 
     def ended() -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -217,16 +220,35 @@ class Results:
         return list(found.values())
 
     def known(self, cell: Cell, *, retry: bool) -> bool:
-        """Whether a cell ended under the same settings; with ``retry``, successfully."""
+        """Whether a cell ended under the same settings, with the same data; with ``retry``, successfully."""
         for row in self.rows(cell.section.name):
             if (row["split"], row["method"]) == cell.key[1:]:
-                return row["stamp"] == cell.stamp and not (retry and row["status"] == "failed")
+                same = row["stamp"] == cell.stamp and row["data"] == cell.checksum
+                return same and not (retry and row["status"] == "failed")
         return False
+
+    def current(self, section: Section, checksums: dict[int, str]) -> tuple[list[dict[str, Any]], int]:
+        """The rows of a set that belong into its tables, and how many do not, of other settings or other data.
+
+        Args:
+            section: With all rows of the table.
+            checksums: Of the data, of the splits that are at hand.
+        """
+        rows = self.rows(section.name)
+        found = [
+            row
+            for row in rows
+            if row["method"] in section.methods
+            and row["stamp"] == section.stamp_of(row["method"])
+            and row["data"] == checksums.get(row["split"], row["data"])
+        ]
+        return found, len(rows) - len(found)
 
     def add(self, cell: Cell, row: dict[str, Any]) -> None:
         """Write a cell down."""
         name, split, label = cell.key
-        head = {"set": name, "split": split, "method": label, "stamp": cell.stamp, "version": __version__}
+        head = {"set": name, "split": split, "method": label, "stamp": cell.stamp, "data": cell.checksum}
+        head["version"] = __version__
         path = self.path(name)
         # A line that was cut off would swallow the next one.
         before = path.read_text() if path.exists() else ""

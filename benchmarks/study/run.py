@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.study import report, sets
 from benchmarks.study.cells import Cell, Results, run_all
-from benchmarks.study.settings import Settings
-from laplace_plus.errors import LaplacePlusError
+from benchmarks.study.settings import Settings, plain
+from laplace_plus.errors import ConfigurationError, LaplacePlusError
 
 CONFIGURATION = Path(__file__).resolve().parents[2] / "configs" / "study.yaml"
 QUICK_SETS = ["banana", "snelson"]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--data", type=Path, required=True, help="folder of data sets")
     result.add_argument("--sets", nargs="+", help="names of sets, or files of your own (.npz, .csv)")
-    result.add_argument("--splits", type=int, default=1, help="the first so many splits of each set")
+    result.add_argument("--splits", type=_positive, default=1, help="the first so many splits of each set")
     result.add_argument("--methods", nargs="+", help="rows of the tables; by default all")
     result.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, of one thread each")
     result.add_argument("--output", type=Path, required=True, help="folder of results")
@@ -44,9 +52,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def cells_of(arguments: argparse.Namespace, settings: Settings) -> list[Cell]:
-    """All cells that are asked for; sets are looked at first, so that what is wrong with them is said at once."""
+    """All cells that are asked for; sets are looked at first, so that what is wrong with them is said at once.
+
+    Raises:
+        ConfigurationError: Two sets of one name, or no row for any of them.
+        DataError: Data that cannot be used.
+    """
     networks = arguments.networks or arguments.output / "networks"
-    cells = []
+    cells: list[Cell] = []
+    names = [plain(name) for name in arguments.sets or QUICK_SETS]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigurationError(
+            "Two sets have the same name.", expected="one of each", got=", ".join(twice), fix="Rename a file."
+        )
     for name in arguments.sets or QUICK_SETS:
         section = settings.section(name, arguments.methods)
         for split in range(arguments.splits):
@@ -58,8 +76,28 @@ def cells_of(arguments: argparse.Namespace, settings: Settings) -> list[Cell]:
                 )
             for label, options in section.methods.items():
                 if options.get("only", kind) == kind:
-                    cells.append(Cell(section, split, label, arguments.data, networks))
+                    cells.append(Cell(section, split, label, arguments.data, networks, data.checksum))
+    if not cells:
+        raise ConfigurationError(
+            "No row that was asked for is for these sets.",
+            expected="rows for classes or for numbers, as the sets are",
+            got="; ".join(arguments.methods or ()) or "none",
+        )
     return cells
+
+
+def tables_of(results: Results, cells: list[Cell], settings: Settings) -> dict[str, report.Table]:
+    """Of all rows that are there under the present settings and data, also such as were not asked for now."""
+    found = {}
+    for name in dict.fromkeys(cell.section.name for cell in cells):
+        own = [cell for cell in cells if cell.section.name == name]
+        section = replace(own[0].section, methods=settings.section(name).methods)
+        rows, others = results.current(section, {cell.split: cell.checksum for cell in own})
+        if others:
+            sys.stderr.write(f"{name}: {others} results of other settings or data are left out\n")
+        if rows:
+            found[name] = report.Table(rows, settings.content["methods"])
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,8 +110,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     results = Results(arguments.output)
-    names = list(dict.fromkeys(cell.section.name for cell in cells))
-    labels = list(settings.content["methods"])
 
     def done(cell: Cell, row: dict[str, Any]) -> None:
         results.add(cell, row)
@@ -87,7 +123,10 @@ def main(argv: list[str] | None = None) -> int:
         run_all(
             missing, workers=max(1, arguments.workers), seconds=settings.seconds, done=done, progress=arguments.progress
         )
-    tables = {name: report.Table(rows, labels) for name in names if (rows := results.rows(name))}
+    tables = tables_of(results, cells, settings)
+    if not tables:
+        sys.stderr.write("There are no results yet: run without --report.\n")
+        return 1
     report.write(arguments.output, tables)
     sys.stderr.write(f"tables: {arguments.output / 'study.md'}\n")
     return 0

@@ -40,6 +40,7 @@ class DataSet:
         unit: Standard deviation of the targets before they were standardised; 1 for classes.
         ood: Inputs from elsewhere, by name.
         notes: What a reader has to know.
+        checksum: Of the rows and of their parts.
     """
 
     name: str
@@ -52,6 +53,7 @@ class DataSet:
     unit: float = 1.0
     ood: dict[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    checksum: str = ""
 
     def loader(self, part: str, size: int = 500) -> Batches:
         """Batches of "train", "validation" or "test"."""
@@ -194,7 +196,10 @@ def from_table(table: Table, name: str, number: int, part: np.ndarray, notes: li
         (inputs[torch.from_numpy(part == k)], targets[torch.from_numpy(part == k)]) for k in range(3)
     )
     n_outputs = int(y.max()) + 1 if table.classification else 1
-    return DataSet(name, number, train, validation, test, table.classification, n_outputs, unit, notes=tuple(notes))
+    known = tables.checksum(table.x, table.y, part)
+    return DataSet(
+        name, number, train, validation, test, table.classification, n_outputs, unit, notes=tuple(notes), checksum=known
+    )
 
 
 def _images(name: str, number: int, folder: Path, settings: dict[str, Any]) -> DataSet:
@@ -210,13 +215,16 @@ def _images(name: str, number: int, folder: Path, settings: dict[str, Any]) -> D
     shown, digits = images(folder, source, "t10k")
     n_test = int(settings.get("test_size", len(digits)))
     mean, std = pixels[train].mean(), pixels[train].std()
-    pixels, shown = (pixels - mean) / std, (shown - mean) / std
     some = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:n_test]
+    raw = [pixels[train], labels[train], pixels[validation], labels[validation], shown[some], digits[some]]
+    pixels, shown = (pixels - mean) / std, (shown - mean) / std
     ood = {}
     for other in settings.get("ood", ()):
         strange, _ = images(folder, other, "t10k")
         some_strange = torch.randperm(len(strange), generator=torch.Generator().manual_seed(0))[:n_test]
+        raw.append(strange[some_strange])
         ood[other] = (strange[some_strange] - mean) / std
     note = f"{sizes[0]} training images drawn anew for each split, {sizes[1]} to validate, {n_test} test images"
     parts = (pixels[train], labels[train]), (pixels[validation], labels[validation]), (shown[some], digits[some])
-    return DataSet(name, number, *parts, True, 10, ood=ood, notes=(note,))
+    known = tables.checksum(*(part.numpy() for part in raw))
+    return DataSet(name, number, *parts, True, 10, ood=ood, notes=(note,), checksum=known)

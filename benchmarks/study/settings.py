@@ -96,7 +96,7 @@ class Settings:
             ConfigurationError: Unknown labels.
         """
         default = self.content["default"]
-        own = (self.content.get("sets") or {}).get(_plain(name)) or {}
+        own = (self.content.get("sets") or {}).get(plain(name)) or {}
         if unknown := own.keys() - {"source", "network", "training", "methods"}:
             raise ConfigurationError(
                 f"{name}: unknown settings.",
@@ -113,7 +113,7 @@ class Settings:
             methods = {label: options for label, options in methods.items() if label in only}
         source = own.get("source") or {}
         return Section(
-            _plain(name),
+            plain(name),
             {"data": name, **source},
             dict(own["network"]) if "network" in own else dict(default["network"]),
             {**default["training"], **(own.get("training") or {})},
@@ -122,12 +122,12 @@ class Settings:
         )
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """A set's name, of which files are named."""
     path = Path(name)
     if path.suffix in (".npz", ".csv"):
         return path.parent.name if path.stem == "data" and path.parent.name else path.stem
-    return name
+    return path.name
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """Tables of numbers from ``.npz`` and CSV files, checked; what cannot be used is refused by name.
 
 A ``.npz`` file holds ``x [N, D]`` and ``y [N]``, and may hold ``split``: for each division of the rows (``[K, N]``, or
-``[N]`` for a single one) 0 for training, 1 for validation, 2 for test; or boolean ``*_test [K, N]``, true for test
-rows. A CSV file has one row for each example, with or without a line of names; the target is the column named ``y`` or
+``[N]`` for a single one) 0 for training, 1 for validation, 2 for test; or ``*_test [K, N]``, true or 1 for test rows.
+A CSV file has one row for each example, with or without a line of names; the target is the column named ``y`` or
 ``target``, or else the last one, and a column named ``split`` says 0, 1 or 2.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,15 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
+def checksum(*arrays: np.ndarray) -> str:
+    """Tells data apart: other numbers, shapes or types have another one."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(f"{array.dtype} {array.shape};".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:10]
+
+
 def read(path: Path, kind: str | None = None) -> Table:
     """Read and check a file.
 
@@ -57,9 +69,9 @@ def read(path: Path, kind: str | None = None) -> Table:
         LabelError: Targets that cannot be used.
     """
     name = path.parent.name if path.stem == "data" else path.stem
+    said: tuple[str, ...] = ()
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
+        arrays = _arrays(path, name)
         if missing := {"x", "y"} - arrays.keys():
             raise DataError(
                 f"{name}: {path.name} has no {' and no '.join(sorted(missing))}.",
@@ -68,25 +80,90 @@ def read(path: Path, kind: str | None = None) -> Table:
             )
         x, y = arrays["x"], arrays["y"]
         known = {key: value for key, value in arrays.items() if key == "split" or key.endswith("_test")}
-        known.pop("presplit_test", None)  # published halves without a validation part
-        splits = {key: np.atleast_2d(value) for key, value in known.items() if value.shape[-1:] == (len(y),)}
-        splits = {key: value for key, value in splits.items() if value.dtype == bool or key == "split"}
+        for other in ("x_test", "y_test", "presplit_test"):  # other data; published halves without a validation part
+            known.pop(other, None)
+        splits = {key: _division(key, value, y, name) for key, value in known.items()}
     elif path.suffix == ".csv":
-        x, y, splits = _read_csv(path, name)
+        x, y, splits, said = _read_csv(path, name)
     else:
         raise DataError(f"{name}: an unknown kind of file.", expected=".npz or .csv", got=path.name)
     x = _features(x, y, name)
     y, classification, notes = _targets(y, name, kind)
-    return Table(name, x, y, classification, splits, notes)
+    return Table(name, x, y, classification, splits, (*said, *notes))
 
 
-def _read_csv(path: Path, name: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    with path.open(newline="") as file:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(file) if any(cell.strip() for cell in row)]
+def _arrays(path: Path, name: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except (ValueError, OSError, zipfile.BadZipFile, AttributeError) as error:
+        raise DataError(
+            f"{name}: {path.name} cannot be read.",
+            expected="a file that numpy.savez wrote, of numbers and texts but no Python objects",
+            got=f"{type(error).__name__}: {error}",
+            fix="Convert objects first: np.savez(path, x=x.astype(float), y=y.astype(str)).",
+        ) from error
+
+
+def _division(key: str, value: np.ndarray, y: np.ndarray, name: str) -> np.ndarray:
+    """Splits ``[K, N]``, checked: one that cannot be used would let test rows be trained on."""
+    fits = value.ndim in (1, 2) and value.shape[-1:] == y.shape[:1]
+    most = 2 if key == "split" else 1
+    if not fits or value.dtype.kind not in "biu" or not np.isin(value, range(most + 1)).all():
+        raise DataError(
+            f"{name}: the array {key!r} is wrong.",
+            expected=f"[N] or [K, N] with N = {len(y)}, "
+            + ("0 (training), 1 (validation) or 2 (test)" if key == "split" else "true for test rows"),
+            got=f"{value.dtype} {list(value.shape)}" + (f" with {np.unique(value)[:5].tolist()}" if fits else ""),
+        )
+    value = np.atleast_2d(value)
+    return value if key == "split" else value.astype(bool)
+
+
+def _lines(path: Path, name: str) -> list[list[str]]:
+    """Cells of all lines that are not empty."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # with the mark that spreadsheets put first, or without
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: {path.name} is no text in UTF-8.", expected="UTF-8", got=str(error)) from error
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
+    rows = [row for row in rows if any(row)]
     if len(rows) < 2:  # noqa: PLR2004
         raise DataError(f"{name}: {path.name} is empty.", expected="at least two rows", got=str(len(rows)))
-    # A first line without any number is one of names.
-    names = rows.pop(0) if not any(_is_number(cell) for cell in rows[0]) else []
+    if len(rows[0]) < 2:  # noqa: PLR2004
+        raise DataError(
+            f"{name}: {path.name} has one column.", expected="features and a target, apart by commas", got=rows[0][0]
+        )
+    return rows
+
+
+def _names(rows: list[list[str]], name: str) -> list[str]:
+    """The first line, if it is one of names.
+
+    It is if none of its cells is a number, or if one of them is a name that means something here.
+
+    Raises:
+        DataError: A first line of numbers with a text above a column of numbers: names or data, that is not clear.
+    """
+    first = rows[0]
+    if not any(_is_number(cell) for cell in first) or any(cell.lower() in NAMED for cell in first):
+        return first
+    for cell, *others in zip(*rows, strict=False):
+        if not (_is_number(cell) or cell.lower() in MISSING) and all(map(_is_number, others)):
+            raise DataError(
+                f"{name}: the first line has numbers and a text above a column of numbers.",
+                expected="a line of names, or data from the first line on",
+                got=", ".join(first[:8]),
+                fix="Give each column a name that is no number, or call the target's y.",
+            )
+    return []
+
+
+def _read_csv(path: Path, name: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
+    rows = _lines(path, name)
+    names = _names(rows, name)
+    said = () if names else ("the file has no line of names, and its last column is the target",)
+    rows = rows[1:] if names else rows
     width = len(names) or len(rows[0])
     for number, row in enumerate(rows):
         if len(row) != width:
@@ -97,7 +174,7 @@ def _read_csv(path: Path, name: str) -> tuple[np.ndarray, np.ndarray, dict[str, 
     columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     if len(columns) != width:
         raise DataError(f"{name}: two columns have the same name.", expected="different names", got=", ".join(names))
-    target = next((key for key in names if key.lower() in ("y", "target")), None)
+    target = next((key for key in names if key.lower() in NAMED[:2]), None)
     target = target or [key for key in names if key.lower() != "split"][-1]
     y = columns.pop(target)
     if gaps := sum(cell.lower() in MISSING for cell in y):
@@ -107,8 +184,13 @@ def _read_csv(path: Path, name: str) -> tuple[np.ndarray, np.ndarray, dict[str, 
     targets = np.array([float(cell) for cell in y]) if all(map(_is_number, y)) else np.array(y)
     parts = next((columns.pop(key) for key in names if key.lower() == "split"), None)
     splits = {} if parts is None else {"split": _parts(parts, name)}
-    return np.stack([_column(cells, key, name) for key, cells in columns.items()], 1), targets, splits
+    if not columns:
+        raise DataError(f"{name}: {path.name} has no features.", expected="columns beside the target", got="none")
+    return np.stack([_column(cells, key, name) for key, cells in columns.items()], 1), targets, splits, said
 
+
+NAMED = ("y", "target", "split")
+"""Columns that mean something."""
 
 MISSING = ("", "?", "na", "nan", "null", "none")
 """What stands for a missing value in a CSV file."""

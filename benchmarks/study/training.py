@@ -227,8 +227,8 @@ class _Loop:
 def trained(
     folder: Path, network: dict[str, Any], schedule: dict[str, Any], data: DataSet, members: int, stamp: str
 ) -> Trained:
-    """The networks of a split, from the folder if they are there, trained under the same settings (``stamp``)."""
-    path = folder / f"{data.name}-{data.number}-{stamp}.pt"
+    """The networks of a split, from the folder if they are there, of the same data and settings (``stamp``)."""
+    path = folder / f"{data.name}-{data.number}-{stamp}-{data.checksum}.pt"
     if path.exists():
         return Trained(**torch.load(path, weights_only=True))
     found = train(network, schedule, data, members)

@@ -14,9 +14,9 @@ others, and a solver that misses turns gains energy and climbs too high. Keeping
 velocity after each step (Hairer, Lubich and Wanner, "Geometric numerical integration", 2006, IV.4), allows for
 tolerances at which it would otherwise grow manifold.
 
-At the kinks that ReLUs and max-pooling make the surface has creases, of which ``∇²L`` knows nothing. Those at which the
-energy would jump are found, by ever smaller steps, and crossed as a geodesic crosses them
-(:meth:`~laplace_plus.geometry.GraphMetric.refracted`).
+At the kinks that ReLUs and max-pooling make the surface has creases, of which ``∇²L`` knows nothing. There the gradient
+changes by more than the integral of ``∇²L c'``. Those creases that bend the way noticeably are found, by ever smaller
+steps, and crossed as a geodesic crosses them (:meth:`~laplace_plus.geometry.GraphMetric.refracted`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.geometry.integration import WORDS, PathStatus, integrate
+from laplace_plus.geometry.integration import WORDS, PathStatus, Rates, integrate
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.geometry.metric import GraphMetric
 from laplace_plus.geometry.second_order import Derivatives
@@ -105,8 +105,8 @@ def exponential_map(
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap for each geodesic.
         max_energy_change: Relative change of the energy beyond which a step is repeated with a smaller one; what is
-            left is corrected for by stretching the velocity. Where it jumps by more even in a tiny step, the surface
-            has a crease, and the velocity is refracted.
+            left is corrected for by stretching the velocity. The same holds for a crease by which the velocity would
+            change, relative to its length; where the step is tiny, it is refracted. Infinity takes all steps.
 
     Raises:
         ConfigurationError: Shapes that do not fit, or settings out of range.
@@ -168,26 +168,30 @@ def geodesic(
         )
     derivatives = _derivatives(landscape, len(points))
 
-    def function(which: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def function(which: Tensor, states: Tensor) -> Rates:
         c, u = states.split(size, dim=1)
         gradients, products = derivatives(which, c, u)
         metric = GraphMetric(gradients)
         bend = metric.beta * (u * products).sum(1)
-        return torch.cat([u, -bend[:, None] * gradients], 1), metric.squared_norm(u)
+        slope = torch.cat([u, -bend[:, None] * gradients], 1)
+        return Rates(slope, metric.squared_norm(u), gradients, products)
 
-    def correct(states: Tensor, slopes: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    def correct(states: Tensor, rates: Rates, ratio: Tensor) -> tuple[Tensor, Rates]:
         """Velocities stretched to the right energy; accelerations are quadratic in them."""
         stretch = ratio.sqrt()[:, None].to(states)
-        (c, u), (_, bend) = states.split(size, dim=1), slopes.split(size, dim=1)
-        return torch.cat([c, stretch * u], 1), torch.cat([stretch * u, stretch.square() * bend], 1)
+        (c, u), (_, bend) = states.split(size, dim=1), rates.slope.split(size, dim=1)
+        slope = torch.cat([stretch * u, stretch.square() * bend], 1)
+        rates = Rates(slope, rates.invariant * ratio, rates.quantity, stretch * rates.change)
+        return torch.cat([c, stretch * u], 1), rates
 
-    def cross(which: Tensor, before: Tensor, behind: Tensor) -> Tensor:
+    def bend(states: Tensor, gradients: Tensor, jumps: Tensor) -> tuple[Tensor, Tensor]:
         """Behind a crease, with the velocity that a geodesic has there; in double precision, for gradients are long."""
-        (c, u), (ahead, _) = before.double().split(size, dim=1), behind.split(size, dim=1)
-        here, there = (
-            GraphMetric(derivatives(which, point.to(before), u.to(before)).gradients.double()) for point in (c, ahead)
-        )
-        return torch.cat([ahead, here.refracted(u, there).to(behind)], 1)
+        c, u = states.split(size, dim=1)
+        gradients, jumps, velocities = gradients.double(), jumps.double(), u.double()
+        before, behind = GraphMetric(gradients - jumps), GraphMetric(gradients)
+        refracted = before.refracted(velocities, behind)
+        bent = behind.norm(refracted - velocities) / before.norm(velocities).clamp(min=torch.finfo(u.dtype).tiny)
+        return torch.cat([c, refracted.to(u)], 1), bent
 
     with torch.no_grad():
         found = integrate(
@@ -199,7 +203,7 @@ def geodesic(
             max_evaluations=max_evaluations,
             max_change=max_energy_change,
             correct=correct,
-            cross=cross,
+            bend=bend,
         )
     path, speeds = found.states.split(size, dim=2)
     return GeodesicResult(

@@ -41,6 +41,13 @@ class GraphMetric:
         """``M⁻¹ v = v − g (gᵀ v)/(1 + ‖g‖²)``, ``[..., P]``."""
         return vectors - self.gradient * (self.beta * self._slope(vectors))[..., None]
 
+    def inverse_squared_norm(self, vectors: Tensor) -> Tensor:
+        """``vᵀ M⁻¹ v``, ``[...]``: what is along the gradient counts little, and is told apart before it cancels."""
+        length = self.gradient.norm(dim=-1)
+        unit = self.gradient / length.clamp(min=torch.finfo(length.dtype).tiny)[..., None]
+        along = (unit * vectors).sum(-1)
+        return (vectors - unit * along[..., None]).square().sum(-1) + self.beta * along.square()
+
     def inner(self, left: Tensor, right: Tensor) -> Tensor:
         """``uᵀ M v``, ``[...]``."""
         return (left * right).sum(-1) + self._slope(left) * self._slope(right)
@@ -62,12 +69,11 @@ class GraphMetric:
         both sides; the limit of geodesics over ever sharper bends.
         """
         jump = beyond.gradient - self.gradient
-        turned, across = beyond.inverse(jump), (jump * vectors).sum(-1)
-        wide = (jump * turned).sum(-1).clamp(min=torch.finfo(jump.dtype).tiny)
-        narrow = (jump * self.inverse(jump)).sum(-1).clamp(min=torch.finfo(jump.dtype).tiny)
-        momentum = self.apply(vectors)
-        push = (across * (wide / narrow).sqrt() - (turned * momentum).sum(-1)) / wide
-        return beyond.inverse(momentum) + push[..., None] * turned
+        across, momentum = (jump * vectors).sum(-1), self.apply(vectors)
+        turned, wide, narrow = beyond.inverse(jump), beyond.inverse_squared_norm(jump), self.inverse_squared_norm(jump)
+        smallest = torch.finfo(jump.dtype).tiny
+        push = across * (wide / narrow.clamp(min=smallest)).sqrt() - (turned * momentum).sum(-1)
+        return beyond.inverse(momentum) + (push / wide.clamp(min=smallest))[..., None] * turned
 
     def log_determinant(self) -> Tensor:
         """``log det M = log(1 + ‖g‖²)``, ``[...]``."""

@@ -284,11 +284,26 @@ def test_creases_are_crossed_by_the_shortest_way(lift):
         return np.linalg.norm(turn - above(start.numpy())) + np.linalg.norm(above(end) - turn)
 
     shortest = minimize(length, np.zeros(2), options={"gtol": 1e-10})
-    # The crease is found to within a millionth of the way.
-    assert shortest.fun == pytest.approx(result.energy[0].sqrt().item(), rel=5e-6)
+    # The crease is found to within a millionth of the way, on which the loss climbs by up to 40 millionths.
+    assert shortest.fun == pytest.approx(result.energy[0].sqrt().item(), rel=2e-5)
     # No path is shorter, and this one is as long as the geodesic: it is the geodesic, if its first part is.
     first = on_crease(shortest.x)
     torch.testing.assert_close(torch.as_tensor(first / np.linalg.norm(first)), v[0] / v[0].norm(), rtol=0, atol=1e-5)
+
+
+def test_creases_over_which_the_energy_would_not_jump_are_crossed_the_same_way():
+    # Straight on, the slope along the way goes from −2 to 2.
+    slope, normal = torch.tensor([-2.0, 0.0], dtype=DTYPE), torch.tensor([2.0, 2.0], dtype=DTYPE)
+    start, v = torch.zeros(2, dtype=DTYPE), torch.ones(1, 2, dtype=DTYPE)
+    result = exponential_map(folded(slope, normal, 1.0, 0.5), start, v)
+    assert result.n_creases.item() == 1
+    torch.testing.assert_close(result.endpoint[0], torch.tensor([13 / 6, -1 / 6], dtype=DTYPE), rtol=0, atol=1e-4)
+
+    def bend(p):
+        return p @ slope + nn.functional.softplus(1000 * (p @ normal - 0.5)) / 1000
+
+    smooth = exponential_map(bend, start, v)  # so sharp that ordinary steps would not see it
+    torch.testing.assert_close(smooth.endpoint, result.endpoint, rtol=0, atol=5e-3)
 
 
 def test_creases_are_limits_of_sharp_bends():
