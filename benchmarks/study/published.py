@@ -56,12 +56,18 @@ def page(folder: Path, published: dict[str, Any]) -> str:
 
 
 def _measured(table: Table, labels: list[str]) -> str:
-    """Of the first row that was run, with the number of its splits where they are not all."""
-    for label in labels:
-        if values := table.scores(label, "nll"):
-            some = "" if len(values) == len(table.splits) else f" ({len(values)} splits)"
-            return shown(values) + some
-    return ""
+    """Of the first row that was run on all splits, or else on some of them, with their number.
+
+    A row other than the first is named.
+    """
+    found = {label: values for label in labels if (values := table.scores(label, "nll"))}
+    if not found:
+        return ""
+    label = next((label for label in found if len(found[label]) == len(table.splits)), next(iter(found)))
+    values = found[label]
+    remarks = [f"{len(values)} splits"] if len(values) < len(table.splits) else []
+    remarks += [label] if label != labels[0] else []
+    return shown(values) + (f" ({', '.join(remarks)})" if remarks else "")
 
 
 def main() -> None:

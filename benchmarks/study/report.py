@@ -125,11 +125,14 @@ class Table:
         return "\n".join(lines).rstrip() + "\n"
 
     def _missing(self, label: str) -> str:
+        own = [row for row in self.rows if row["method"] == label]
         done = sum(self.score(label, split, "nll") is not None for split in self.splits)
-        if done == len(self.splits):
-            return ""
-        failed = sum(row["method"] == label and row["status"] == "failed" for row in self.rows)
-        return f" ({done} of {len(self.splits)} splits{', ' + str(failed) + ' failed' if failed else ''})"
+        failed = sum(row["status"] == "failed" for row in own)
+        lost = sum(row.get("tuning", {}).get("failed_samples", 0) for row in own)
+        remarks = [f"{done} of {len(self.splits)} splits"] if done < len(self.splits) else []
+        remarks += [f"{failed} failed"] if failed else []
+        remarks += [f"without {lost} samples that failed"] if lost else []
+        return f" ({', '.join(remarks)})" if remarks else ""
 
     def _tunings(self) -> list[str]:
         lines = ["## How each was tuned", "", "Of the first split that is there.", ""]
@@ -325,10 +328,11 @@ def _text(value: Any) -> str:
 
 INTRODUCTION = """
 Test scores, mean ± standard error over splits; differences are paired by split, negative where the row is better. Every
-method is tuned on training data or on the validation part, never on the test part. NLL is in nats, of the predictive
-mixture; Brier sums over classes; ECE has 15 bins; risk–coverage is the area under the curve of the error (squared, in
-regression) over the share of inputs that are predicted at all, the least doubtful first; doubt is the entropy of the
-prediction, for numbers its variance.
+method is tuned on training data or on the validation part, never on the test part; what was decided after looking at
+test scores is listed in the study's README. NLL is in nats, of the predictive mixture; CRPS is that of a normal
+distribution with the prediction's mean and variance; Brier sums over classes; ECE has 15 bins; risk–coverage is the
+area under the curve of the error (squared, in regression) over the share of inputs that are predicted at all, the least
+doubtful first; doubt is the entropy of the prediction, for numbers its variance.
 """
 
 LEGACY = """

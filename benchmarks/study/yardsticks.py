@@ -20,8 +20,8 @@ from laplace_plus.experiments.evaluation import Predict
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.predictive import from_samples
 
-TEMPERATURES = [2.0 ** (step / 10) for step in range(-30, 31)]
-"""Between 1/8 and 8."""
+TEMPERATURES = [2.0 ** (step / 10) for step in range(-30, 101)]
+"""Between 1/8 and 1024. Where every validation row is predicted correctly there is no least loss, and the first counts."""
 
 
 def averaged(networks: list[nn.Module], likelihood: Likelihood) -> Predict:
@@ -79,7 +79,8 @@ def temperature(task: Task) -> Fitted:
         return predict
 
     best, found = least(task, TEMPERATURES, at, name="temperature" if task.data.classification else "times_noise")
-    return Fitted(at(best), {key: value for key, value in found.items() if key != "tried"})
+    edge = {"at_edge": True} if best in (TEMPERATURES[0], TEMPERATURES[-1]) else {}
+    return Fitted(at(best), {key: value for key, value in found.items() if key != "tried"} | edge)
 
 
 @method

@@ -22,7 +22,7 @@ def test_rows_are_beside_each_other_and_missing_ones_are_empty(tmp_path):
     (tmp_path / "study-mine.jsonl").write_text("\n".join(rows))
     page = published.page(tmp_path, PUBLISHED)
     assert "| first | published | 0.50 ± 0.10 | 1.00 ± 0.20 |" in page
-    assert "|  | measured | 0.125 (1 splits) |  |" in page  # A, the first of the two
+    assert "|  | measured | 0.300 ± 0.050 (B) |  |" in page  # A is the first of the two, but lacks a split
     assert "| MAP | measured | 0.500 ± 0.100 |  |" in page
     assert "Splits: Mine 2, Other 0." in page
 

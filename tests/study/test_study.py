@@ -195,6 +195,8 @@ def test_tables_show_differences_and_failures():
     page = table.markdown("mine")
     assert "| MAP | 0.500 ± 0.000 | 1.500 ± 0.500 |  | +0.750 ± 0.250 |" in page
     assert "other (1 of 2 splits, 1 failed) | 0.500 | 0.750 | -0.250 | +0.250 |" in page
+    table.rows[0]["tuning"] = table.rows[1]["tuning"] = {"failed_samples": 3}
+    assert "| MAP (without 6 samples that failed) |" in table.markdown("mine")
     assert "- other, split 1: SamplingError: none" in page and "| inf | 0.500 ± 0.000 | inf" in page
     assert len(table.picture("mine").axes) == 2
 
@@ -266,6 +268,28 @@ def test_a_study_goes_on_where_it_stopped_and_writes_failures_down(tmp_path, cap
     assert again["MAP + temperature"]["scores"]["nll"] == rows["MAP + temperature"]["scores"]["nll"]
 
 
+def test_other_data_and_other_settings_are_run_anew_and_stay_out_of_tables(tmp_path, capsys):
+    config, output = written(tmp_path), tmp_path / "out"
+    arguments = ["--data", str(tmp_path), "--output", str(output), "--config", str(config), "--workers", "2"]
+    arguments += ["--sets", "mine", "--no-progress", "--methods", "MAP"]
+    assert run.main(arguments) == 0
+    before = Results(output).rows("mine")[0]
+    text = (tmp_path / "mine.csv").read_text()
+    (tmp_path / "mine.csv").write_text(text.replace(",1\n", ",a\n").replace(",0\n", ",1\n").replace(",a\n", ",0\n"))
+    capsys.readouterr()
+    assert run.main([*arguments, "--report"]) == 1
+    assert "1 results of other settings or data" in capsys.readouterr().err
+    assert run.main(arguments) == 0
+    after = Results(output).rows("mine")[0]
+    assert after["data"] != before["data"] and after["stamp"] == before["stamp"]
+    assert after["scores"]["nll"] != before["scores"]["nll"]
+    # trained anew, too: with the labels exchanged the old network would be far off
+    assert after["scores"]["nll"] < 2 * before["scores"]["nll"]
+    changed = written(tmp_path, default={**CONFIGURATION["default"], "training": {"epochs": 2}})
+    (tmp_path / "mine.csv").write_text(text)
+    assert run.main([*arguments[:5], str(changed), *arguments[6:], "--report"]) == 1
+
+
 def test_bad_arguments_end_before_anything_runs(tmp_path, capsys):
     config = written(tmp_path)
     common = ["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--config", str(config)]
@@ -273,6 +297,12 @@ def test_bad_arguments_end_before_anything_runs(tmp_path, capsys):
     assert (
         run.main([*common, "--sets", "mine", "--methods", "nothing"]) == 1 and "no such rows" in capsys.readouterr().err
     )
+    assert run.main([*common, "--sets", "mine", "--methods", "numbers"]) == 1
+    assert "No row that was asked for" in capsys.readouterr().err
+    assert run.main([*common, "--sets", "mine", str(tmp_path / "mine.csv")]) == 1
+    assert "Two sets have the same name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.main([*common, "--sets", "mine", "--splits", "0"])
     assert not (tmp_path / "out").exists()
     (tmp_path / "bad.yaml").write_text("rows: 1")
     with pytest.raises(ConfigurationError, match="no configuration of the study"):
