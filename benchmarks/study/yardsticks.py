@@ -21,7 +21,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.predictive import from_samples
 
 TEMPERATURES = [2.0 ** (step / 10) for step in range(-30, 101)]
-"""Between 1/8 and 1024. Where every validation row is predicted correctly there is no least loss, and the first counts."""
+"""Between 1/8 and 1024. There is no least loss where every validation row is predicted correctly; the first counts."""
 
 
 def averaged(networks: list[nn.Module], likelihood: Likelihood) -> Predict:
