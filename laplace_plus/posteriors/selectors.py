@@ -183,7 +183,7 @@ class Random(Selector):
 
     Args:
         size: Number or fraction of entries.
-        seed: Where the draw starts; by default the ``generator`` of ``fit``.
+        seed: Where the draw starts; by default the ``generator`` of ``fit``, or torch's own.
     """
 
     size: int | float
@@ -198,7 +198,7 @@ class Random(Selector):
         elif task.generator is not None:
             generator.manual_seed(draw_seed(task.generator))
         else:
-            generator.seed()
+            generator.manual_seed(int(torch.randint(2**62, ())))
         mask = torch.zeros(total, dtype=torch.bool)
         mask[torch.randperm(total, generator=generator)[: _count(self.size, total)]] = True
         return Choice(mask)

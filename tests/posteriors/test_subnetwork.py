@@ -150,6 +150,16 @@ def test_a_second_fit_chooses_anew_among_all_candidates(problem):
     assert torch.equal(posterior.fit(data, generator=generator(0)).mean, first)
 
 
+def test_torchs_own_seed_is_honoured(problem):
+    net, data = problem
+    chosen = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        chosen.append(lp.Subnetwork(net, "classification", lp.Random(10)).fit(data).mean)
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
+
+
 def test_a_selector_of_ones_own(problem):
     net, data = problem
 
