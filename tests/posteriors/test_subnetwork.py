@@ -116,6 +116,43 @@ def test_swag_variances_are_those_of_plain_sgd(problem):
     torch.testing.assert_close(posterior.squared_wasserstein(), left_out, rtol=1e-8, atol=1e-14)
 
 
+def test_swag_trains_the_selected_entries_alone(problem):
+    net, data = problem
+    mask = torch.zeros(8, 3, dtype=torch.bool)
+    mask[2, 1] = mask[5, 0] = True
+    swag = lp.DiagonalSWAG(learning_rate=0.5, n_snapshots=5, momentum=0.5, weight_decay=0.1)
+    selector = lp.LargestVariance(1, swag)
+    posterior = lp.Subnetwork(net, "classification", selector, parameters={"0.weight": mask}).fit(data)
+    weight = net[0].weight.detach()
+    entries = weight[mask].clone().requires_grad_()
+    optimizer = torch.optim.SGD([entries], lr=0.5, momentum=0.5, weight_decay=0.1)
+    snapshots = []
+    for _ in range(5):
+        for x, y in data:
+            optimizer.zero_grad()
+            hidden = torch.tanh(nn.functional.linear(x, weight.masked_scatter(mask, entries), net[0].bias.detach()))
+            outputs = nn.functional.linear(hidden, net[2].weight.detach(), net[2].bias.detach())
+            nn.functional.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        snapshots.append(entries.detach().clone())
+    variances = torch.stack(snapshots).var(0, correction=0)
+    torch.testing.assert_close(posterior.squared_wasserstein(), variances.min(), rtol=1e-8, atol=1e-14)
+
+
+def test_swag_leaves_other_devices_generators_alone(problem, monkeypatch):
+    net, data = problem
+    noisy = nn.Sequential(net[0], nn.Dropout(0.5), net[1], net[2])
+    seeded, state = [], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    lost = []
+    for seed in (0, 0, 1):
+        posterior = lp.Subnetwork(noisy, "classification", lp.LargestVariance(10, lp.DiagonalSWAG(n_snapshots=2)))
+        lost.append(posterior.fit(data, generator=generator(seed)).squared_wasserstein())
+    assert lost[0] == lost[1] != lost[2]
+    assert not seeded
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_swag_that_diverges_is_named(problem):
     net, data = problem
     swag = lp.DiagonalSWAG(learning_rate=1e6, n_snapshots=50, weight_decay=1.0)
