@@ -38,7 +38,7 @@ from laplace_plus.posteriors.kernel_noise import (
 from laplace_plus.posteriors.methods import check_count, exactly, positive
 from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.resuming import Checkpoint, identity
-from laplace_plus.posteriors.sample_based import SampleBased
+from laplace_plus.posteriors.sample_based import KernelBased
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.posteriors.viking_scales import Bound, Expectation, ExpectedLoss, ScaleFit
 from laplace_plus.posteriors.viking_training import ELBOTraining, KernelImageTraining, moved
@@ -51,7 +51,7 @@ _EXPECTATIONS = ("linearized", "sampled")
 Path = str | PathLike[str]
 
 
-class VIKING(SampleBased):
+class VIKING(KernelBased):
     """A Gaussian with one scale where the data say nothing and another where they do, by variational inference.
 
     ``q = N(θ̂, σ_ker² P + σ_im² (I − P))`` with P the projector onto the kernel of the training data's rows and
@@ -205,7 +205,6 @@ class VIKING(SampleBased):
     @override
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
-        check_single(self._prior_precision)
         n_data, n_outputs, data_summary = survey(self, data)
         if self._prior_precision is not self._learnt_precision:  # the caller has set it since
             self._first_precision = self._prior_precision
@@ -376,7 +375,6 @@ class VIKING(SampleBased):
 
     def _bound(self, data: Iterable[Any] | None) -> Bound:
         assert self._noise is not None
-        check_single(self._prior_precision)
         again = self._data.again(data, WHY)
         n_data, n_outputs, _ = survey(self, again)
         if n_data != self.n_data:
