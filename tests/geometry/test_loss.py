@@ -142,6 +142,31 @@ def test_subsets_sum_to_the_whole():
             landscape.minibatches(size, 1)
 
 
+@pytest.mark.parametrize("linearized", [False, True])
+def test_subsets_of_subsets(linearized):
+    net, x, y = small_network(), random(9, 3), random(9, 2, seed=1)
+    data = [(x[:5], y[:5]), (x[5:], y[5:])]
+    landscape = LossLandscape(net, "regression", data, linearized=linearized)
+    points = landscape.vector + random(2, len(landscape.vector), seed=3)
+    part = landscape.subsets([torch.tensor([1, 2, 4, 5, 7, 8])])[0]
+    assert (part.n_data, part.scale) == (6, 1.5)
+    again = part.subsets([torch.arange(6)])[0]
+    assert (again.n_data, again.scale) == (6, 1.5)
+    torch.testing.assert_close(again.value(points), part.value(points))
+    one, directly = part.subsets([torch.tensor([1, 3])])[0], landscape.subsets([torch.tensor([2, 5])])[0]
+    assert one.scale == directly.scale == 4.5
+    torch.testing.assert_close(one.gradient(points), directly.gradient(points))
+    pieces = part.minibatches(6, 3, generator=torch.Generator().manual_seed(0))
+    assert all(piece.n_data == 6 for piece in pieces)
+    for piece in pieces:
+        torch.testing.assert_close(piece.value(points), part.value(points))
+    with pytest.raises(ConfigurationError, match="from 1 to 6"):
+        part.minibatches(7, 1)
+    assert part.checksum == pytest.approx(again.checksum)
+    own = LossLandscape(net, "regression", part.data())
+    assert part.checksum == pytest.approx(own.checksum) != pytest.approx(landscape.checksum)
+
+
 class Attention(nn.Module):
     """Fused attention, whose second derivatives torch has no formula for, or a wrong one."""
 
