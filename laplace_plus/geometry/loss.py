@@ -50,7 +50,7 @@ class LossLandscape(Landscape):
         network: The network, or a module of which all parameters that require gradients are taken.
         likelihood: A name or a :class:`~laplace_plus.Likelihood`; its observation noise is that of the loss.
         data: An iterable of batches that can be started again.
-        prior_precision: One number, one for each layer, or one for each entry.
+        prior_precision: One number, one for each layer, or one for each entry; zero for the loss without a prior.
         prior_mean: One number, or one for each entry.
         temperature: Divides the log-likelihood.
         linearized: Whether to take the network's tangent at its weights for the network.
@@ -105,7 +105,7 @@ class LossLandscape(Landscape):
         self._kept: list[Batch] | None = self._survey()
         self._n_data, self._is_part = self._stream.n_data, False
         self.vector = self.network.vector()
-        prior = GaussianPrior.create(prior_precision, prior_mean, self.network.layer_index())
+        prior = GaussianPrior.create(prior_precision, prior_mean, self.network.layer_index(), flat=True)
         self._precision = prior.vector().detach().to(self.vector)
         self._centre = prior.mean.detach().to(self.vector)
         self._tangents = self._kept_tangents()

@@ -107,6 +107,24 @@ def test_linearized_is_the_loss_of_the_tangent():
     assert_derivatives(landscape, function, centre + random(3, len(centre), seed=3))
 
 
+@pytest.mark.parametrize("linearized", [False, True])
+def test_a_precision_of_zero_leaves_the_plain_loss(linearized):
+    net, x, y = small_network(3), random(6, 3), torch.arange(6) % 3
+    landscape = LossLandscape(net, "classification", [(x, y)], prior_precision=0.0, linearized=linearized)
+    function = dense(net, lambda model: nn.functional.cross_entropy(model(x), y, reduction="sum"))
+    points = landscape.vector + (0 if linearized else random(3, len(landscape.vector), seed=3))
+    points = points.view(-1, len(landscape.vector))
+    torch.testing.assert_close(landscape.value(points), torch.stack([function(point) for point in points]))
+    torch.testing.assert_close(landscape.gradient(points), torch.stack([torch.func.grad(function)(p) for p in points]))
+    part = torch.tensor([0.0, 2.0])  # by layers
+    partly = LossLandscape(net, "classification", [(x, y)], prior_precision=part, linearized=linearized)
+    expected = landscape.value(points) + points[:, 12:].square().sum(1)
+    torch.testing.assert_close(partly.value(points), expected)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="not proper"):
+            LossLandscape(net, "classification", [(x, y)], prior_precision=wrong)
+
+
 def test_ignored_targets_and_chosen_parameters():
     net, x = small_network(3), random(6, 3)
     y = torch.tensor([0, 1, -100, 2, -100, 0])

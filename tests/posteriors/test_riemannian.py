@@ -123,6 +123,36 @@ def test_the_surface_may_keep_the_prior_of_training():
     torch.testing.assert_close(posterior.samples, own.samples)
 
 
+@pytest.mark.parametrize("linearized", [False, True])
+def test_without_weight_decay_geodesics_follow_the_plain_loss(linearized):
+    net, data = problem()
+    method = lp.ExponentialMap(training_prior_precision=0.0, linearized=linearized)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=3, prior_precision=2.0)
+    posterior.fit(data, generator=generator())
+    landscape = lp.geometry.LossLandscape(
+        posterior.network, posterior.likelihood, data, prior_precision=0.0, linearized=linearized
+    )
+    plain = landscape.gradient(posterior.mean[None])
+    vector = nn.utils.parameters_to_vector(
+        torch.autograd.grad(
+            sum(nn.functional.cross_entropy(net(x), y, reduction="sum") for x, y in data), list(net.parameters())
+        )
+    )
+    torch.testing.assert_close(plain[0], vector)
+    assert posterior.report.gradient_norm == pytest.approx(float(vector.norm()))
+    velocities = posterior.tangent.sample(3, generator=draws(posterior._seed)) - posterior.mean
+    tolerances = {name: getattr(method, name) for name in ("rtol", "atol", "max_energy_change")}
+    found = lp.geometry.exponential_map(landscape, posterior.mean, velocities, **tolerances)
+    torch.testing.assert_close(posterior.samples, found.endpoint)
+
+
+def draws(seed):
+    """The generator of a draw's velocities, which come after a seed for each of three samples."""
+    source = generator(seed)
+    torch.randint(2**62, (3,), generator=source)
+    return source
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_precisions_of_training_are_checked(wrong):
     with pytest.raises(ConfigurationError, match="training_prior_precision >= 0"):
