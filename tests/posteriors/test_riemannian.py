@@ -238,8 +238,21 @@ def test_a_fitted_tangent_is_taken_as_it_is():
         lp.Riemannian(net, "regression", tangent=tangent)
     with pytest.raises(ConfigurationError, match="own settings"):
         lp.Riemannian(net, "classification", tangent=tangent, prior_precision=1.0)
-    with pytest.raises(DataError, match="not the data"):
-        lp.Riemannian(net, "classification", tangent=tangent).fit(data[:1])
+    (x, y), rest = data
+    for others in (data[:1], [(x, 1 - y), rest], [(x + 1, y), rest]):
+        with pytest.raises(DataError, match="not the data"):
+            lp.Riemannian(net, "classification", tangent=tangent).fit(others)
+    lp.Riemannian(net, "classification", tangent=tangent).fit(data[::-1])
+
+
+def test_a_sampled_tangent_knows_its_data():
+    net, data = problem()
+    tangent = lp.SampledLaplace(net, "classification", n_samples=3).fit(data, generator=generator())
+    (x, y), rest = data
+    with pytest.raises(DataError, match="30 others"):
+        lp.Riemannian(net, "classification", tangent=tangent).fit([(x, 1 - y), rest])
+    posterior = lp.Riemannian(net, "classification", tangent=tangent, n_samples=2).fit(data[::-1])
+    assert len(posterior.samples) == 2
 
 
 @pytest.mark.parametrize("tangent", [lp.Riemannian, nn.Linear, 3])
@@ -349,8 +362,11 @@ def test_saved_statuses_and_lost_data(tmp_path):
         loaded.predictive(data[0][0])
     posterior.prior_precision = 2.0
     assert torch.equal(loaded.draw(data=data).samples, posterior.samples)
-    with pytest.raises(DataError, match="not the data"):
-        loaded.draw(data=data[:1])
+    (x, y), rest = data
+    for others in (data[:1], [(x, 1 - y), rest], [(x + 1, y), rest]):
+        for known in (posterior, loaded):
+            with pytest.raises(DataError, match="not the data"):
+                known.draw(data=others)
 
 
 @pytest.mark.parametrize("method", [lp.ExponentialMap(), lp.Diffusion(n_steps=2)])
