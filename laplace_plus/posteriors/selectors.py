@@ -64,6 +64,11 @@ class Selector(ABC):
     needs_data: ClassVar[bool] = False
     """Whether it passes over the data."""
 
+    @property
+    def needs_prior(self) -> bool:
+        """Whether its choice depends on the candidates' prior precision."""
+        return True
+
     @abstractmethod
     def choose(self, task: Task) -> Choice:
         """The mask of the chosen entries.
@@ -142,6 +147,11 @@ class LargestVariance(Selector):
                 "Unknown source of variances.", expected='"laplace" or lp.DiagonalSWAG(...)', got=repr(self.variances)
             )
 
+    @property
+    @override
+    def needs_prior(self) -> bool:
+        return self.variances == "laplace"
+
     @override
     def choose(self, task: Task) -> Choice:
         candidates = task.candidates
@@ -170,6 +180,7 @@ class LargestMagnitude(Selector):
     """The entries of largest absolute value; ``size`` as for :class:`LargestVariance`."""
 
     size: int | float
+    needs_prior = False
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -188,6 +199,7 @@ class Random(Selector):
 
     size: int | float
     seed: int | None = None
+    needs_prior = False
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -211,6 +223,8 @@ class Chosen(Selector):
         selection: Parameter or module names, globs, a predicate or a mask, as for ``parameters=``; entries that are not
             among the candidates are left out.
     """
+
+    needs_prior = False
 
     def __init__(self, selection: Selection = "all"):
         self.selection = selection
