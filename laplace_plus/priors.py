@@ -109,14 +109,22 @@ class GaussianPrior:
     n_layers: int
 
     @classmethod
-    def create(cls, precision: float | Tensor, mean: float | Tensor, layer_index: Tensor) -> GaussianPrior:
+    def create(
+        cls, precision: float | Tensor, mean: float | Tensor, layer_index: Tensor, *, flat: bool = False
+    ) -> GaussianPrior:
         """Check and shape the two arguments.
+
+        Args:
+            precision: 0-d, ``[L]`` or ``[P]``.
+            mean: 0-d or ``[P]``.
+            layer_index: As in the attributes.
+            flat: Whether the precision may be zero, for what takes the prior's quadratic form alone.
 
         Raises:
             ConfigurationError: A precision that is not positive and finite, or a shape that is none of the three.
         """
         n, layers = len(layer_index), int(layer_index.max()) + 1
-        precision, mean = _checked_precision(precision, n, layers), as_hyperparameter(mean)
+        precision, mean = _checked_precision(precision, n, layers, flat=flat), as_hyperparameter(mean)
         mean = mean.squeeze() if mean.numel() == 1 else mean
         if mean.shape not in ((), (n,)):
             raise ConfigurationError(
@@ -174,7 +182,7 @@ class GaussianPrior:
         return self.vector().double().log().sum()
 
 
-def _checked_precision(precision: float | Tensor, n: int, layers: int) -> Tensor:
+def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: bool = False) -> Tensor:
     precision = as_hyperparameter(precision)
     precision = precision.squeeze() if precision.numel() == 1 else precision
     if precision.shape not in ((), (layers,), (n,)):
@@ -184,9 +192,12 @@ def _checked_precision(precision: float | Tensor, n: int, layers: int) -> Tensor
             got=f"shape {tuple(precision.shape)}",
         )
     low, high = precision.detach().aminmax()  # NaN is both
-    if not 0 < low.item() <= high.item() < float("inf"):
+    enough = low.item() >= 0 if flat else low.item() > 0
+    if not (enough and high.item() < float("inf")):
         raise ConfigurationError(
-            "The prior precision is not proper.", expected="positive, finite precisions", got=_extent(precision)
+            "The prior precision is not proper.",
+            expected="finite precisions >= 0" if flat else "positive, finite precisions",
+            got=_extent(precision),
         )
     return precision
 

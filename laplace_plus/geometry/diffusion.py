@@ -165,7 +165,16 @@ def noise_field(
         landscape: The loss with its prior.
         options: Kind and backend.
         generator: Source of Lanczos' start vectors, which have to be independent of the noise.
+
+    Raises:
+        ConfigurationError: A prior precision of zero, under which the kernel's noise has no scale.
     """
+    if not bool((landscape.prior_precision > 0).all()):
+        raise ConfigurationError(
+            "Diffusions need a proper prior.",
+            expected="a landscape with prior_precision > 0",
+            got=f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero",
+        )
     if options.backend == "lsmr":
         return ProjectedField(landscape, LSMRProjection())
     if options.backend == "alternating":

@@ -24,7 +24,7 @@ from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.linearization import Linearization
 from laplace_plus.curvature.operators import CHUNK_SIZE, GGNOperator
-from laplace_plus.curvature.streaming import Stream
+from laplace_plus.curvature.streaming import DataSums, Stream
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.geometry.landscape import Landscape
@@ -50,7 +50,7 @@ class LossLandscape(Landscape):
         network: The network, or a module of which all parameters that require gradients are taken.
         likelihood: A name or a :class:`~laplace_plus.Likelihood`; its observation noise is that of the loss.
         data: An iterable of batches that can be started again.
-        prior_precision: One number, one for each layer, or one for each entry.
+        prior_precision: One number, one for each layer, or one for each entry; zero for the loss without a prior.
         prior_mean: One number, or one for each entry.
         temperature: Divides the log-likelihood.
         linearized: Whether to take the network's tangent at its weights for the network.
@@ -103,8 +103,9 @@ class LossLandscape(Landscape):
         self.scale = 1.0
         self._differentiate = SecondOrder()
         self._kept: list[Batch] | None = self._survey()
+        self._n_data, self._is_part = self._stream.n_data, False
         self.vector = self.network.vector()
-        prior = GaussianPrior.create(prior_precision, prior_mean, self.network.layer_index())
+        prior = GaussianPrior.create(prior_precision, prior_mean, self.network.layer_index(), flat=True)
         self._precision = prior.vector().detach().to(self.vector)
         self._centre = prior.mean.detach().to(self.vector)
         self._tangents = self._kept_tangents()
@@ -112,11 +113,16 @@ class LossLandscape(Landscape):
     @property
     def n_data(self) -> int:
         """Number of examples."""
-        return self._stream.n_data
+        return self._n_data
 
     @property
     def checksum(self) -> float:
         """A sum over the data by which they can be told from others."""
+        if self._is_part:
+            own = DataSums(self.network.device)
+            for batch in self._batches():
+                own.add(batch, batches.batch_size(batch.target))
+            return own.values()[0]
         sums = self._stream._sums
         assert sums is not None
         return sums[0]
@@ -201,7 +207,10 @@ class LossLandscape(Landscape):
         return self.subsets(orders)
 
     def subsets(self, indices: list[Tensor]) -> list[LossLandscape]:
-        """Landscapes on given examples, ``[B]`` integers each, with the log-likelihood scaled by N/B."""
+        """Landscapes on given examples, ``[B]`` integers each, with the log-likelihood scaled by N/B.
+
+        Indices into a subset count its own examples, batch by batch.
+        """
         pieces: list[list[Batch]] = [[] for _ in indices]
         first = 0
         with exact_arithmetic(self.network):
@@ -222,7 +231,8 @@ class LossLandscape(Landscape):
             results = []
             for own, chosen in zip(pieces, indices, strict=True):
                 part = copy.copy(self)
-                part._kept, part.scale = _joined(own, len(chosen)), self.scale * self.n_data / len(chosen)
+                part._kept, part._n_data, part._is_part = _joined(own, len(chosen)), len(chosen), True
+                part.scale = self.scale * self.n_data / len(chosen)
                 part._tangents = part._kept_tangents()
                 results.append(part)
         return results

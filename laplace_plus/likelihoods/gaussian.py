@@ -47,7 +47,8 @@ class Gaussian(Likelihood):
     couples_outputs = False
 
     def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1):
-        self._noise_std = _checked_noise(noise_std).detach().clone()
+        with torch.inference_mode(False):  # a tensor made in that mode could not be differentiated later
+            self._noise_std = _checked_noise(noise_std).detach().clone()
         self.output_axis = output_axis
 
     def __repr__(self) -> str:

@@ -163,8 +163,10 @@ class MetricBNN(Posterior):
 
     @override
     def options(self) -> dict[str, Any]:
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}  # older checkpoints know none
         return {
             **asdict(self.walk),
+            **decay,
             "latent": {**asdict(self.latent), "hidden": list(self.latent.hidden)},
             "sampling": self.sampling,
             "trajectory": self.trajectory,

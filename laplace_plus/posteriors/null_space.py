@@ -35,13 +35,13 @@ from laplace_plus.posteriors.kernel_noise import (
 )
 from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.resuming import Checkpoint, identity
-from laplace_plus.posteriors.sample_based import SampleBased
+from laplace_plus.posteriors.sample_based import KernelBased
 from laplace_plus.posteriors.training_data import require_restartable
 
 _WHY = "The projection passes over the data again and again."
 
 
-class NullSpace(SampleBased):
+class NullSpace(KernelBased):
     """The Gaussian ``N(θ̂, α⁻¹ P)`` on the kernel of the training Jacobian: uncertain only where the data say nothing.
 
     Choose it for overparametrised networks, where samples of other Laplace approximations underfit: the linearised
@@ -153,7 +153,6 @@ class NullSpace(SampleBased):
     @override
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, _WHY)
-        check_single(self._prior_precision)
         n_data, n_outputs, data_summary = survey(self, data)
         checkpoint = None
         if self._checkpoint_folder is not None:

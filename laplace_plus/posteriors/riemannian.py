@@ -21,11 +21,15 @@ from typing_extensions import override
 from laplace_plus import io
 from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, SmoothnessWarning
+from laplace_plus.evidence import fitted_data
 from laplace_plus.geometry import LossLandscape, PathStatus, kinks
 from laplace_plus.geometry.geodesic import failures
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.kernel_noise import survey
 from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.registry import get_posterior, name_of
@@ -119,6 +123,7 @@ class Riemannian(AroundTangent):
             self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
         super().__init__(model, likelihood, **options)
         self._drawn: Drawn | None = None
+        self._data_sum: float | None = None
         self._drawn_at: tuple[Tensor, ...] = ()
         self._seed = 0
         self._share()
@@ -140,14 +145,18 @@ class Riemannian(AroundTangent):
         require_restartable(data, WHY)
         tangent = self.tangent
         found = self._kinks(data)
+        n_data, _, data_summary = survey(self, data)
+        data_sum = float(data_summary[0])
         if self._given:
-            self._check_data(self._landscape(data))
+            self._check_data(n_data, data_sum, getattr(tangent, "_data_sum", None))
+            if isinstance(tangent, GaussianPosterior):
+                fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
             tangent.fit(data, progress=progress, generator=generator, distributed=False)
         self._share()
         self._vector = tangent.mean
         self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs
-        self._drawn = None
+        self._drawn, self._data_sum = None, data_sum
         self._seed = _new_seed(generator)
         if found:
             warnings.warn(
@@ -184,12 +193,14 @@ class Riemannian(AroundTangent):
             chunk_size=self.chunk_size,
         )
 
-    def _check_data(self, landscape: LossLandscape) -> None:
-        if landscape.n_data != self.tangent.n_data:
+    def _check_data(self, n_data: int, data_sum: float, known: float | None) -> None:
+        """Refuse other data than those of the tangent's fit, as far as it is known what these add up to."""
+        others = known is not None and not same_sum(known, data_sum)
+        if n_data != self.tangent.n_data or others:
             raise DataError(
                 "These are not the data that the tangent was fitted to.",
-                expected=f"{self.tangent.n_data} examples",
-                got=f"{landscape.n_data}",
+                expected=f"the {self.tangent.n_data} examples of its fit, in any order",
+                got=f"{n_data} others" if others else f"{n_data} examples",
             )
 
     @exactly
@@ -226,7 +237,7 @@ class Riemannian(AroundTangent):
         count = self.n_samples if n is None else n
         check_count(count, "n")
         landscape = self._landscape(self._data.again(data, WHY))
-        self._check_data(landscape)
+        self._check_data(landscape.n_data, landscape.checksum, self._data_sum)
         seed = self._seed if generator is None else draw_seed(generator)
         drawn = draw(
             self.method,
@@ -366,7 +377,12 @@ class Riemannian(AroundTangent):
         drawn = self._bank()
         header, tensors = self.tangent._state()
         own = {"samples": drawn.points, "vector": self.mean, **drawn.report.tensors()}
-        state = {"tangent": header, "report": drawn.report.numbers(), "seed": str(self._seed)}
+        state = {
+            "tangent": header,
+            "report": drawn.report.numbers(),
+            "seed": str(self._seed),
+            "data_sum": self._data_sum,
+        }
         return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
 
     @override
@@ -377,6 +393,7 @@ class Riemannian(AroundTangent):
         self.tangent._remember()
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
+        self._data_sum = header.get("data_sum")  # not in older files
         self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
         self._drawn_at = self._hyperparameters()
 

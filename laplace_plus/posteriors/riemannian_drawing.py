@@ -42,7 +42,7 @@ class ExponentialMap:
         training_prior_precision: Precision of the prior in the loss that the surface is of; by default the tangent's.
             Where that has been tuned away from the one under which the network was trained (weight decay times number
             of data, for a mean loss), the weights are no minimum of the loss, and geodesics slide down towards smaller
-            weights instead of along the valley: give the one of training here.
+            weights instead of along the valley: give the one of training here, zero for training without weight decay.
 
     Raises:
         ConfigurationError: Numbers out of range.

@@ -64,6 +64,11 @@ class Selector(ABC):
     needs_data: ClassVar[bool] = False
     """Whether it passes over the data."""
 
+    @property
+    def needs_prior(self) -> bool:
+        """Whether its choice depends on the candidates' prior precision."""
+        return True
+
     @abstractmethod
     def choose(self, task: Task) -> Choice:
         """The mask of the chosen entries.
@@ -142,6 +147,11 @@ class LargestVariance(Selector):
                 "Unknown source of variances.", expected='"laplace" or lp.DiagonalSWAG(...)', got=repr(self.variances)
             )
 
+    @property
+    @override
+    def needs_prior(self) -> bool:
+        return self.variances == "laplace"
+
     @override
     def choose(self, task: Task) -> Choice:
         candidates = task.candidates
@@ -170,6 +180,7 @@ class LargestMagnitude(Selector):
     """The entries of largest absolute value; ``size`` as for :class:`LargestVariance`."""
 
     size: int | float
+    needs_prior = False
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -183,11 +194,12 @@ class Random(Selector):
 
     Args:
         size: Number or fraction of entries.
-        seed: Where the draw starts; by default the ``generator`` of ``fit``.
+        seed: Where the draw starts; by default the ``generator`` of ``fit``, or torch's own.
     """
 
     size: int | float
     seed: int | None = None
+    needs_prior = False
 
     @override
     def choose(self, task: Task) -> Choice:
@@ -198,7 +210,7 @@ class Random(Selector):
         elif task.generator is not None:
             generator.manual_seed(draw_seed(task.generator))
         else:
-            generator.seed()
+            generator.manual_seed(int(torch.randint(2**62, ())))
         mask = torch.zeros(total, dtype=torch.bool)
         mask[torch.randperm(total, generator=generator)[: _count(self.size, total)]] = True
         return Choice(mask)
@@ -211,6 +223,8 @@ class Chosen(Selector):
         selection: Parameter or module names, globs, a predicate or a mask, as for ``parameters=``; entries that are not
             among the candidates are left out.
     """
+
+    needs_prior = False
 
     def __init__(self, selection: Selection = "all"):
         self.selection = selection

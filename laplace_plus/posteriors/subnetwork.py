@@ -32,7 +32,9 @@ class Subnetwork(GaussianPosterior):
     entries alone; their number S decides the cost: with ``lp.Full``, S² numbers, or S times the rows of data where
     those are fewer, and for predictions the gradients of each input's outputs in the layers that hold chosen entries.
 
-    A loaded posterior that is fitted again chooses among the entries that it has.
+    A posterior that is fitted again chooses anew, a loaded one among the entries that it has. A layer-wise prior
+    precision stays with its layers; :meth:`fit` raises :class:`ConfigurationError` where it, or any other that is not
+    one number, says nothing of entries that it is needed for.
 
     Args:
         model: The trained ``nn.Module``.
@@ -151,7 +153,7 @@ class Subnetwork(GaussianPosterior):
 
     @override
     def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
-        choice = self._choice
+        choice, precision = self._choice, self._prior_precision
         if update:
             inner = self._over(refine(self.network.selected))
             inner.network = self.network
@@ -159,16 +161,18 @@ class Subnetwork(GaussianPosterior):
         else:
             choice = self._choose(data, progress=progress, generator=generator)
             inner = self._over(refine(self._candidates.selected, choice.mask))
+            if self._is_layerwise():
+                precision = self._precision_of(inner.layer_names)
         inner._group = self._group
         with inner.network.learning(afresh=not update):
             inner._fit(data, update=update, progress=progress, generator=generator)
         assert inner._sums is not None
-        before = self.network
-        self.network = inner.network
+        before = self.network, self._prior_precision
+        self.network, self._prior_precision = inner.network, precision
         try:
             self._adopt(inner._sums, self.network.vector())
         except BaseException:
-            self.network = before
+            self.network, self._prior_precision = before
             raise
         self._inner, self._choice = inner, choice
 
@@ -181,6 +185,8 @@ class Subnetwork(GaussianPosterior):
             for batch in self._batches(data, progress=False, description=""):
                 capture_batch(candidates.network, batch)  # execution order tells which layer is the last one
                 break
+        if self._prior_precision.numel() > 1 and self.selector.needs_prior:
+            candidates.prior_precision = self._precision_of(candidates.layer_names)
         choice = self.selector.choose(Task(candidates, data, progress, generator, self._group))
         if self._group is not None:
             mask = choice.mask.clone().to(torch.uint8)
@@ -188,6 +194,22 @@ class Subnetwork(GaussianPosterior):
             choice = Choice(mask.bool(), choice.variances)
         self._candidates = candidates.network
         return choice
+
+    def _is_layerwise(self) -> bool:
+        return self._prior_groups is None and 1 < self._prior_precision.numel() == len(self.layer_names)
+
+    def _precision_of(self, layers: tuple[str, ...]) -> Tensor:
+        """The present layer-wise prior precision for entries of other layers, or of the same in another order."""
+        known = {name: number for number, name in enumerate(self.layer_names if self._is_layerwise() else ())}
+        unknown = [name for name in layers if name not in known]
+        if unknown:
+            raise ConfigurationError(
+                "The prior precision says nothing of some entries that are, or may be, chosen.",
+                expected=f"one number, or one for each of the layers {', '.join(layers)}",
+                got=f"{self._prior_precision.numel()} numbers, none of them for {', '.join(unknown)}",
+                fix="Set posterior.prior_precision to one number before fitting again.",
+            )
+        return self._prior_precision[[known[name] for name in layers]]
 
     def _over(self, parameters: Selection) -> GaussianPosterior:
         """The posterior over some entries, with the hyperparameters of this one."""

@@ -14,7 +14,7 @@ from laplace_plus import batches
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, EmptyDataError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import Network
 from laplace_plus.posteriors.methods import check_count
 
@@ -64,7 +64,7 @@ class DiagonalSWAG:
         """Variances ``[P]`` of the network's selected entries, over the snapshots (divided by their number).
 
         Args:
-            network: The network; only the selected entries are trained.
+            network: The network; only the selected entries are trained, the others keep their values.
             likelihood: Whose negative log-likelihood is the loss.
             data: Batches that can be started again.
             progress: Whether to show a progress bar.
@@ -85,12 +85,10 @@ class DiagonalSWAG:
         start = _vector(moving, network)
         mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
         epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="DiagonalSWAG: epochs")
-        device = network.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            if generator is not None:
-                torch.manual_seed(draw_seed(generator) % 2**63)
+        fixed = _fixed(moving, network)
+        with global_randomness(network.device, generator), torch.enable_grad():
             for number, epoch in enumerate(epochs):
-                self._epoch(moving, network, likelihood, data, optimizer, epoch)
+                self._epoch(moving, network, likelihood, data, optimizer, fixed, epoch)
                 deviation = (_vector(moving, network) - start).double()
                 step = deviation - mean
                 mean += step / (number + 1)
@@ -104,6 +102,7 @@ class DiagonalSWAG:
         likelihood: Likelihood,
         data: Iterable[Any],
         optimizer: torch.optim.Optimizer,
+        fixed: list[tuple[Tensor, Tensor, Tensor]],
         epoch: int,
     ) -> None:
         n_batches = 0
@@ -122,9 +121,23 @@ class DiagonalSWAG:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            for parameter, mask, values in fixed:
+                parameter[mask] = values
             n_batches += 1
         if not n_batches:
             raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+
+
+def _fixed(moving: torch.nn.Module, network: Network) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The entries beside the selected ones of the same tensors: tensor, mask and values, which SGD would change."""
+    parameters = dict(moving.named_parameters())
+    found = []
+    for item in network.selected:
+        if item.mask is not None:
+            parameter = parameters[item.name].detach()  # shares its memory
+            mask = ~item.mask.to(parameter.device).view(parameter.shape)
+            found.append((parameter, mask, parameter[mask]))
+    return found
 
 
 def _vector(moving: torch.nn.Module, network: Network) -> Tensor:

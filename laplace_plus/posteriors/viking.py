@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from laplace_plus.curvature.kernel_rows import KINDS, KernelRows, Rows
 from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.evidence.kernel_image import ELBOTerms, terms_from_tensor, terms_to_tensor
@@ -38,7 +39,7 @@ from laplace_plus.posteriors.kernel_noise import (
 from laplace_plus.posteriors.methods import check_count, exactly, positive
 from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.resuming import Checkpoint, identity
-from laplace_plus.posteriors.sample_based import SampleBased
+from laplace_plus.posteriors.sample_based import KernelBased
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.posteriors.viking_scales import Bound, Expectation, ExpectedLoss, ScaleFit
 from laplace_plus.posteriors.viking_training import ELBOTraining, KernelImageTraining, moved
@@ -51,7 +52,7 @@ _EXPECTATIONS = ("linearized", "sampled")
 Path = str | PathLike[str]
 
 
-class VIKING(SampleBased):
+class VIKING(KernelBased):
     """A Gaussian with one scale where the data say nothing and another where they do, by variational inference.
 
     ``q = N(θ̂, σ_ker² P + σ_im² (I − P))`` with P the projector onto the kernel of the training data's rows and
@@ -145,6 +146,7 @@ class VIKING(SampleBased):
         self._noise: KernelNoise | None = None
         self._history: list[ELBOTerms] = []
         self._moved: Network | None = None
+        self._data_sum: float | None = None
         self._checkpoint_folder: Path | None = None
         self._ways = Ways()
 
@@ -205,7 +207,6 @@ class VIKING(SampleBased):
     @override
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
-        check_single(self._prior_precision)
         n_data, n_outputs, data_summary = survey(self, data)
         if self._prior_precision is not self._learnt_precision:  # the caller has set it since
             self._first_precision = self._prior_precision
@@ -225,6 +226,7 @@ class VIKING(SampleBased):
         logs, converged = bound.maximise(logs, self.scale_fit, history)
         self._noise, self._moved, self._vector, self._history = noise, other, center.vector(), history
         self.n_data, self.n_outputs, self._ways = n_data, n_outputs, Ways()
+        self._data_sum = float(data_summary[0])
         self._take(logs)
         self._complain(converged)
 
@@ -376,11 +378,15 @@ class VIKING(SampleBased):
 
     def _bound(self, data: Iterable[Any] | None) -> Bound:
         assert self._noise is not None
-        check_single(self._prior_precision)
         again = self._data.again(data, WHY)
-        n_data, n_outputs, _ = survey(self, again)
-        if n_data != self.n_data:
-            raise DataError("These are not the data of the fit.", expected=f"{self.n_data} examples", got=str(n_data))
+        n_data, n_outputs, data_summary = survey(self, again)
+        known = self._data_sum is None or same_sum(self._data_sum, float(data_summary[0]))
+        if n_data != self.n_data or not known:
+            raise DataError(
+                "These are not the data of the fit.",
+                expected=f"the {self.n_data} examples of fit()",
+                got=f"{n_data} examples" if known else f"{n_data} others",
+            )
         return self._bound_at(self._center, self._noise, again, n_data, n_outputs)
 
     # -- what it gives -------------------------------------------------------------------------------------------------
@@ -427,7 +433,7 @@ class VIKING(SampleBased):
             "history": terms_to_tensor(self._history),
             **self.report.tensors(),
         }
-        return {"ignored_rows": self.report.ignored_rows}, tensors
+        return {"ignored_rows": self.report.ignored_rows, "data_sum": self._data_sum}, tensors
 
     @override
     def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -435,6 +441,7 @@ class VIKING(SampleBased):
         self._vector, self._image_std = tensors["vector"], tensors["image_std"].cpu()
         self._first_precision, self._learnt_precision = tensors["first_precision"].cpu(), self._prior_precision
         self._history = terms_from_tensor(tensors["history"])
+        self._data_sum = header.get("data_sum")  # not in older files
         if self.training is not None:
             self._moved = moved(self.network, self._vector)
 

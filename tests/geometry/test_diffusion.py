@@ -276,6 +276,12 @@ def test_bad_options_are_refused(options):
         Diffusion(**options)
 
 
+@pytest.mark.parametrize("options", [{}, {"kind": "kernel", "backend": "lsmr"}])
+def test_flat_priors_are_refused(options):
+    with pytest.raises(ConfigurationError, match="proper prior"):
+        noise_field(linear(prior_precision=torch.tensor(0.0))[0], Diffusion(**options))
+
+
 def test_large_problems_are_left_to_lanczos(monkeypatch):
     landscape, x = curved()
     monkeypatch.setattr(diffusion_module, "_WRITTEN_OUT", 0)

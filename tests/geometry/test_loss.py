@@ -107,6 +107,24 @@ def test_linearized_is_the_loss_of_the_tangent():
     assert_derivatives(landscape, function, centre + random(3, len(centre), seed=3))
 
 
+@pytest.mark.parametrize("linearized", [False, True])
+def test_a_precision_of_zero_leaves_the_plain_loss(linearized):
+    net, x, y = small_network(3), random(6, 3), torch.arange(6) % 3
+    landscape = LossLandscape(net, "classification", [(x, y)], prior_precision=0.0, linearized=linearized)
+    function = dense(net, lambda model: nn.functional.cross_entropy(model(x), y, reduction="sum"))
+    points = landscape.vector + (0 if linearized else random(3, len(landscape.vector), seed=3))
+    points = points.view(-1, len(landscape.vector))
+    torch.testing.assert_close(landscape.value(points), torch.stack([function(point) for point in points]))
+    torch.testing.assert_close(landscape.gradient(points), torch.stack([torch.func.grad(function)(p) for p in points]))
+    part = torch.tensor([0.0, 2.0])  # by layers
+    partly = LossLandscape(net, "classification", [(x, y)], prior_precision=part, linearized=linearized)
+    expected = landscape.value(points) + points[:, 12:].square().sum(1)
+    torch.testing.assert_close(partly.value(points), expected)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="not proper"):
+            LossLandscape(net, "classification", [(x, y)], prior_precision=wrong)
+
+
 def test_ignored_targets_and_chosen_parameters():
     net, x = small_network(3), random(6, 3)
     y = torch.tensor([0, 1, -100, 2, -100, 0])
@@ -140,6 +158,31 @@ def test_subsets_sum_to_the_whole():
     for size in (0, 10, True):
         with pytest.raises(ConfigurationError, match="no such subset"):
             landscape.minibatches(size, 1)
+
+
+@pytest.mark.parametrize("linearized", [False, True])
+def test_subsets_of_subsets(linearized):
+    net, x, y = small_network(), random(9, 3), random(9, 2, seed=1)
+    data = [(x[:5], y[:5]), (x[5:], y[5:])]
+    landscape = LossLandscape(net, "regression", data, linearized=linearized)
+    points = landscape.vector + random(2, len(landscape.vector), seed=3)
+    part = landscape.subsets([torch.tensor([1, 2, 4, 5, 7, 8])])[0]
+    assert (part.n_data, part.scale) == (6, 1.5)
+    again = part.subsets([torch.arange(6)])[0]
+    assert (again.n_data, again.scale) == (6, 1.5)
+    torch.testing.assert_close(again.value(points), part.value(points))
+    one, directly = part.subsets([torch.tensor([1, 3])])[0], landscape.subsets([torch.tensor([2, 5])])[0]
+    assert one.scale == directly.scale == 4.5
+    torch.testing.assert_close(one.gradient(points), directly.gradient(points))
+    pieces = part.minibatches(6, 3, generator=torch.Generator().manual_seed(0))
+    assert all(piece.n_data == 6 for piece in pieces)
+    for piece in pieces:
+        torch.testing.assert_close(piece.value(points), part.value(points))
+    with pytest.raises(ConfigurationError, match="from 1 to 6"):
+        part.minibatches(7, 1)
+    assert part.checksum == pytest.approx(again.checksum)
+    own = LossLandscape(net, "regression", part.data())
+    assert part.checksum == pytest.approx(own.checksum) != pytest.approx(landscape.checksum)
 
 
 class Attention(nn.Module):

@@ -37,6 +37,21 @@ def test_inference_mode(cls, parameters):
         assert inside.sample(2).shape == (2, inside.n_parameters)
 
 
+def test_noise_from_inference_mode_can_be_differentiated():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    data = [(torch.randn(9, 4, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64))]
+    with torch.inference_mode():
+        bent = lp.Riemannian(model, "regression", n_samples=2)
+        walked = lp.MetricBNN(
+            model, lp.Gaussian(noise_std=torch.tensor(0.5, dtype=torch.float64)), n_steps=2, sampling="exploration"
+        )
+        late = lp.Riemannian(model, "regression", n_samples=2).fit(data)
+        late.noise_std = 0.7
+    assert bent.fit(data).samples.shape == late.samples.shape == (2, 10)
+    assert walked.fit(data).sample(2).shape == (2, 10)
+
+
 @EVERY_CLASS
 def test_autocast_is_for_the_network_alone(cls):
     model, data = problem()

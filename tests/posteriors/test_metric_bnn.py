@@ -435,6 +435,16 @@ def test_loaded_posteriors_encode_alike(problem, tmp_path):
     assert torch.equal(lp.load(tmp_path / "e", net).trajectories, posterior.trajectories)
 
 
+def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path):
+    net, data = problem
+    posterior = fit(problem, sampling="exploration", weight_decay=0.02)
+    posterior.save(tmp_path / "p")
+    loaded = lp.load(tmp_path / "p", net)
+    assert loaded.weight_decay == 0.02
+    assert float(loaded.fit(data * 2).prior_precision) == pytest.approx(0.02 * 24)
+    assert "weight_decay" not in fit(problem, sampling="exploration").options()
+
+
 def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
     whole = fit(problem).sample(6, generator=generator())

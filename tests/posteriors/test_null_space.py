@@ -393,6 +393,15 @@ def test_bad_requests_are_named(problem):
         fitted.fit_prior_precision("mackay")
     with pytest.raises(UnsupportedError, match="no gradients"):
         fitted.functional_posterior(data[0][0], differentiable=True)
+    before, precision = fitted.samples, fitted.prior_precision
+    for several in (torch.ones(2), torch.linspace(1, 2, fitted.n_parameters, dtype=torch.float64)):
+        with pytest.raises(ConfigurationError, match="a single prior precision"):
+            fitted.prior_precision = several
+    with pytest.raises(ConfigurationError, match="not proper"):
+        fitted.prior_precision = -1.0
+    assert torch.equal(fitted.samples, before)
+    fitted.prior_precision = 4 * precision
+    assert not torch.equal(fitted.samples, before)
 
 
 def generator(seed=0):

@@ -123,6 +123,36 @@ def test_the_surface_may_keep_the_prior_of_training():
     torch.testing.assert_close(posterior.samples, own.samples)
 
 
+@pytest.mark.parametrize("linearized", [False, True])
+def test_without_weight_decay_geodesics_follow_the_plain_loss(linearized):
+    net, data = problem()
+    method = lp.ExponentialMap(training_prior_precision=0.0, linearized=linearized)
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=3, prior_precision=2.0)
+    posterior.fit(data, generator=generator())
+    landscape = lp.geometry.LossLandscape(
+        posterior.network, posterior.likelihood, data, prior_precision=0.0, linearized=linearized
+    )
+    plain = landscape.gradient(posterior.mean[None])
+    vector = nn.utils.parameters_to_vector(
+        torch.autograd.grad(
+            sum(nn.functional.cross_entropy(net(x), y, reduction="sum") for x, y in data), list(net.parameters())
+        )
+    )
+    torch.testing.assert_close(plain[0], vector)
+    assert posterior.report.gradient_norm == pytest.approx(float(vector.norm()))
+    velocities = posterior.tangent.sample(3, generator=draws(posterior._seed)) - posterior.mean
+    tolerances = {name: getattr(method, name) for name in ("rtol", "atol", "max_energy_change")}
+    found = lp.geometry.exponential_map(landscape, posterior.mean, velocities, **tolerances)
+    torch.testing.assert_close(posterior.samples, found.endpoint)
+
+
+def draws(seed):
+    """The generator of a draw's velocities, which come after a seed for each of three samples."""
+    source = generator(seed)
+    torch.randint(2**62, (3,), generator=source)
+    return source
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_precisions_of_training_are_checked(wrong):
     with pytest.raises(ConfigurationError, match="training_prior_precision >= 0"):
@@ -208,8 +238,21 @@ def test_a_fitted_tangent_is_taken_as_it_is():
         lp.Riemannian(net, "regression", tangent=tangent)
     with pytest.raises(ConfigurationError, match="own settings"):
         lp.Riemannian(net, "classification", tangent=tangent, prior_precision=1.0)
-    with pytest.raises(DataError, match="not the data"):
-        lp.Riemannian(net, "classification", tangent=tangent).fit(data[:1])
+    (x, y), rest = data
+    for others in (data[:1], [(x, 1 - y), rest], [(x + 1, y), rest]):
+        with pytest.raises(DataError, match="not the data"):
+            lp.Riemannian(net, "classification", tangent=tangent).fit(others)
+    lp.Riemannian(net, "classification", tangent=tangent).fit(data[::-1])
+
+
+def test_a_sampled_tangent_knows_its_data():
+    net, data = problem()
+    tangent = lp.SampledLaplace(net, "classification", n_samples=3).fit(data, generator=generator())
+    (x, y), rest = data
+    with pytest.raises(DataError, match="30 others"):
+        lp.Riemannian(net, "classification", tangent=tangent).fit([(x, 1 - y), rest])
+    posterior = lp.Riemannian(net, "classification", tangent=tangent, n_samples=2).fit(data[::-1])
+    assert len(posterior.samples) == 2
 
 
 @pytest.mark.parametrize("tangent", [lp.Riemannian, nn.Linear, 3])
@@ -319,8 +362,11 @@ def test_saved_statuses_and_lost_data(tmp_path):
         loaded.predictive(data[0][0])
     posterior.prior_precision = 2.0
     assert torch.equal(loaded.draw(data=data).samples, posterior.samples)
-    with pytest.raises(DataError, match="not the data"):
-        loaded.draw(data=data[:1])
+    (x, y), rest = data
+    for others in (data[:1], [(x, 1 - y), rest], [(x + 1, y), rest]):
+        for known in (posterior, loaded):
+            with pytest.raises(DataError, match="not the data"):
+                known.draw(data=others)
 
 
 @pytest.mark.parametrize("method", [lp.ExponentialMap(), lp.Diffusion(n_steps=2)])

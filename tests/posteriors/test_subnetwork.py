@@ -14,7 +14,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.posteriors.selectors import Choice, Selector
+from laplace_plus.posteriors.selectors import Choice, Chosen, Selector
 from laplace_plus.testing import GaussianConformance, assert_untouched, snapshot
 
 
@@ -116,6 +116,43 @@ def test_swag_variances_are_those_of_plain_sgd(problem):
     torch.testing.assert_close(posterior.squared_wasserstein(), left_out, rtol=1e-8, atol=1e-14)
 
 
+def test_swag_trains_the_selected_entries_alone(problem):
+    net, data = problem
+    mask = torch.zeros(8, 3, dtype=torch.bool)
+    mask[2, 1] = mask[5, 0] = True
+    swag = lp.DiagonalSWAG(learning_rate=0.5, n_snapshots=5, momentum=0.5, weight_decay=0.1)
+    selector = lp.LargestVariance(1, swag)
+    posterior = lp.Subnetwork(net, "classification", selector, parameters={"0.weight": mask}).fit(data)
+    weight = net[0].weight.detach()
+    entries = weight[mask].clone().requires_grad_()
+    optimizer = torch.optim.SGD([entries], lr=0.5, momentum=0.5, weight_decay=0.1)
+    snapshots = []
+    for _ in range(5):
+        for x, y in data:
+            optimizer.zero_grad()
+            hidden = torch.tanh(nn.functional.linear(x, weight.masked_scatter(mask, entries), net[0].bias.detach()))
+            outputs = nn.functional.linear(hidden, net[2].weight.detach(), net[2].bias.detach())
+            nn.functional.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        snapshots.append(entries.detach().clone())
+    variances = torch.stack(snapshots).var(0, correction=0)
+    torch.testing.assert_close(posterior.squared_wasserstein(), variances.min(), rtol=1e-8, atol=1e-14)
+
+
+def test_swag_leaves_other_devices_generators_alone(problem, monkeypatch):
+    net, data = problem
+    noisy = nn.Sequential(net[0], nn.Dropout(0.5), net[1], net[2])
+    seeded, state = [], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    lost = []
+    for seed in (0, 0, 1):
+        posterior = lp.Subnetwork(noisy, "classification", lp.LargestVariance(10, lp.DiagonalSWAG(n_snapshots=2)))
+        lost.append(posterior.fit(data, generator=generator(seed)).squared_wasserstein())
+    assert lost[0] == lost[1] != lost[2]
+    assert not seeded
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_swag_that_diverges_is_named(problem):
     net, data = problem
     swag = lp.DiagonalSWAG(learning_rate=1e6, n_snapshots=50, weight_decay=1.0)
@@ -150,6 +187,16 @@ def test_a_second_fit_chooses_anew_among_all_candidates(problem):
     assert torch.equal(posterior.fit(data, generator=generator(0)).mean, first)
 
 
+def test_torchs_own_seed_is_honoured(problem):
+    net, data = problem
+    chosen = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        chosen.append(lp.Subnetwork(net, "classification", lp.Random(10)).fit(data).mean)
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
+
+
 def test_a_selector_of_ones_own(problem):
     net, data = problem
 
@@ -173,6 +220,47 @@ def test_tuned_layer_by_layer_and_loaded(problem, tmp_path):
     assert torch.equal(loaded.variance(), posterior.variance())
     with pytest.raises(UnsupportedError, match="variances"):
         loaded.squared_wasserstein()
+
+
+def test_a_second_fit_chooses_under_the_precisions_of_the_layers(problem):
+    net, data = problem
+    precision = torch.tensor([0.01, 50.0], dtype=torch.float64)
+    posterior = lp.Subnetwork(net, "classification", lp.LargestVariance(40)).fit(data)
+    assert posterior.layer_names == ("0", "2")
+    posterior.prior_precision = precision
+    posterior.fit(data)
+    variances = lp.Diagonal(net, "classification", prior_precision=precision).fit(data).variance()
+    torch.testing.assert_close(posterior.squared_wasserstein(), variances.sort().values[:-40].sum())
+    assert posterior.prior_precision.tolist() == [0.01, 50.0]
+    posterior.selector = lp.LargestVariance(20)
+    posterior.fit(data)
+    assert posterior.layer_names == ("0",)  # the other layer is all but fixed
+    assert posterior.prior_precision == 0.01
+
+
+def test_precisions_stay_with_their_layers(problem):
+    torch.manual_seed(0)
+    _, data = problem
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    posterior = lp.Subnetwork(net, "classification", ["0", "2"]).fit(data)
+    posterior.prior_precision = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    assert posterior.fit(data).prior_precision.tolist() == [2.0, 3.0]
+    before = posterior.mean
+    for selector in (["2", "4"], lp.LargestVariance(1.0)):  # numbers for as many layers are not those of others
+        posterior.selector = selector if isinstance(selector, Selector) else Chosen(selector)
+        with pytest.raises(ConfigurationError, match="none of them for 4"):
+            posterior.fit(data)
+        assert posterior.layer_names == ("0", "2") and torch.equal(posterior.mean, before)
+        assert posterior.prior_precision.tolist() == [2.0, 3.0]
+    posterior.selector = lp.LargestVariance(1.0, lp.DiagonalSWAG(n_snapshots=2))
+    with pytest.raises(ConfigurationError, match="none of them for 4"):
+        posterior.fit(data)
+    posterior.selector = lp.LargestVariance(1.0)
+    posterior.prior_precision = 2.0
+    assert posterior.fit(data).n_parameters == sum(p.numel() for p in net.parameters())
+    posterior.prior_precision = torch.full((posterior.n_parameters,), 2.0)
+    with pytest.raises(ConfigurationError, match="one number before"):
+        posterior.fit(data)
 
 
 def test_progress_is_shown(problem, capsys):

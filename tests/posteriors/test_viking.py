@@ -444,6 +444,16 @@ def test_everything_is_loaded(problem, tmp_path):
     assert loaded.elbo(data) == posterior.elbo()
 
 
+def test_the_data_of_the_fit_are_known_to_a_loaded_posterior(problem, tmp_path):
+    net, data = problem
+    lp.VIKING(net, "classification", projector="svd", n_samples=2).fit(data).save(tmp_path / "p")
+    loaded = lp.load(tmp_path / "p", net)
+    (x, y), *rest = data
+    with pytest.raises(DataError, match="6 others"):
+        loaded.elbo([(x + 1, y), *rest])
+    assert math.isfinite(loaded.elbo(data).elbo)
+
+
 def test_a_second_fit_starts_from_what_the_caller_set(problem):
     net, data = problem
     posterior = lp.VIKING(net, "classification", n_samples=3, prior_precision=5.0).fit(data, generator=generator())
@@ -497,8 +507,21 @@ def test_bad_requests_are_named(problem):
     with pytest.raises(ConfigurationError, match="prior mean"):
         make(prior_mean=torch.nn.utils.parameters_to_vector(net.parameters()).detach()).fit(data)
     fitted = make().fit(data)
-    with pytest.raises(DataError, match="not the data of the fit"):
-        fitted.elbo(data[:2])
+    (x, y), *rest = data
+    for others in (data[:2], [(x, (y + 1) % 3), *rest], [(x + 1, y), *rest]):
+        for ask in (fitted.elbo, lambda data: fitted.fit_prior_precision(data=data)):
+            with pytest.raises(DataError, match="not the data of the fit"):
+                ask(others)
+    torch.testing.assert_close(fitted.elbo(data[::-1]).elbo, fitted.elbo().elbo)
+    before, precision = fitted.samples, fitted.prior_precision
+    for several in (torch.ones(2), torch.linspace(1, 2, fitted.n_parameters, dtype=torch.float64)):
+        with pytest.raises(ConfigurationError, match="a single prior precision"):
+            fitted.prior_precision = several
+    with pytest.raises(ConfigurationError, match="not proper"):
+        fitted.prior_precision = -1.0
+    assert torch.equal(fitted.samples, before)
+    fitted.prior_precision = 4 * precision
+    assert not torch.equal(fitted.samples, before)
 
 
 @pytest.mark.parametrize("mode", ["post_hoc", "train"])
