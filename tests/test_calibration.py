@@ -372,3 +372,12 @@ def test_saved_and_loaded(case, tmp_path):
     torch.testing.assert_close(again.predictive(x).mean, found.predictive(x).mean, rtol=0, atol=0)
     with pytest.raises(CheckpointError):
         lp.CalibratedPosterior.load(tmp_path, posterior.network.model)
+
+
+def test_an_example_without_a_batch_axis_is_refused():
+    """Also by predictions that no covariance is computed for."""
+    posterior, x, _ = underconfident()
+    found = lp.calibrate(posterior, weight_decay=0.03)
+    assert found.covariance_scale == 0
+    with pytest.raises(DataError, match=r"x\[None\]"):
+        found.predictive(x[0])

@@ -282,6 +282,7 @@ class Posterior(ABC):
         Raises:
             NotFittedError: Before :meth:`fit`.
             ConfigurationError: An unknown method or link.
+            DataError: Inputs that are no batch of what was fitted to.
             ModelChangedError: The network's weights have changed since the fit.
         """
         self._require_fit()
@@ -307,20 +308,10 @@ class Posterior(ABC):
                 return prediction
         if chosen != "sampled":
             raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
-        if self._tangent_mean is not None:
-            raise ConfigurationError(
-                "Sampled networks have the network's weights as their mean, not the tangent model's optimum.",
-                expected='method="linearized", or posterior.predictive_mean = "network"',
-                got='method="sampled"',
-            )
-        if link not in (None, "mc") or differentiable:
-            raise ConfigurationError(
-                "Sampled networks need no link and pass no gradients to x.",
-                expected='link=None and differentiable=False with method="sampled"',
-                got=f"link={link!r}, differentiable={differentiable}",
-            )
+        draws.check_sampled(self, link, differentiable=differentiable)
         with torch.no_grad():
             outputs = torch.stack(list(self._sampled_outputs(x, n_samples, generator)))
+            draws.check_outputs(self, outputs, x)
             return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
     def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
