@@ -122,7 +122,13 @@ class Posterior(ABC):
         """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order."""
 
     def functional_posterior(
-        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
         """Mean and covariance of the linearised network's outputs.
 
@@ -133,6 +139,7 @@ class Posterior(ABC):
             joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
             outputs: None for all outputs, ``"diagonal"`` for variances only, or indices of some outputs.
             differentiable: Whether gradients flow to ``x``.
+            generator: Source of randomness, for methods that use any.
 
         Returns:
             Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
@@ -148,7 +155,7 @@ class Posterior(ABC):
                 expected="differentiable=False and outputs=None",
                 got=f"differentiable={differentiable}, outputs={outputs!r}",
             )
-        return draws.functional_posterior(self, x, joint=joint)
+        return draws.functional_posterior(self, x, joint=joint, generator=generator)
 
     def options(self) -> dict[str, Any]:
         """The method's own constructor arguments, in JSON's terms."""
@@ -295,11 +302,11 @@ class Posterior(ABC):
                     return from_samples(self.likelihood, samples, generator=generator, joint=joint)
             # The probit link only looks at variances, and with many outputs covariances cost many times as much.
             many = self.n_outputs > MANY_OUTPUTS and not joint and (link or self.likelihood.links[0]) == "probit"
-            outputs: Outputs = "diagonal" if many else None
+            options: dict[str, Any] = {"outputs": "diagonal" if many else None, "differentiable": differentiable}
+            if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
+                options["generator"] = generator
             with torch.set_grad_enabled(differentiable):
-                mean, covariance = self.functional_posterior(
-                    x, joint=joint, outputs=outputs, differentiable=differentiable
-                )
+                mean, covariance = self.functional_posterior(x, joint=joint, **options)
                 prediction = from_functional(
                     self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
                 )

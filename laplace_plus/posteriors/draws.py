@@ -19,14 +19,16 @@ N_TANGENTS = 100
 """Number of samples that a functional posterior by Monte Carlo is made of."""
 
 
-def functional_posterior(posterior: Posterior, x: Any, *, joint: bool) -> FunctionalPosterior:
+def functional_posterior(
+    posterior: Posterior, x: Any, *, joint: bool, generator: torch.Generator | None
+) -> FunctionalPosterior:
     """Mean and covariance of the linearised outputs, from samples that are pushed through the network's tangent."""
     network = posterior.network
     x = network.receive(x)
     mean = network.forward(x)
     check_outputs(posterior, mean, x)
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    deviations = posterior.sample(N_TANGENTS) - posterior.mean
+    deviations = posterior.sample(N_TANGENTS, generator=generator) - posterior.mean
     tangents = torch.stack([network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
     if joint:
         flat = tangents.flatten(1)

@@ -379,7 +379,13 @@ class GaussianPosterior(Posterior):
     @override
     @exactly
     def functional_posterior(
-        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
         self._require_fit()
         if differentiable and self._tangent_mean is not None:
