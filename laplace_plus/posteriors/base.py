@@ -247,9 +247,10 @@ class Posterior(ABC):
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        vector = self._vector
         with self.network.learning(afresh=not options["update"]):
             self._fit(data, **{name: value for name, value in options.items() if every or name in taken})
-        if self._vector is None:
+        if self._vector is None or (self._vector is vector and not options["update"]):
             self._vector = self.network.vector()
         self._remember()
 

@@ -174,6 +174,26 @@ def test_a_plugin_may_take_only_the_data():
         posterior.update(data)
 
 
+def test_a_plugin_has_the_mean_of_its_last_fit():
+    class Bare(lp.Posterior):
+        def _fit(self, data):
+            self.n_data = sum(len(y) for _, y in data)
+
+        def sample(self, n, *, generator=None):
+            return self.mean.expand(n, -1)
+
+    model, data = problem()
+    posterior = Bare(model, "classification").fit(data)
+    before = posterior.mean.clone()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(TypeError):
+        posterior.fit(None)
+    assert torch.equal(posterior._vector, before)
+    assert not torch.equal(posterior.fit(data).mean, before)
+    assert torch.equal(posterior.mean, posterior.network.vector())
+
+
 @pytest.mark.parametrize("name", ["MetricBNN", "plugin"])
 def test_the_generator_decides_linearised_predictions_by_monte_carlo(name):
     class Bare(lp.Posterior):
