@@ -6,6 +6,7 @@ of its parameters and on copies of its buffers, and every mode is put back, also
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -155,6 +156,12 @@ class Network:
         self._select(layer)
         self.example_axes.clear()
         self.layouts.clear()
+
+    def twin(self) -> Network:
+        """Another view of the same model, which remembers its weights by itself."""
+        other = copy.copy(self)
+        other.ambient_autocast, other._looked = None, False
+        return other
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 

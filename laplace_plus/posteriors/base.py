@@ -26,6 +26,7 @@ from laplace_plus.errors import (
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import draws, storing
+from laplace_plus.posteriors.copies import Copied
 from laplace_plus.posteriors.methods import check_count, exactly, positive
 from laplace_plus.posteriors.ranks import agree, save_once, session
 from laplace_plus.posteriors.summary import Summary, prior_line
@@ -42,7 +43,7 @@ from laplace_plus.selection import Selection
 Method = Literal["linearized", "sampled"]
 
 
-class Posterior(ABC):
+class Posterior(Copied, ABC):
     """A posterior over (some of) the parameters of a trained network.
 
     A subclass must give ``_fit`` and ``sample``; it may give ``functional_posterior`` where it knows better than Monte
