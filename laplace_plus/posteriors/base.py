@@ -17,9 +17,7 @@ from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Distributed, Group, OwnedSum, resolve_group
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
-    ModelChangedError,
     NotFittedError,
     UnsupportedError,
 )
@@ -27,7 +25,7 @@ from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import draws, storing
 from laplace_plus.posteriors.copies import Copied
-from laplace_plus.posteriors.methods import check_count, exactly, positive
+from laplace_plus.posteriors.methods import check_count, exactly, positive, require_unchanged
 from laplace_plus.posteriors.ranks import agree, save_once, session
 from laplace_plus.posteriors.summary import Summary, prior_line
 from laplace_plus.posteriors.training_data import TrainingData
@@ -107,7 +105,7 @@ class Posterior(Copied, ABC):
         self.n_outputs = 0
         self._vector: Tensor | None = None
         self._group: Group | None = None
-        self._data = TrainingData(complete=False)
+        self._data = TrainingData()
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
@@ -219,7 +217,11 @@ class Posterior(Copied, ABC):
         generator: torch.Generator | None = None,
         distributed: Distributed = None,
     ) -> Self:
-        """Add data without forgetting; arguments and errors as for :meth:`fit`."""
+        """Add data without forgetting; arguments and errors as for :meth:`fit`.
+
+        Unlike that of :meth:`fit`, the loader is not kept alive. What passes over the training data again needs all of
+        them: hold the loaders (lists are not kept at all), or pass ``data=`` there.
+        """
         if self._vector is None:
             return self.fit(data, progress=progress, generator=generator, distributed=distributed)
         group = resolve_group(distributed)
@@ -239,7 +241,7 @@ class Posterior(Copied, ABC):
         except BaseException:
             self._group = before
             raise
-        self._data = (self._data if options["update"] else TrainingData()).plus(data)
+        self._data = self._data.plus(data) if options["update"] else TrainingData(data)
 
     def _call_fit(self, data: Iterable[Any], **options: Any) -> None:
         taken = signature(self._fit).parameters
@@ -475,17 +477,7 @@ class Posterior(Copied, ABC):
             raise NotFittedError(
                 f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
             )
-        if self.network.has_changed(once=True):
-            try:
-                io.compare_fingerprint(self._fingerprint, self.network.model)
-            except CheckpointError as error:
-                raise ModelChangedError(
-                    "The network is no longer the one that the posterior was fitted on.",
-                    expected="the weights and buffers at the time of fit()",
-                    got=str(error),
-                    fix="Call fit() again after training, or give the posterior a copy of the model.",
-                ) from error
-            self.network.remember()
+        require_unchanged(self)
 
     def _is_last_layer(self) -> bool:
         return isinstance(self.network.selection, str) and self.network.selection == "last_layer"

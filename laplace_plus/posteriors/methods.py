@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from laplace_plus import io
 from laplace_plus._memory import default_budget, memory_budget
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import as_hyperparameter
+
+if TYPE_CHECKING:
+    from laplace_plus.posteriors.base import Posterior
 
 
 class _HasNetwork(Protocol):
@@ -40,6 +44,27 @@ def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concaten
             return method(self, *args, **kwargs)
 
     return wrapped
+
+
+def require_unchanged(posterior: Posterior) -> None:
+    """Look at the network's weights once in each public method.
+
+    Raises:
+        ModelChangedError: They are not those of the fit.
+    """
+    network = posterior.network
+    if not network.has_changed(once=True):
+        return
+    try:
+        io.compare_fingerprint(posterior._fingerprint, network.model)
+    except CheckpointError as error:
+        raise ModelChangedError(
+            "The network is no longer the one that the posterior was fitted on.",
+            expected="the weights and buffers at the time of fit()",
+            got=str(error),
+            fix="Call fit() again after training, or give the posterior a copy of the model.",
+        ) from error
+    network.remember()
 
 
 def check_count(value: Any, name: str) -> None:
