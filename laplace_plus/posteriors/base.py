@@ -47,6 +47,9 @@ class Posterior(Copied, ABC):
     A subclass must give ``_fit`` and ``sample``; it may give ``functional_posterior`` where it knows better than Monte
     Carlo, and ``_state``/``_restore`` to be saved. The network itself is never changed.
 
+    Calls from several threads, to this and other posteriors of the network, come one after the other. The network is
+    not to be run or trained by the user's own threads meanwhile, as other weights take the place of its own.
+
     Args:
         model: The trained ``nn.Module``.
         likelihood: ``"classification"``, ``"regression"``, ``"binary"``, a :class:`~laplace_plus.Likelihood`, or a
@@ -120,6 +123,7 @@ class Posterior(Copied, ABC):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order."""
 
+    @exactly
     def functional_posterior(
         self,
         x: Any,
@@ -467,6 +471,7 @@ class Posterior(Copied, ABC):
         else:
             save_once(self, group, path)
 
+    @exactly
     def write(self, path: str | Path) -> None:
         """What :meth:`save` does on the one process that writes."""
         self._require_fit()

@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace_plus import io
 from laplace_plus._memory import default_budget, memory_budget
 from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError
+from laplace_plus.modes import turn
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import as_hyperparameter
 
@@ -30,18 +31,19 @@ Result = TypeVar("Result")
 
 
 def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
-    """Run a posterior's method outside of autocast and inference mode, within its memory budget.
+    """Run a posterior's method outside of autocast and inference mode, within its memory budget, one at a time.
 
     See :func:`network.exact_arithmetic`.
     """
 
     @wraps(method)
     def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        if self.network.ambient_autocast is not None:  # inside of another public method
-            return method(self, *args, **kwargs)
-        allowed = default_budget(self.network.device) if self.memory_budget is None else self.memory_budget
-        with exact_arithmetic(self.network), memory_budget(allowed):
-            return method(self, *args, **kwargs)
+        with turn(self.network.model):
+            if self.network.ambient_autocast is not None:  # inside of another public method
+                return method(self, *args, **kwargs)
+            allowed = default_budget(self.network.device) if self.memory_budget is None else self.memory_budget
+            with exact_arithmetic(self.network), memory_budget(allowed):
+                return method(self, *args, **kwargs)
 
     return wrapped
 
@@ -53,18 +55,19 @@ def require_unchanged(posterior: Posterior) -> None:
         ModelChangedError: They are not those of the fit.
     """
     network = posterior.network
-    if not network.has_changed(once=True):
-        return
-    try:
-        io.compare_fingerprint(posterior._fingerprint, network.model)
-    except CheckpointError as error:
-        raise ModelChangedError(
-            "The network is no longer the one that the posterior was fitted on.",
-            expected="the weights and buffers at the time of fit()",
-            got=str(error),
-            fix="Call fit() again after training, or give the posterior a copy of the model.",
-        ) from error
-    network.remember()
+    with turn(network.model):
+        if not network.has_changed(once=True):
+            return
+        try:
+            io.compare_fingerprint(posterior._fingerprint, network.model)
+        except CheckpointError as error:
+            raise ModelChangedError(
+                "The network is no longer the one that the posterior was fitted on.",
+                expected="the weights and buffers at the time of fit()",
+                got=str(error),
+                fix="Call fit() again after training, or give the posterior a copy of the model.",
+            ) from error
+        network.remember()
 
 
 def check_count(value: Any, name: str) -> None:
