@@ -53,7 +53,7 @@ from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
 from laplace_plus.posteriors.methods import exactly
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs
+from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, require_outputs
 from laplace_plus.priors import as_hyperparameter
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
@@ -375,6 +375,7 @@ def _outputs(posterior: Posterior, x: Any) -> Tensor:
     """The network's outputs ``[B, *, C]``, in at least float32."""
     posterior._require_fit()
     outputs = posterior.network.forward(posterior.network.receive(x))
+    require_outputs(outputs.shape, posterior.n_outputs, x)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 

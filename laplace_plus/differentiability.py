@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+from laplace_plus.modes import without_cudnn, written_out_attention
 
 
 @contextmanager
 def differentiable_kernels(model: nn.Module) -> Iterator[None]:
     """Kernels that can be differentiated twice: neither fused attention nor cuDNN's recurrent layers."""
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
-    with sdpa_kernel(SDPBackend.MATH), cudnn, _WrittenOut():
+    with written_out_attention, without_cudnn if recurrent else nullcontext(), _WrittenOut():
         yield
 
 

@@ -6,8 +6,8 @@ of its parameters and on copies of its buffers, and every mode is put back, also
 
 from __future__ import annotations
 
+import copy
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,6 +22,7 @@ from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.kernels import all_finite, checksums
+from laplace_plus.modes import eager, evaluation_mode, turn
 from laplace_plus.selection import Selected, Selection, select
 
 
@@ -36,60 +37,24 @@ class _ReferencePath(TorchFunctionMode):
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode, and afterwards with the mode and the tensors that it had.
-
-    ``training`` is set directly: a user's own ``train()`` may do more than that, e.g. merge adapter weights. Tensors
-    among a module's attributes are put back because a forward pass may set some to what only this call substituted:
-    recurrent layers keep a list of their weights, weight normalisation sets the weight, and some networks remember
-    activations. What else a network counts or notes is its own business.
-    """
-    before = [(module, module.training, dict(vars(module)), _lists(module)) for module in model.modules()]
-    try:
-        for module, *_ in before:
-            module.training = False
-        yield
-    finally:
-        for module, training, attributes, lists in before:
-            now = vars(module)
-            for name in [name for name in now if name not in attributes and _holds_tensors(now[name])]:
-                del now[name]
-            for name, value in attributes.items():
-                if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
-                    now[name] = value
-            for name, content in lists.items():
-                now[name][:] = content
-            module.training = training
-
-
-def _holds_tensors(value: Any) -> bool:
-    kinds = (Tensor, weakref.ReferenceType)  # recurrent layers keep both
-    return isinstance(value, Tensor) or (type(value) in (list, tuple) and any(isinstance(v, kinds) for v in value))
-
-
-def _lists(module: nn.Module) -> dict[str, list[Any]]:
-    """Copies of a module's lists of tensors."""
-    return {name: list(value) for name, value in vars(module).items() if type(value) is list and _holds_tensors(value)}
-
-
-@contextmanager
 def exact_arithmetic(network: Network) -> Iterator[None]:
     """Linear algebra and derivatives as they should be, whatever the caller's context.
 
     Autocast is put aside, for everything but the network's own forward pass, and so is inference mode, under which
-    nothing can be differentiated.
+    nothing can be differentiated. Other threads wait for their turn; see :mod:`laplace_plus.modes`.
     """
-    if network.ambient_autocast is not None:  # inside of another call
-        yield
-        return
-    kind = network.device.type
-    network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    try:
-        with torch.inference_mode(False), torch.autocast(kind, enabled=False):
+    with turn(network.model):
+        if network.ambient_autocast is not None:  # inside of another call, of this thread as it is its turn
             yield
-    finally:
-        network.ambient_autocast = network._dtype = None
-        network._looked = False
+            return
+        kind = network.device.type
+        network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        try:
+            with torch.inference_mode(False), torch.autocast(kind, enabled=False):
+                yield
+        finally:
+            network.ambient_autocast = network._dtype = None
+            network._looked = False
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -125,10 +90,11 @@ class Network:
         # A compiled module hides its operations; what it wraps is the same function of the same parameters.
         self.model: nn.Module = unwrap(model)
         self._sharded = sharded_source(model)
-        _refuse_unsuitable(self.model)
         self.selection = parameters
         self.arrange = arrange
-        self._select(None)
+        with turn(self.model):
+            _refuse_unsuitable(self.model)
+            self._select(None)
         # What curvature.gradients learns about the network: the axis of each call that runs over examples, and where
         # each block lies in the parameter vector.
         self.example_axes: dict[str, Any] = {}
@@ -155,6 +121,12 @@ class Network:
         self._select(layer)
         self.example_axes.clear()
         self.layouts.clear()
+
+    def twin(self) -> Network:
+        """Another view of the same model, which remembers its weights by itself."""
+        other = copy.copy(self)
+        other.ambient_autocast, other._looked = None, False
+        return other
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 
@@ -251,14 +223,17 @@ class Network:
 
     def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
         """What the model returns, with some parameters substituted."""
+        with evaluation_mode(self.model), eager:
+            return self._run(inputs, dict(parameters or {}))
+
+    def _run(self, inputs: Any, parameters: dict[str, Tensor]) -> Any:
         arguments, keywords = batches.bind(self.model, inputs)
         # Buffers are handed over as copies: some modules write to them even in evaluation mode.
         state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        state |= self.parameters | dict(parameters or {})
-        # Compiled parts of a module hide their operations, and do not compile under the modes that are active here.
+        state |= self.parameters | parameters
         enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
         autocast = torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext()
-        with evaluation_mode(self.model), torch.compiler.set_stance("force_eager"), autocast:
+        with autocast:
             try:
                 return functional_call(self.model, self._everywhere(state), arguments, keywords, tie_weights=False)
             except torch.OutOfMemoryError:
@@ -413,7 +388,8 @@ class Network:
 
     def remember(self) -> None:
         """Note the state of all weights and buffers, for :meth:`has_changed`."""
-        self._known = self._state()
+        with turn(self.model):
+            self._known = self._state()
 
     def has_changed(self, *, once: bool = False) -> bool:
         """Whether weights or buffers may differ from those at the last :meth:`remember`.
@@ -424,11 +400,12 @@ class Network:
         Args:
             once: Whether one look is enough for the public method that is running, which changes nothing itself.
         """
-        if once and self._looked:
-            return False
-        changed = self._state() != self._known
-        self._looked = not changed and self.ambient_autocast is not None
-        return changed
+        with turn(self.model):
+            if once and self._looked:
+                return False
+            changed = self._state() != self._known
+            self._looked = not changed and self.ambient_autocast is not None
+            return changed
 
     def _state(self) -> tuple[Any, ...]:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

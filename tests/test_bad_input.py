@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, SelectionError
+from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import last_layer_of, layer_of, select
@@ -243,6 +243,14 @@ def test_outputs_that_do_not_exist_are_refused(fitted, outputs):
 
 
 # -- the package's names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["linearized", "sampled"])
+def test_an_example_without_a_batch_axis_is_refused(fitted, method):
+    """Its logits would else be taken for three examples of one class, which has probability one."""
+    with pytest.raises(DataError) as error:
+        fitted.predictive(batch()[0][0], method=method)
+    assert says(error, "x[None]")
 
 
 def test_the_package_lists_its_public_names_alone():

@@ -15,6 +15,7 @@ from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
     DataError,
+    ModelChangedError,
     NotFittedError,
     NotPositiveDefiniteError,
     UnsupportedError,
@@ -372,3 +373,31 @@ def test_saved_and_loaded(case, tmp_path):
     torch.testing.assert_close(again.predictive(x).mean, found.predictive(x).mean, rtol=0, atol=0)
     with pytest.raises(CheckpointError):
         lp.CalibratedPosterior.load(tmp_path, posterior.network.model)
+
+
+def test_an_example_without_a_batch_axis_is_refused():
+    """Also by predictions that no covariance is computed for."""
+    posterior, x, _ = underconfident()
+    found = lp.calibrate(posterior, weight_decay=0.03)
+    assert found.covariance_scale == 0
+    with pytest.raises(DataError, match=r"x\[None\]"):
+        found.predictive(x[0])
+
+
+def test_a_network_that_was_trained_on_is_noticed_after_a_fit_of_the_posterior_itself():
+    x, y = data()
+    net = trained(x, y, steps=100)
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    found = lp.calibrate(posterior, weight_decay=DECAY)
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    posterior.fit([(x, y)])
+    posterior.predictive(x)
+    for action in (found.predictive, found.functional_posterior):
+        with pytest.raises(ModelChangedError):
+            action(x)
+    with torch.no_grad():
+        net[0].weight.div_(2)
+    found.predictive(x)
+    with pytest.raises(ModelChangedError):
+        posterior.predictive(x)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import laplace_plus as lp
-from laplace_plus.errors import CheckpointError, LaplacePlusError, ModelChangedError, OutputError
+from laplace_plus.errors import CheckpointError, DataError, LaplacePlusError, ModelChangedError, OutputError
 
 EXACT = 1e-11  # float64, small networks
 
@@ -268,6 +270,71 @@ def test_posteriors_can_be_copied_and_pickled(name):
     for again in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
         assert torch.equal(again.predictive(x).mean, want)
         assert again.network.model is not posterior.network.model
+
+
+def diagonal_outputs(*args, **kwargs):
+    return lp.KFAC(*args, output_factor="diagonal", **kwargs)
+
+
+def sampled(*args, **kwargs):
+    return lp.SampledLaplace(*args, n_samples=2, **kwargs)
+
+
+HOLDERS = {**CLASSES, "diagonal outputs": diagonal_outputs, "SampledLaplace": sampled, "LowRank": lp.LowRank}
+
+
+@pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_copies_and_pickles_go_without_the_training_data(name):
+    x, y = classes(4000)
+    posterior = HOLDERS[name](perceptron(), "classification").fit([(x, y)])
+    posterior.fit_prior_precision(**({"evidence": "tangent"} if name == "Full" else {}))
+    want = posterior.predictive(x[:5], generator=torch.Generator().manual_seed(0)).mean
+    file = pickle.dumps(posterior)
+    assert len(file) < 80_000  # the inputs alone have 96,000
+    for again in (copy.deepcopy(posterior), pickle.loads(file)):
+        assert torch.equal(again.predictive(x[:5], generator=torch.Generator().manual_seed(0)).mean, want)
+        use = again.solve if name == "SampledLaplace" else again.leave_one_out
+        with pytest.raises(DataError, match="train_loader"):
+            use()
+    if name == "Full":
+        posterior.leave_one_out()  # has them
+
+
+class Held:
+    """Batches that weak references can be made to, unlike a list."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_updates_do_not_keep_their_data():
+    x, y = classes(24)
+    posterior, alive = lp.Full(perceptron(), "classification").fit([(x[:12], y[:12])]), []
+    for wrap in (list, lambda batches: Held(*batches)) * 2:
+        inputs = x[12:14].clone()
+        alive.append(weakref.ref(inputs))
+        posterior.update(wrap([(inputs, y[12:14])]))
+    del inputs
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 4
+    with pytest.raises(DataError, match="train_loader"):
+        posterior.leave_one_out()
+    posterior.leave_one_out([(x[:12], y[:12]), *[(x[12:14], y[12:14])] * 4])
+
+
+def test_updates_whose_loaders_are_held_are_passed_over_again():
+    x, y = classes(24)
+    more = Held((x[12:20], y[12:20]), (x[20:], y[20:]))
+    posterior = lp.Full(perceptron(), "classification").fit([(x[:12], y[:12])]).update(more)
+    whole = lp.Full(perceptron(), "classification").fit([(x, y)])
+    torch.testing.assert_close(posterior.leave_one_out().mean, whole.leave_one_out().mean)
+    del more
+    with pytest.raises(DataError, match="train_loader"):
+        posterior.leave_one_out()
 
 
 @each_class

@@ -96,13 +96,15 @@ def validate(
     # The probit link only looks at variances, and with many outputs covariances cost many times as much.
     many = model.n_outputs > MANY_OUTPUTS and (link or likelihood.links[0]) == "probit"
     outputs: Outputs = "diagonal" if many else None
+    # A loss of the user's own may look at samples, whatever the link.
+    draws = (link or likelihood.links[0]) == "mc" or loss is not negative_log_likelihood
     totals, count = torch.zeros(len(points), dtype=torch.float64), 0
     source = "cpu" if generator is None else generator.device
     with torch.no_grad():
         for batch in iterate(data, device=network.device, progress=progress, description="validation"):
             functional = functional_posteriors(network, factor_sets, batch.inputs, outputs=outputs)
             likelihood.validate(functional[0].mean, batch.target)
-            seed = int(torch.randint(2**62, (), generator=generator, device=source))
+            seed = int(torch.randint(2**62, (), generator=generator, device=source)) if draws else 0
             for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
                 # The same random numbers for every point, so that they differ by their merits alone.
                 common = torch.Generator(device=mean.device).manual_seed(seed)

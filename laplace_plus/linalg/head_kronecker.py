@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -92,7 +93,7 @@ class DiagonalOutputBlock(OnceDiagonalised):
         (right,) = pairs
         left = torch.einsum("k,kgo->go", weights, self.left)
         values = left[:, :, None] * (right.values.clamp(min=0) / self.count.to(self.dtype))[:, None, :]
-        return Diagonalised(values, lambda: ColumnBasis(right.vectors))
+        return Diagonalised(values, partial(_column_basis, right))
 
     @override
     def _make_spectrum(self, values: Tensor) -> Spectrum:
@@ -127,3 +128,7 @@ class DiagonalOutputBlock(OnceDiagonalised):
     @override
     def parts(self) -> list[Tensor]:
         return [self.left, *self.right_sum.parts()]
+
+
+def _column_basis(right: EigenPairs) -> ColumnBasis:
+    return ColumnBasis(right.vectors)

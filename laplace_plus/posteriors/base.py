@@ -17,16 +17,15 @@ from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Distributed, Group, OwnedSum, resolve_group
 from laplace_plus.errors import (
-    CheckpointError,
     ConfigurationError,
-    ModelChangedError,
     NotFittedError,
     UnsupportedError,
 )
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import draws, storing
-from laplace_plus.posteriors.methods import check_count, exactly, positive
+from laplace_plus.posteriors.copies import Copied
+from laplace_plus.posteriors.methods import check_count, exactly, positive, require_unchanged
 from laplace_plus.posteriors.ranks import agree, save_once, session
 from laplace_plus.posteriors.summary import Summary, prior_line
 from laplace_plus.posteriors.training_data import TrainingData
@@ -42,11 +41,14 @@ from laplace_plus.selection import Selection
 Method = Literal["linearized", "sampled"]
 
 
-class Posterior(ABC):
+class Posterior(Copied, ABC):
     """A posterior over (some of) the parameters of a trained network.
 
     A subclass must give ``_fit`` and ``sample``; it may give ``functional_posterior`` where it knows better than Monte
     Carlo, and ``_state``/``_restore`` to be saved. The network itself is never changed.
+
+    Calls from several threads, to this and other posteriors of the network, come one after the other. The network is
+    not to be run or trained by the user's own threads meanwhile, as other weights take the place of its own.
 
     Args:
         model: The trained ``nn.Module``.
@@ -106,7 +108,7 @@ class Posterior(ABC):
         self.n_outputs = 0
         self._vector: Tensor | None = None
         self._group: Group | None = None
-        self._data = TrainingData(complete=False)
+        self._data = TrainingData()
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
@@ -121,8 +123,15 @@ class Posterior(ABC):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order."""
 
+    @exactly
     def functional_posterior(
-        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
         """Mean and covariance of the linearised network's outputs.
 
@@ -133,6 +142,7 @@ class Posterior(ABC):
             joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
             outputs: None for all outputs, ``"diagonal"`` for variances only, or indices of some outputs.
             differentiable: Whether gradients flow to ``x``.
+            generator: Source of randomness, for methods that use any.
 
         Returns:
             Mean ``[B, *, C]`` and covariance ``[B, *, C, C]``.
@@ -148,7 +158,7 @@ class Posterior(ABC):
                 expected="differentiable=False and outputs=None",
                 got=f"differentiable={differentiable}, outputs={outputs!r}",
             )
-        return draws.functional_posterior(self, x, joint=joint)
+        return draws.functional_posterior(self, x, joint=joint, generator=generator)
 
     def options(self) -> dict[str, Any]:
         """The method's own constructor arguments, in JSON's terms."""
@@ -211,7 +221,11 @@ class Posterior(ABC):
         generator: torch.Generator | None = None,
         distributed: Distributed = None,
     ) -> Self:
-        """Add data without forgetting; arguments and errors as for :meth:`fit`."""
+        """Add data without forgetting; arguments and errors as for :meth:`fit`.
+
+        Unlike that of :meth:`fit`, the loader is not kept alive. What passes over the training data again needs all of
+        them: hold the loaders (lists are not kept at all), or pass ``data=`` there.
+        """
         if self._vector is None:
             return self.fit(data, progress=progress, generator=generator, distributed=distributed)
         group = resolve_group(distributed)
@@ -231,7 +245,7 @@ class Posterior(ABC):
         except BaseException:
             self._group = before
             raise
-        self._data = (self._data if options["update"] else TrainingData()).plus(data)
+        self._data = self._data.plus(data) if options["update"] else TrainingData(data)
 
     def _call_fit(self, data: Iterable[Any], **options: Any) -> None:
         taken = signature(self._fit).parameters
@@ -240,9 +254,10 @@ class Posterior(ABC):
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        vector = self._vector
         with self.network.learning(afresh=not options["update"]):
             self._fit(data, **{name: value for name, value in options.items() if every or name in taken})
-        if self._vector is None:
+        if self._vector is None or (self._vector is vector and not options["update"]):
             self._vector = self.network.vector()
         self._remember()
 
@@ -282,6 +297,7 @@ class Posterior(ABC):
         Raises:
             NotFittedError: Before :meth:`fit`.
             ConfigurationError: An unknown method or link.
+            DataError: Inputs that are no batch of what was fitted to.
             ModelChangedError: The network's weights have changed since the fit.
         """
         self._require_fit()
@@ -294,11 +310,11 @@ class Posterior(ABC):
                     return from_samples(self.likelihood, samples, generator=generator, joint=joint)
             # The probit link only looks at variances, and with many outputs covariances cost many times as much.
             many = self.n_outputs > MANY_OUTPUTS and not joint and (link or self.likelihood.links[0]) == "probit"
-            outputs: Outputs = "diagonal" if many else None
+            options: dict[str, Any] = {"outputs": "diagonal" if many else None, "differentiable": differentiable}
+            if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
+                options["generator"] = generator
             with torch.set_grad_enabled(differentiable):
-                mean, covariance = self.functional_posterior(
-                    x, joint=joint, outputs=outputs, differentiable=differentiable
-                )
+                mean, covariance = self.functional_posterior(x, joint=joint, **options)
                 prediction = from_functional(
                     self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
                 )
@@ -307,20 +323,10 @@ class Posterior(ABC):
                 return prediction
         if chosen != "sampled":
             raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
-        if self._tangent_mean is not None:
-            raise ConfigurationError(
-                "Sampled networks have the network's weights as their mean, not the tangent model's optimum.",
-                expected='method="linearized", or posterior.predictive_mean = "network"',
-                got='method="sampled"',
-            )
-        if link not in (None, "mc") or differentiable:
-            raise ConfigurationError(
-                "Sampled networks need no link and pass no gradients to x.",
-                expected='link=None and differentiable=False with method="sampled"',
-                got=f"link={link!r}, differentiable={differentiable}",
-            )
+        draws.check_sampled(self, link, differentiable=differentiable)
         with torch.no_grad():
             outputs = torch.stack(list(self._sampled_outputs(x, n_samples, generator)))
+            draws.check_outputs(self, outputs, x)
             return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
     def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
@@ -465,6 +471,7 @@ class Posterior(ABC):
         else:
             save_once(self, group, path)
 
+    @exactly
     def write(self, path: str | Path) -> None:
         """What :meth:`save` does on the one process that writes."""
         self._require_fit()
@@ -475,17 +482,7 @@ class Posterior(ABC):
             raise NotFittedError(
                 f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
             )
-        if self.network.has_changed(once=True):
-            try:
-                io.compare_fingerprint(self._fingerprint, self.network.model)
-            except CheckpointError as error:
-                raise ModelChangedError(
-                    "The network is no longer the one that the posterior was fitted on.",
-                    expected="the weights and buffers at the time of fit()",
-                    got=str(error),
-                    fix="Call fit() again after training, or give the posterior a copy of the model.",
-                ) from error
-            self.network.remember()
+        require_unchanged(self)
 
     def _is_last_layer(self) -> bool:
         return isinstance(self.network.selection, str) and self.network.selection == "last_layer"

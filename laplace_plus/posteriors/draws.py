@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget
-from laplace_plus.predictive.linearized import FunctionalPosterior, functional_samples, samples_rather
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.predictive.linearized import FunctionalPosterior, functional_samples, require_outputs, samples_rather
 
 if TYPE_CHECKING:
     from laplace_plus.posteriors.base import Posterior
@@ -18,13 +19,16 @@ N_TANGENTS = 100
 """Number of samples that a functional posterior by Monte Carlo is made of."""
 
 
-def functional_posterior(posterior: Posterior, x: Any, *, joint: bool) -> FunctionalPosterior:
+def functional_posterior(
+    posterior: Posterior, x: Any, *, joint: bool, generator: torch.Generator | None
+) -> FunctionalPosterior:
     """Mean and covariance of the linearised outputs, from samples that are pushed through the network's tangent."""
     network = posterior.network
     x = network.receive(x)
     mean = network.forward(x)
+    check_outputs(posterior, mean, x)
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    deviations = posterior.sample(N_TANGENTS) - posterior.mean
+    deviations = posterior.sample(N_TANGENTS, generator=generator) - posterior.mean
     tangents = torch.stack([network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
     if joint:
         flat = tangents.flatten(1)
@@ -50,6 +54,36 @@ def network_outputs(posterior: Posterior, x: Any, n: int, *, generator: torch.Ge
     for count in _counts(posterior, n):
         for vector in posterior.sample(count, generator=generator):
             yield posterior.network(x, posterior.network.substitute(vector))
+
+
+def check_sampled(posterior: Posterior, link: str | None, *, differentiable: bool) -> None:
+    """Refuse what predictions by sampled networks do not know.
+
+    Raises:
+        ConfigurationError: The tangent model's optimum as the mean, a link, or gradients.
+    """
+    if posterior._tangent_mean is not None:
+        raise ConfigurationError(
+            "Sampled networks have the network's weights as their mean, not the tangent model's optimum.",
+            expected='method="linearized", or posterior.predictive_mean = "network"',
+            got='method="sampled"',
+        )
+    if link not in (None, "mc") or differentiable:
+        raise ConfigurationError(
+            "Sampled networks need no link and pass no gradients to x.",
+            expected='link=None and differentiable=False with method="sampled"',
+            got=f"link={link!r}, differentiable={differentiable}",
+        )
+
+
+def check_outputs(posterior: Posterior, outputs: Tensor, x: Any) -> None:
+    """Refuse outputs ``[..., C]`` of another number than while fitting; a method may leave that number unset.
+
+    Raises:
+        DataError: Another C.
+    """
+    if posterior.n_outputs:
+        require_outputs(outputs.shape, posterior.n_outputs, x)
 
 
 def _counts(posterior: Posterior, n: int) -> list[int]:

@@ -15,7 +15,7 @@ from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import DataError, EmptyDataError, InputError
-from laplace_plus.evidence import LaplaceModel, LeaveOneOut, TuningResult
+from laplace_plus.evidence import LaplaceModel, LeaveOneOut, TangentResult, TuningResult
 from laplace_plus.evidence.leave_one_out import Leverages
 from laplace_plus.evidence.loo_covariances import Unit
 from laplace_plus.linalg import Factor
@@ -168,6 +168,8 @@ class GaussianPosterior(Posterior):
             self._prior_groups = None
         self._check_prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
         self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, vector, None, None
+        if isinstance(getattr(self, "tuning", None), TangentResult):  # its optimum is of other weights or data
+            del self.tuning
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
     def _require_sums(self) -> FitSums:
@@ -379,7 +381,13 @@ class GaussianPosterior(Posterior):
     @override
     @exactly
     def functional_posterior(
-        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
         self._require_fit()
         if differentiable and self._tangent_mean is not None:

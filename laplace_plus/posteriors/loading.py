@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import likelihood_from_config
+from laplace_plus.modes import turn
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
@@ -42,6 +43,11 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
             fix="Build the network, load its weights, then call laplace_plus.load(path, model).",
         )
     header, tensors = io.read(path)
+    with turn(unwrap(model)):
+        return _restored(header, tensors, model, likelihood)
+
+
+def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Posterior:
     inner = unwrap(model)
     io.compare_fingerprint(header["network"], inner)
     masks = {name.removeprefix("mask."): value for name, value in tensors.items() if name.startswith("mask.")}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from laplace_plus import io
 from laplace_plus._memory import default_budget, memory_budget
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError
+from laplace_plus.modes import turn
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import as_hyperparameter
+
+if TYPE_CHECKING:
+    from laplace_plus.posteriors.base import Posterior
 
 
 class _HasNetwork(Protocol):
@@ -26,20 +31,43 @@ Result = TypeVar("Result")
 
 
 def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
-    """Run a posterior's method outside of autocast and inference mode, within its memory budget.
+    """Run a posterior's method outside of autocast and inference mode, within its memory budget, one at a time.
 
     See :func:`network.exact_arithmetic`.
     """
 
     @wraps(method)
     def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        if self.network.ambient_autocast is not None:  # inside of another public method
-            return method(self, *args, **kwargs)
-        allowed = default_budget(self.network.device) if self.memory_budget is None else self.memory_budget
-        with exact_arithmetic(self.network), memory_budget(allowed):
-            return method(self, *args, **kwargs)
+        with turn(self.network.model):
+            if self.network.ambient_autocast is not None:  # inside of another public method
+                return method(self, *args, **kwargs)
+            allowed = default_budget(self.network.device) if self.memory_budget is None else self.memory_budget
+            with exact_arithmetic(self.network), memory_budget(allowed):
+                return method(self, *args, **kwargs)
 
     return wrapped
+
+
+def require_unchanged(posterior: Posterior) -> None:
+    """Look at the network's weights once in each public method.
+
+    Raises:
+        ModelChangedError: They are not those of the fit.
+    """
+    network = posterior.network
+    with turn(network.model):
+        if not network.has_changed(once=True):
+            return
+        try:
+            io.compare_fingerprint(posterior._fingerprint, network.model)
+        except CheckpointError as error:
+            raise ModelChangedError(
+                "The network is no longer the one that the posterior was fitted on.",
+                expected="the weights and buffers at the time of fit()",
+                got=str(error),
+                fix="Call fit() again after training, or give the posterior a copy of the model.",
+            ) from error
+        network.remember()
 
 
 def check_count(value: Any, name: str) -> None:

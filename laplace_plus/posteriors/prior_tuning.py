@@ -144,7 +144,7 @@ def chosen_groups(
         raise ConfigurationError("Unknown prior structure.", expected=f"{known}, or lp.Groups", got=repr(structure))
     if posterior._prior_groups is not None and posterior._prior_groups.name == NORMALISED:
         return posterior._prior_groups
-    data = posterior._data.again(data, "Normalised groups are found by running the network on a batch.")
+    data = posterior._data.again(data, "Normalised groups are found by running the network on a batch.", part=True)
     batch = next(iter(batches.iterate(data, device=posterior.network.device, progress=False)))
     return normalized_groups(posterior.network, batch.inputs)
 

@@ -67,7 +67,13 @@ class SampleBased(Posterior):
     @override
     @exactly
     def functional_posterior(
-        self, x: Any, *, joint: bool = False, outputs: Outputs = None, differentiable: bool = False
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
         """Mean and covariance of the linearised network's outputs, from the k samples pushed through its tangent.
 

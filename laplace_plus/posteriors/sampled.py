@@ -93,6 +93,8 @@ class SampledLaplace(SampleBased):
         torch.Size([3, 1])
     """
 
+    _holds_data = ("_problem",)
+
     def __init__(self, *args: Any, n_samples: int = 6, solver: Any = "cg", chunk_size: int = CHUNK_SIZE, **kwargs: Any):
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")

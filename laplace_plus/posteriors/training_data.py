@@ -2,55 +2,74 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from laplace_plus.errors import DataError
 
 
 class TrainingData:
-    """The loaders of a fit and of the updates after it, one after the other; only references are kept.
+    """The loader of a fit and those of the updates after it, one after the other.
 
-    Attributes:
-        loaders: Those that can be started again.
-        complete: Whether all of them can be.
+    Only references are kept, and to the loaders of updates only weak ones, so that a stream of updates does not fill
+    the memory. As soon as one of those is gone, or cannot be started again, the data as a whole are not known.
+
+    Args:
+        first: The loader of the fit; an iterator, or None, where there is nothing to pass over again.
+        further: Those of the updates; None where some are not known.
     """
 
-    def __init__(self, loaders: tuple[Iterable[Any], ...] = (), *, complete: bool = True):
-        self.loaders, self.complete = loaders, complete
+    def __init__(self, first: Iterable[Any] | None = None, further: tuple[weakref.ref[Any], ...] | None = ()):
+        self._first, self._further = None if isinstance(first, Iterator) else first, further
 
     def plus(self, data: Iterable[Any]) -> TrainingData:
-        """These and more."""
-        if isinstance(data, Iterator):
-            return TrainingData(self.loaders, complete=False)
-        return TrainingData((*self.loaders, data), complete=self.complete)
+        """These and those of an update."""
+        if isinstance(data, Iterator) or self._further is None or any(held() is None for held in self._further):
+            return TrainingData(self._first, None)
+        try:
+            return TrainingData(self._first, (*self._further, weakref.ref(data)))
+        except TypeError:  # a list or a tuple, which cannot be held weakly
+            return TrainingData(self._first, None)
 
-    def __iter__(self) -> Iterator[Any]:
-        for loader in self.loaders:
-            yield from loader
-
-    def again(self, data: Iterable[Any] | None, why: str) -> Iterable[Any]:
+    def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
         """What to pass over: ``data`` where they are given, else what was fitted to.
 
         Args:
             data: The caller's.
             why: A sentence that says what needs them.
+            part: Whether some of the data will do.
 
         Raises:
             DataError: Data that can be run over only once, or none where the posterior does not know its own any more:
-                it was loaded from a file, or fitted to an iterator.
+                it was loaded or unpickled, fitted to an iterator, or updated with a list or with a loader that nobody
+                else holds.
         """
         if data is not None:
             require_restartable(data, why)
             return data
-        if not self.complete or not self.loaders:
+        further: list[Iterable[Any] | None] = [None] if self._further is None else [held() for held in self._further]
+        loaders = [self._first] if part else [self._first, *further]
+        known = [loader for loader in loaders if loader is not None]
+        if len(known) < len(loaders):
             raise DataError(
                 why,
                 expected="the training data again",
-                got="a posterior that was loaded, or fitted to something that can be used only once",
+                got="a posterior that was loaded or copied, or that saw data which can be used once or are gone",
                 fix="Pass data=train_loader.",
             )
-        return self.loaders[0] if len(self.loaders) == 1 else self
+        return known[0] if len(known) == 1 else _Chained(known)
+
+
+class _Chained:
+    """Some loaders one after the other, each time anew."""
+
+    def __init__(self, loaders: list[Iterable[Any]]):
+        self._all = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self._all)
 
 
 def require_restartable(data: Iterable[Any], why: str) -> None:

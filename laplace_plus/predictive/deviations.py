@@ -12,7 +12,7 @@ from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.linalg.stacks import slices
 from laplace_plus.network import Network
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, require_outputs
 
 
 def pushed(network: Network, deviations: Tensor, inputs: Any, *, n_outputs: int, ways: Ways) -> tuple[Tensor, Tensor]:
@@ -32,13 +32,7 @@ def pushed(network: Network, deviations: Tensor, inputs: Any, *, n_outputs: int,
     outputs = linear.outputs
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-    if outputs.shape[-1] != n_outputs:
-        raise DataError(
-            "The network gives another number of outputs than it did while fitting.",
-            expected=f"{n_outputs} outputs for each example",
-            got=f"outputs of shape {tuple(outputs.shape)}",
-            fix="Pass a batch of inputs: x[None] for a single one.",
-        )
+    require_outputs(outputs.shape, n_outputs, inputs)
     # Forward mode holds two or three activations of each sample at a time; outputs say how large those may be.
     each = 4 * deviations[0].numel() * deviations.element_size() + 64 * outputs.numel() * outputs.element_size()
     room = max(each, budget(outputs.device) // 2)

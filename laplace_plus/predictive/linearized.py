@@ -98,13 +98,8 @@ def functional_posteriors(
     capture = Capture(network, inputs, differentiable=differentiable)
     if not capture.output_shape.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
-    if expected_outputs not in (None, capture.output_shape[-1]):
-        raise DataError(
-            "The network gives another number of outputs than it did while fitting.",
-            expected=f"{expected_outputs} outputs for each example",
-            got=f"outputs of shape {tuple(capture.output_shape)} for inputs {batches.describe(inputs)}",
-            fix="Pass a batch of inputs: x[None] for a single one.",
-        )
+    if expected_outputs is not None:
+        require_outputs(capture.output_shape, expected_outputs, inputs)
     gradients = Gradients(network, capture)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     shape = capture.output_shape
@@ -151,6 +146,26 @@ def functional_posteriors(
     final = (*kept, *kept) if joint else kept if diagonal else (*kept, n_chosen)
     picked = mean.view(shape).gather(-1, chosen) if own else mean.view(shape)[..., chosen]
     return [FunctionalPosterior(picked, covariance.reshape(final).to(mean.dtype)) for covariance in covariances]
+
+
+def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
+    """Refuse inputs on which the network gives another number of outputs, such as an example without a batch axis.
+
+    Args:
+        shape: That of the outputs, ``[..., C]``.
+        expected: C, as it was while fitting.
+        inputs: What the network was run on.
+
+    Raises:
+        DataError: Another C.
+    """
+    if shape[-1] != expected:
+        raise DataError(
+            "The network gives another number of outputs than it did while fitting.",
+            expected=f"{expected} outputs for each example",
+            got=f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}",
+            fix="Pass a batch of inputs: x[None] for a single one.",
+        )
 
 
 def _joined(parts: Iterable[list[FunctionalPosterior]]) -> list[FunctionalPosterior]:

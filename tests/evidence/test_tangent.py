@@ -13,7 +13,14 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import (
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    EmptyDataError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from laplace_plus.evidence import TangentModel, tangent_optimum
 from laplace_plus.priors import Groups
 
@@ -373,6 +380,23 @@ def test_sampled_networks_have_another_mean():
     posterior.predictive_mean = "tangent"
     posterior.update([(x, y)])  # then it is the optimum of other data
     assert posterior.predictive_mean == "network"
+
+
+def test_a_new_fit_forgets_the_tuning_of_the_earlier_one():
+    """Its optimum is that of other weights."""
+    net, x, y = mlp_problem()
+    posterior = lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision(evidence="tangent")
+    tuning = posterior.tuning
+    with pytest.raises(EmptyDataError):
+        posterior.fit([])
+    assert posterior.tuning is tuning  # what fails changes nothing
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1.0)
+    posterior.fit([(x, y)])
+    with pytest.raises(ConfigurationError, match="since the fit"):
+        posterior.predictive_mean = "tangent"
+    assert not hasattr(posterior, "tuning")
 
 
 def test_an_exact_fit_has_a_bounded_noise():

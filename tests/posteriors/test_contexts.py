@@ -189,6 +189,51 @@ def test_a_plugin_may_take_only_the_data():
         posterior.update(data)
 
 
+def test_a_plugin_has_the_mean_of_its_last_fit():
+    class Bare(lp.Posterior):
+        def _fit(self, data):
+            self.n_data = sum(len(y) for _, y in data)
+
+        def sample(self, n, *, generator=None):
+            return self.mean.expand(n, -1)
+
+    model, data = problem()
+    posterior = Bare(model, "classification").fit(data)
+    before = posterior.mean.clone()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(TypeError):
+        posterior.fit(None)
+    assert torch.equal(posterior._vector, before)
+    assert not torch.equal(posterior.fit(data).mean, before)
+    assert torch.equal(posterior.mean, posterior.network.vector())
+
+
+@pytest.mark.parametrize("name", ["MetricBNN", "plugin"])
+def test_the_generator_decides_linearised_predictions_by_monte_carlo(name):
+    class Bare(lp.Posterior):
+        def _fit(self, data):
+            self.n_data = sum(len(y) for _, y in data)
+
+        def sample(self, n, *, generator=None):
+            return self.mean + 0.1 * torch.randn(n, self.n_parameters, generator=generator)
+
+    def predict(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return posterior.predictive(data[0][0], method="linearized", generator=generator).mean
+
+    model, data = problem()
+    cls = lp.MetricBNN if name == "MetricBNN" else Bare
+    posterior = cls(model, "classification").fit(data, generator=torch.Generator().manual_seed(0))
+    first = predict(1)
+    assert torch.equal(predict(1), first)
+    assert not torch.equal(predict(2), first)
+    one, other = (
+        posterior.functional_posterior(data[0][0], generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert torch.equal(one.covariance, other.covariance)
+
+
 def test_hooks_of_the_user_are_no_news():
     model, data = problem()
     seen = []

@@ -1,0 +1,169 @@
+"""Several threads at once get what one thread gets, and leave the network and the process as they were."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import eval_frame
+
+import laplace_plus as lp
+from laplace_plus.modes import Shared, turn
+from laplace_plus.testing import assert_untouched, snapshot
+
+N_THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def _frequent_switches():
+    """Threads take turns so often that what they have in common shows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def problem(*, recurrent=False):
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 5, 6, dtype=torch.float64), torch.arange(24) % 3
+    body = nn.LSTM(6, 6, batch_first=True) if recurrent else nn.Linear(6, 6)
+    return Model(body).double().train(), x, y
+
+
+class Model(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.norm, self.drop, self.head = body, nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        result = self.body(x)
+        result = result[0] if isinstance(result, tuple) else result
+        return self.head(self.drop(self.norm(torch.tanh(result.mean(1)))))
+
+
+def together(actions):
+    """The results of actions that all run at once, in order."""
+    barrier = Barrier(len(actions))
+
+    def wait_and(action):
+        barrier.wait()
+        return action()
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return list(pool.map(wait_and, actions))
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def settings():
+    """What is set for the whole process."""
+    sdp = torch.backends.cuda
+    return (
+        sdp.flash_sdp_enabled(),
+        sdp.mem_efficient_sdp_enabled(),
+        sdp.math_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        eval_frame._stance.stance,
+    )
+
+
+ACTIONS = {
+    "linearised": lambda p, x: p.predictive(x).mean,
+    "sampled": lambda p, x: p.predictive(x, method="sampled", n_samples=3, generator=seeded(1)).mean,
+    "functional": lambda p, x: p.functional_posterior(x).covariance,
+    "mean": lambda p, x: p.mean,
+    "evidence": lambda p, x: p.log_marginal_likelihood(torch.ones(2).new_tensor(2.0)),
+}
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_calls_of_several_threads_equal_those_of_one(recurrent):
+    net, x, y = problem(recurrent=recurrent)
+    posterior = lp.KFAC(net, "classification").fit([(x, y)])
+    other = lp.Diagonal(net, "classification", parameters="last_layer").fit([(x, y)])
+    jobs = [(of, action) for of in (posterior, other) for action in ACTIONS.values()]
+    expected = [action(of, x) for of, action in jobs]
+    before, globally = snapshot(net), settings()
+    parts = [jobs[number::N_THREADS] for number in range(N_THREADS)]
+    found = together([lambda part=part: [[a(of, x) for of, a in part] for _ in range(4)] for part in parts])
+    for number, rounds in enumerate(found):
+        for results in rounds:
+            for result, want in zip(results, expected[number::N_THREADS], strict=True):
+                torch.testing.assert_close(result, want, rtol=1e-9, atol=1e-12)
+    assert_untouched(net, before)
+    assert settings() == globally
+    torch.testing.assert_close(posterior.predictive(x).mean, expected[0])
+
+
+def test_posteriors_are_fitted_loaded_and_saved_beside_predictions(tmp_path):
+    net, x, y = problem()
+    posterior = lp.KFAC(net, "classification").fit([(x, y)])
+    expected, n_parameters, before = posterior.predictive(x).mean, posterior.n_parameters, snapshot(net)
+    posterior.save(tmp_path / "first")
+
+    def predict():
+        return [posterior.predictive(x, method="sampled", n_samples=2).mean for _ in range(20)]
+
+    def fit():
+        return [lp.Diagonal(net, "classification").fit([(x, y)]).n_parameters for _ in range(8)]
+
+    def load():
+        return [lp.load(tmp_path / "first", net).predictive(x).mean for _ in range(8)]
+
+    def save():
+        for number in range(8):
+            posterior.save(tmp_path / f"{number}")
+
+    _, sizes, loaded, _ = together([predict, fit, load, save])
+    assert sizes == [n_parameters] * 8
+    for result in loaded:
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
+    assert_untouched(net, before)
+
+
+def test_models_with_modules_in_common_take_turns():
+    net, x, y = problem()
+    twin = Model(net.body).double().eval()
+    nets = (net, twin)
+    assert turn(net) is turn(twin) is turn(net.body)
+    assert turn(net) is not turn(problem()[0])
+    posteriors = [lp.KFAC(each, "classification").fit([(x, y)]) for each in nets]
+    before = [snapshot(each) for each in nets]
+    expected = [ACTIONS["sampled"](posterior, x) for posterior in posteriors]
+    found = together([lambda p=p: [ACTIONS["sampled"](p, x) for _ in range(20)] for p in posteriors])
+    for results, want in zip(found, expected, strict=True):
+        for result in results:
+            torch.testing.assert_close(result, want, rtol=1e-9, atol=1e-12)
+    for each, state in zip(nets, before, strict=True):
+        assert_untouched(each, state)
+
+
+def test_settings_of_the_process_are_put_back_by_the_last_to_leave():
+    """However the threads that run different models overlap."""
+    nets = [problem(recurrent=bool(number % 2)) for number in range(N_THREADS)]
+    posteriors = [lp.KFAC(net, "classification").fit([(x, y)]) for net, x, y in nets]
+    before = settings()
+    together([lambda p=p: [p.predictive(nets[0][1]) for _ in range(10)] for p in posteriors])
+    assert settings() == before
+
+    class Setting:
+        def __enter__(self):
+            history.append("made")
+
+        def __exit__(self, *_):
+            history.append("put back")
+
+    history = []
+    shared = Shared(Setting)
+    shared.__enter__()
+    with shared, pytest.raises(KeyError), shared:
+        raise KeyError
+    assert history == ["made"]
+    shared.__exit__(None, None, None)
+    assert history == ["made", "put back"]
