@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -71,6 +72,9 @@ _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 _SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
 
+_DERIVATIVES = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
+"""Functions that return derivatives of what came before; also those that a network took by ``backward()``."""
+
 
 class _Recorder(TorchFunctionMode):
     """Records calls whose weights are among the selected parameters."""
@@ -99,7 +103,11 @@ class _Recorder(TorchFunctionMode):
             return self._attention(args, kwargs)
         used = [rows for rows in map(self._find, _tensors((args, kwargs))) if rows is not None]
         if not used:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            if func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
+                # The weights of all calls so far are in there, past the outputs of these calls.
+                self.uncovered |= {rows.name for recorded in self.recorded for rows in recorded.call.rows}
+            return output
         rule = RULES.get(func)
         if rule is not None:
             with nullcontext() if self.keep_graph else torch.no_grad():
@@ -114,7 +122,11 @@ class _Recorder(TorchFunctionMode):
                 if not self.keep_graph:
                     call.value = call.value.detach()
                 call.version = call.value._version
-                return self._record(call, func(*args, **kwargs))
+                output = func(*args, **kwargs)
+                if _watch(output):
+                    return self._record(call, output)
+                self.uncovered |= {rows.name for rows in call.rows}
+                return output
         output = func(*args, **kwargs)
         if self._is_split(func, used, output):
             return output
@@ -129,8 +141,6 @@ class _Recorder(TorchFunctionMode):
     def _record(self, call: Call, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # nothing downstream will ever ask for this call's gradient
             return output
-        if not output.requires_grad:
-            output.requires_grad_()
         edge = get_gradient_edge(output)
         # A leaf must not be written to in place, as ReLUs do; the edge keeps pointing to where the gradient is wanted.
         returned = output.clone() if output.is_leaf else output
@@ -169,6 +179,18 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list)):
         for value in tree:
             yield from _tensors(value)
+
+
+def _watch(output: Tensor) -> bool:
+    """Have a call's output take gradients; false inside of forward derivatives, as weights are in tangents, too."""
+    if forward_ad.unpack_dual(output).tangent is not None:
+        return False
+    if torch.is_grad_enabled() and not output.requires_grad:
+        try:
+            output.requires_grad_()
+        except RuntimeError:  # torch.func's transformations do not allow it
+            return False
+    return True
 
 
 _NO_DERIVATIVE = "an autograd kernel was not registered"
