@@ -133,6 +133,8 @@ class Network:
         # each block lies in the parameter vector.
         self.example_axes: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
+        # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
+        self.reached: dict[str, bool] = {}
         # What one example's forward pass and one direction's gradients take; None before any were seen.
         self.bytes_per_example: int | None = None
         # Whether a batch's examples may be run apart from each other; None before anybody looked.
@@ -236,6 +238,7 @@ class Network:
         if afresh:
             self.example_axes.clear()
             self.apart.clear()
+            self.reached.clear()
         try:
             yield
         except BaseException:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import laplace_plus as lp
+from laplace_plus.errors import UnsupportedError
 
 EXACT = 1e-11  # float64, small networks
 CLASSES = [lp.Full, lp.Diagonal, lp.KFAC, lp.LowRank]
@@ -96,3 +97,146 @@ class Force(nn.Module):
 def test_networks_that_differentiate_themselves(posterior_class, derivative):
     """Their weights reach the outputs by the derivative, past the outputs of the layers."""
     assert_exact(Force(derivative), posterior_class, *reals())
+
+
+# -- uses that are hidden ----------------------------------------------------------------------------------------------
+
+
+def scripted(what):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that scripting is deprecated
+        return torch.jit.script(what)
+
+
+def gate(x, weight):
+    return x * weight.tanh()
+
+
+class ScriptedBody(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = scripted(nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class ScriptedHead(ScriptedBody):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4).double(), scripted(self.head)
+
+
+class ScriptedFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale, self.gate = perceptron(), nn.Parameter(torch.ones(3).double()), scripted(gate)
+
+    def forward(self, x):
+        return self.gate(self.body(x), self.scale)
+
+
+@pytest.mark.parametrize("posterior_class", [lp.Full, lp.Diagonal, lp.LowRank])
+@pytest.mark.parametrize("network", [ScriptedBody, ScriptedHead, ScriptedFunction])
+def test_scripted_parts(network, posterior_class):
+    """Their weights are used without any call that could be watched; they are not unused for that."""
+    assert_exact(network(), posterior_class, *reals())
+
+
+def test_a_scripted_head_is_the_last_layer():
+    """Also though the last use that is seen is that of the layer before it."""
+    posterior = lp.Full(ScriptedHead(), "regression", parameters="last_layer").fit([reals()])
+    assert posterior.parameter_names == ("head.weight", "head.bias")
+
+
+def test_unused_parameters_cost_one_more_forward_pass_in_all():
+    """Autograd is asked once whether they are unused indeed."""
+    model, calls = perceptron(), []
+    model.register_module("idle", nn.Linear(3, 4).double())
+    model.forward = lambda x: model[2](model[1](calls.append(1) or model[0](x)))
+    x, y = reals()
+    lp.Full(model, "regression").fit([(x, y)])
+    first = len(calls)
+    lp.Full(model, "regression").fit([(x, y)] * 5)
+    assert len(calls) - first == first + 4
+
+
+# -- gradients that are cut off ----------------------------------------------------------------------------------------
+
+
+class Cut(nn.Module):
+    """Gradients are cut off in evaluation mode, behind the body or behind everything."""
+
+    def __init__(self, how, *, behind_everything):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+        self.scale = nn.Parameter(torch.ones(3).double())
+        self.how, self.behind_everything = how, behind_everything
+
+    def forward(self, x):
+        if self.behind_everything:
+            return self.cut(lambda z: self.scale * self.head(self.body(z).tanh()), x)
+        return self.scale * self.head(self.cut(lambda z: self.body(z).tanh(), x))
+
+    def cut(self, function, x):
+        if self.how == "detach":
+            return function(x).detach()
+        if self.how == "data":
+            return function(x).data
+        with torch.inference_mode() if self.how == "inference_mode" else torch.set_grad_enabled(self.training):
+            return function(x)
+
+
+class DetachedScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = perceptron(), nn.Parameter(torch.ones(3).double())
+
+    def forward(self, x):
+        return self.body(x) * self.scale.detach()
+
+
+each_cut = pytest.mark.parametrize("how", ["detach", "data", "inference_mode", "set_grad_enabled"])
+
+
+@each_cut
+@pytest.mark.parametrize("parameters", ["all", "last_layer", ["scale"], ["head"]], ids=str)
+@pytest.mark.parametrize("posterior_class", [*CLASSES, lp.SampledLaplace])
+def test_a_network_without_derivatives_is_refused(posterior_class, parameters, how):
+    """It would seem to be certain of its outputs."""
+    posterior = posterior_class(Cut(how, behind_everything=True), "regression", parameters=parameters)
+    with pytest.raises(UnsupportedError, match="No gradient of the outputs reaches"):
+        posterior.fit([reals()])
+
+
+@pytest.mark.parametrize("how", ["detach", "data", "set_grad_enabled"])
+@pytest.mark.parametrize("posterior_class", [*CLASSES, lp.SampledLaplace])
+def test_parameters_that_are_cut_off_are_named(posterior_class, how):
+    """Once for each fit; they keep the prior, and the others have their curvature."""
+    x, y = reals()
+    posterior = posterior_class(Cut(how, behind_everything=False), "regression")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="reaches 'body.weight', 'body.bias', which the network uses") as caught:
+            posterior.fit([(x, y), (x, y)])
+        assert len(caught) == 1
+    posterior.functional_posterior(x)
+    if posterior_class in CLASSES:
+        curvature = posterior.precision_matrix().diagonal() - 1  # of the scale, the body and the head
+        assert curvature[3:19].abs().max() < EXACT
+        assert curvature[:3].min() > 1e-3
+        assert curvature[19:].min() > 1e-3
+
+
+def test_parameters_that_are_used_detached_are_named():
+    posterior = lp.Full(DetachedScale(), "regression")
+    with pytest.warns(UserWarning, match="reaches 'scale', which the network uses"):
+        posterior.fit([reals()])
+    assert (posterior.variance()[:3] - 1).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("how", ["detach", "data", "set_grad_enabled"])
+@pytest.mark.parametrize("parameters", ["last_layer", ["scale"], ["head"]], ids=str)
+def test_what_is_cut_off_before_the_selected_parameters_does_not_matter(parameters, how):
+    lp.Full(Cut(how, behind_everything=False), "regression", parameters=parameters).fit([reals()])
