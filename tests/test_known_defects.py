@@ -187,6 +187,7 @@ def test_diagonal_curvature_of_plain_layers_builds_no_jacobian():
         assert largest.bytes <= 50 * 32 * 401 * 4
 
 
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
 @each_class
 def test_one_forward_pass_for_all_examples_and_outputs(name):
     """And not one for each output, example or point of a grid."""

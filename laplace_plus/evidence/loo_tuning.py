@@ -39,6 +39,7 @@ from laplace_plus.evidence.leave_one_out import (
 )
 from laplace_plus.evidence.loo_covariances import Unit
 from laplace_plus.evidence.tuning import TuningResult
+from laplace_plus.evidence.validation import settled
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian
 from laplace_plus.network import Network
 from laplace_plus.predictive import from_functional
@@ -49,9 +50,6 @@ LEVELS = 31
 
 FINER = 9
 """Points of the finer grid, between the two neighbours of the best point."""
-
-FLAT = 1e-4
-"""Nats per datum that the search does not try to gain."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def tune_leave_one_out(
             got=f"precisions up to {float(levels[-1]):.3g}",
             fix='Pass a larger grid, or leverages="full", which leaves the posterior\'s covariance as it is.',
         )
-    converged = _converged(losses, best)
+    converged = settled(losses, best)
     if not converged:
         warnings.warn(
             f"Tuning by leave_one_out ended at {float(levels[best]):.3g}, the last point that can be used, and the "
@@ -317,13 +315,3 @@ def _warn_of_interpolation(model: LaplaceModel, n_rows: float) -> None:
             ConvergenceWarning,
             stacklevel=4,
         )
-
-
-def _converged(losses: Tensor, best: int) -> bool:
-    """Whether the best point lies between two others, or the loss is flat where the grid ends."""
-    finite = losses.isfinite().tolist()
-    inside = [at for at in (best - 1, best + 1) if 0 <= at < len(losses) and finite[at]]
-    if len(inside) == 2:
-        return True
-    at_end = best in (0, len(losses) - 1)
-    return at_end and len(inside) == 1 and float(losses[inside[0]] - losses[best]) < FLAT
