@@ -486,6 +486,17 @@ def test_validation_refuses_ignored_targets():
     assert posterior.prior_precision == before
 
 
+def test_the_search_stays_on_the_cpu():
+    """Whatever torch's default device is: SciPy takes its points as arrays."""
+    posterior = fitted(lp.KFAC, "regression per output")[0]
+    objective = Objective.create(posterior.laplace_model(), "layerwise", posterior.temperature, None)
+    bounds = objective.bounds()
+    with torch.device("meta"):
+        assert objective.pack(0.5).tolist()[:2] == [0.5, 0.5]
+        assert objective.sizes().sum() == posterior.n_parameters
+        assert objective.box.T.tolist() == [list(pair) for pair in bounds]
+
+
 def test_no_noise_to_tune():
     with pytest.raises(ConfigurationError, match="noise"):
         fitted(lp.Full, "classification")[0].fit_prior_precision(tune_noise=True)

@@ -147,7 +147,7 @@ def tune_leave_one_out(
         training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, temperature)
     training = as_hyperparameter(training_prior_precision)
     model.prior(training)  # refuses what is no precision
-    base = initial.detach() if initial.ndim else torch.ones((), dtype=torch.float64)
+    base = initial.detach() if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
     leaving = LeavingOut.create(
         model,
         network,
@@ -166,9 +166,9 @@ def tune_leave_one_out(
     search = _Search(leaving, data, base, link, n_samples, seed, noisy, progress)
     if grid is None:
         centre = training.detach().double().log10().mean().item() if initial.ndim == 0 else 0.0
-        levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64)
+        levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
     else:
-        levels = as_hyperparameter(grid).detach().double().flatten().sort().values
+        levels = as_hyperparameter(grid).detach().double().cpu().flatten().sort().values
         if not levels.numel() or not levels[0] > 0 or not bool(torch.isfinite(levels).all()):
             raise ConfigurationError("The grid is not usable.", expected="positive numbers", got=str(levels.tolist()))
     losses, scales, largest, n_rows = search.losses(levels)
@@ -176,7 +176,7 @@ def tune_leave_one_out(
     if grid is None and bool(torch.isfinite(losses).any()):
         best = int(losses.argmin())
         ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
-        finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64)
+        finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
         more, more_scales, _, _ = search.losses(finer)
         levels, order = torch.cat([levels, finer]).sort()
         losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
@@ -235,8 +235,8 @@ class _Search:
             NotPositiveDefiniteError: Displacements with leverages at or above one.
         """
         leaving, limit = self.leaving, ceiling(self.leaving.network.dtype)
-        totals = torch.zeros(len(levels), 2, dtype=torch.float64)
-        valid = torch.ones(len(levels), dtype=torch.bool)
+        totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")
+        valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
         entries = rows = 0.0
         values = []
         points = [(self.base * level, None) for level in levels]
@@ -257,7 +257,7 @@ class _Search:
         check_leverages(values, leaving.route, leaving.network.dtype)
         largest = float(torch.cat([part.amax(-1) for part in values]).max())
         if not self.noisy:
-            losses, scales = totals[:, 0] / rows, torch.ones(len(levels), dtype=torch.float64)
+            losses, scales = totals[:, 0] / rows, torch.ones(len(levels), dtype=torch.float64, device="cpu")
         else:
             scales = (totals[:, 1] / entries).sqrt()
             # ½ Σ (Q/m² + log det + C log m²) at m² = Q / entries, besides constants

@@ -85,11 +85,13 @@ def validate(
             got=repr(objective.structure),
             fix='Tune several precisions by method="marginal_likelihood".',
         )
-    levels = torch.logspace(-4, 6, 21).tolist() if grid is None else as_hyperparameter(grid).double().tolist()
+    levels = (
+        torch.logspace(-4, 6, 21, device="cpu").tolist() if grid is None else as_hyperparameter(grid).double().tolist()
+    )
     if not levels or min(levels) <= 0:
         raise ConfigurationError("The grid is not usable.", expected="positive factors", got=str(levels))
     model, likelihood = objective.model, objective.model.likelihood
-    base = initial.detach() if initial.ndim else torch.ones((), dtype=initial.dtype)
+    base = initial.detach() if initial.ndim else torch.ones_like(initial)
     if objective.tune_noise:
         residual = objective.residual_noise().exp()
         own = likelihood.noise_std
@@ -102,7 +104,7 @@ def validate(
     # The probit link only looks at variances, and with many outputs covariances cost many times as much.
     many = model.n_outputs > MANY_OUTPUTS and (link or likelihood.links[0]) == "probit"
     outputs: Outputs = "diagonal" if many else None
-    totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64), 0, 0.0
+    totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0
     source = "cpu" if generator is None else generator.device
     with torch.no_grad():
         for batch in iterate(data, device=network.device, progress=progress, description="validation"):
