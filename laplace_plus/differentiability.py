@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from laplace_plus.errors import UnsupportedError
+
 
 @contextmanager
 def differentiable_kernels(model: nn.Module) -> Iterator[None]:
@@ -19,6 +21,22 @@ def differentiable_kernels(model: nn.Module) -> Iterator[None]:
     cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
     with sdpa_kernel(SDPBackend.MATH), cudnn, _WrittenOut():
         yield
+
+
+@contextmanager
+def checkpointing_refused() -> Iterator[None]:
+    """Name activation checkpointing: its second forward pass runs without the weights that were put in place."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.utils.checkpoint" not in str(error):
+            raise
+        raise UnsupportedError(
+            "The network checkpoints activations on the way from the selected parameters to its outputs.",
+            expected="a forward pass that keeps what its derivatives need",
+            got="torch.utils.checkpoint.checkpoint",
+            fix="Switch checkpointing off in evaluation mode: call it only where self.training is true.",
+        ) from error
 
 
 class _WrittenOut(TorchFunctionMode):

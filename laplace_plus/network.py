@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
-from laplace_plus.differentiability import differentiable_kernels
+from laplace_plus.differentiability import checkpointing_refused, differentiable_kernels
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.kernels import all_finite, checksums
@@ -77,7 +77,7 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
     """Linear algebra and derivatives as they should be, whatever the caller's context.
 
     Autocast is put aside, for everything but the network's own forward pass, and so is inference mode, under which
-    nothing can be differentiated.
+    nothing can be differentiated. Checkpointed activations, which only fail deep inside of torch, are refused.
     """
     if network.ambient_autocast is not None:  # inside of another call
         yield
@@ -85,7 +85,7 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
     kind = network.device.type
     network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     try:
-        with torch.inference_mode(False), torch.autocast(kind, enabled=False):
+        with torch.inference_mode(False), torch.autocast(kind, enabled=False), checkpointing_refused():
             yield
     finally:
         network.ambient_autocast = network._dtype = None

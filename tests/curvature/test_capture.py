@@ -9,6 +9,7 @@ import torch
 from dense_reference import relative_error
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import laplace_plus as lp
 from laplace_plus.errors import UnsupportedError
@@ -240,3 +241,51 @@ def test_parameters_that_are_used_detached_are_named():
 @pytest.mark.parametrize("parameters", ["last_layer", ["scale"], ["head"]], ids=str)
 def test_what_is_cut_off_before_the_selected_parameters_does_not_matter(parameters, how):
     lp.Full(Cut(how, behind_everything=False), "regression", parameters=parameters).fit([reals()])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant, *, only_in_training):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.head = nn.Linear(3, 4), perceptron(), nn.Linear(3, 3)
+        self.block[0] = nn.Linear(4, 4)
+        self.double()
+        self.use_reentrant, self.only_in_training = use_reentrant, only_in_training
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.only_in_training and not self.training:
+            return self.head(self.block(hidden))
+        return self.head(checkpoint(self.block, hidden, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("posterior_class", "use_reentrant"),
+    [
+        (lp.Full, False),
+        (lp.Full, True),
+        (lp.Diagonal, False),
+        (lp.KFAC, False),
+        (lp.KFAC, True),
+        (lp.LowRank, True),
+    ],
+)
+def test_checkpointed_activations_are_refused(posterior_class, use_reentrant):
+    """Torch's own error does not say what to do; what the selected parameters lie behind may be checkpointed."""
+    with pytest.raises(UnsupportedError, match="Switch checkpointing off in evaluation mode"):
+        posterior_class(Checkpointed(use_reentrant, only_in_training=False), "regression").fit([reals()])
+    assert_exact(Checkpointed(use_reentrant, only_in_training=True).eval(), lp.Full, *reals())
+
+
+def test_products_with_the_curvature_may_use_checkpointed_activations():
+    model, (x, y) = Checkpointed(False, only_in_training=False), reals()
+    posterior = lp.LowRank(model, "regression").fit([(x, y)])
+    expected = jacobian(model, x).square().sum((0, 1))
+    assert relative_error(posterior.precision_matrix().diagonal() - 1, expected) < EXACT
+    with pytest.raises(UnsupportedError, match="Switch checkpointing off in evaluation mode"):
+        posterior.functional_posterior(x)
+
+
+def test_what_is_checkpointed_before_the_selected_parameters_does_not_matter():
+    lp.Full(Checkpointed(False, only_in_training=False), "regression", parameters="last_layer").fit([reals()])
