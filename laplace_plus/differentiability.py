@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.modes import without_cudnn, written_out_attention
 
 
@@ -19,6 +20,22 @@ def differentiable_kernels(model: nn.Module) -> Iterator[None]:
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     with written_out_attention, without_cudnn if recurrent else nullcontext(), _WrittenOut():
         yield
+
+
+@contextmanager
+def checkpointing_refused() -> Iterator[None]:
+    """Name activation checkpointing: its second forward pass runs without the weights that were put in place."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.utils.checkpoint" not in str(error):
+            raise
+        raise UnsupportedError(
+            "The network checkpoints activations on the way from the selected parameters to its outputs.",
+            expected="a forward pass that keeps what its derivatives need",
+            got="torch.utils.checkpoint.checkpoint",
+            fix="Switch checkpointing off in evaluation mode: call it only where self.training is true.",
+        ) from error
 
 
 class _WrittenOut(TorchFunctionMode):

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
-from laplace_plus.differentiability import differentiable_kernels
+from laplace_plus.differentiability import checkpointing_refused, differentiable_kernels
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.kernels import all_finite, checksums
@@ -41,7 +41,8 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
     """Linear algebra and derivatives as they should be, whatever the caller's context.
 
     Autocast is put aside, for everything but the network's own forward pass, and so is inference mode, under which
-    nothing can be differentiated. Other threads wait for their turn; see :mod:`laplace_plus.modes`.
+    nothing can be differentiated. Checkpointed activations, which only fail deep inside of torch, are refused. Other
+    threads wait for their turn; see :mod:`laplace_plus.modes`.
     """
     with turn(network.model):
         if network.ambient_autocast is not None:  # inside of another call, of this thread as it is its turn
@@ -50,7 +51,7 @@ def exact_arithmetic(network: Network) -> Iterator[None]:
         kind = network.device.type
         network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         try:
-            with torch.inference_mode(False), torch.autocast(kind, enabled=False):
+            with torch.inference_mode(False), torch.autocast(kind, enabled=False), checkpointing_refused():
                 yield
         finally:
             network.ambient_autocast = network._dtype = None
@@ -99,6 +100,8 @@ class Network:
         # each block lies in the parameter vector.
         self.example_axes: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
+        # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
+        self.reached: dict[str, bool] = {}
         # What one example's forward pass and one direction's gradients take; None before any were seen.
         self.bytes_per_example: int | None = None
         # Whether a batch's examples may be run apart from each other; None before anybody looked.
@@ -208,6 +211,7 @@ class Network:
         if afresh:
             self.example_axes.clear()
             self.apart.clear()
+            self.reached.clear()
         try:
             yield
         except BaseException:

@@ -334,6 +334,7 @@ def test_the_other_configurations_work_with_smaller_numbers(
     assert all(math.isfinite(values(report, label)["negative_log_likelihood"][0]) for label in labels)
 
 
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
 def test_tuning_by_validation_uses_the_validation_data(write: Callable[[str, str], str], tmp_path: Path) -> None:
     write("wrapped_validation.py", CLASSIFIER)
     keys = {"posteriors": [{"class": "Full", "tune": {"method": "validation"}}]}

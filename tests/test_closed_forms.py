@@ -244,6 +244,7 @@ def test_every_method_finds_the_optimum(method, cls, options):
     assert torch.equal(posterior.mean, before)
 
 
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the data do not determine it
 def test_validation_takes_the_best_point_of_its_grid():
     problem = LinearRegression(outputs=1)
     posterior = problem.fit()

@@ -189,6 +189,7 @@ def test_diagonal_curvature_of_plain_layers_builds_no_jacobian():
         assert largest.bytes <= 50 * 32 * 401 * 4
 
 
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
 @each_class
 def test_one_forward_pass_for_all_examples_and_outputs(name):
     """And not one for each output, example or point of a grid."""
@@ -708,3 +709,43 @@ def test_parameters_stay_the_objects_that_they_were(name):
     assert before.keys() == after.keys()
     assert all(after[key] is before[key] and isinstance(after[key], nn.Parameter) for key in before)
     assert all(p.requires_grad for p in after.values())
+
+
+class Graph(nn.Module):
+    """Mixes the inputs' entries by a sparse matrix."""
+
+    def __init__(self, layout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3).double()
+        adjacency = (torch.eye(3) + torch.ones(3, 3) / 3).double()
+        self.register_buffer("adjacency", adjacency if layout is None else adjacency.to_sparse(layout=layout))
+
+    def forward(self, x):
+        return self.layer((self.adjacency @ x.mT).mT)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@each_class
+def test_networks_may_hold_sparse_tensors(name, layout):
+    """They are looked at as they are, and their changes are seen."""
+    (x, y), network = classes(), Graph(layout)
+    posterior = CLASSES[name](network, "classification").fit([(x, y)])
+    plain = CLASSES[name](Graph(None), "classification").fit([(x, y)])
+    assert relative_error(posterior.predictive(x).mean, plain.predictive(x).mean) < EXACT
+    network.adjacency = network.adjacency * 2
+    with pytest.raises(ModelChangedError):
+        posterior.predictive(x)
+
+
+def test_a_fit_whose_network_cannot_be_noted_leaves_the_old_one():
+    (x, y), network = classes(), perceptron()
+    posterior = lp.Full(network, "classification").fit([(x, y)])
+    before = posterior.precision_matrix()
+    network.register_buffer("nowhere", torch.ones(2, device="meta"))
+    with pytest.raises(RuntimeError):
+        posterior.fit([(2 * x, y)] * 2)
+    del network.nowhere
+    assert posterior.n_data == len(x)
+    assert torch.equal(posterior.precision_matrix(), before)

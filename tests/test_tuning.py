@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from laplace_plus.curvature import capture as capture_module
 from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
+    DataError,
     EmptyDataError,
+    NonFiniteError,
     NotPositiveDefiniteError,
     UnsupportedError,
 )
@@ -470,6 +473,45 @@ def test_validation_draws_random_numbers_only_where_samples_are_looked_at():
     assert not drawn(link="bridge")
     assert drawn(link="mc")
     assert drawn(loss=brier)
+
+
+@pytest.mark.parametrize(("grid", "at_end"), [([1e2, 1e3, 1e4], True), ([1e4, 1e2, 1e3], True), (None, False)])
+def test_validation_says_where_its_grid_ends(grid, at_end):
+    """In whichever order it was given."""
+    posterior, _, x, y = fitted(lp.Full, "regression")
+    with pytest.warns(ConvergenceWarning, match="ended at") if at_end else nullcontext():
+        posterior.fit_prior_precision("validation", data=[(x, y)], grid=grid, tune_noise=False)
+    assert posterior.tuning.converged is not at_end
+    if at_end:
+        assert posterior.prior_precision == 1e4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_validation_refuses_losses_that_are_never_finite(value):
+    posterior, _, x, y = fitted(lp.Full, "regression")
+    before = posterior.prior_precision, posterior.noise_std
+    with pytest.raises(NonFiniteError, match="held-out"):
+        posterior.fit_prior_precision("validation", data=[(x, y)], loss=lambda p, t: p.log_prob(t) * value)
+    assert (posterior.prior_precision, posterior.noise_std) == before
+
+
+def test_validation_refuses_ignored_targets():
+    posterior, _, x, y = fitted(lp.Full, "classification")
+    before = posterior.prior_precision
+    with pytest.raises(DataError, match="ignored"):
+        posterior.fit_prior_precision("validation", data=[(x, torch.full_like(y, -100))])
+    assert posterior.prior_precision == before
+
+
+def test_the_search_stays_on_the_cpu():
+    """Whatever torch's default device is: SciPy takes its points as arrays."""
+    posterior = fitted(lp.KFAC, "regression per output")[0]
+    objective = Objective.create(posterior.laplace_model(), "layerwise", posterior.temperature, None)
+    bounds = objective.bounds()
+    with torch.device("meta"):
+        assert objective.pack(0.5).tolist()[:2] == [0.5, 0.5]
+        assert objective.sizes().sum() == posterior.n_parameters
+        assert objective.box.T.tolist() == [list(pair) for pair in bounds]
 
 
 def test_no_noise_to_tune():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -71,6 +72,12 @@ _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 _SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
 
+_DERIVATIVES = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
+"""Functions that return derivatives of what came before; also those that a network took by ``backward()``."""
+
+_DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_, Tensor.data.__get__})  # type: ignore[attr-defined]
+"""Functions that cut what comes behind them off from what comes before."""
+
 
 class _Recorder(TorchFunctionMode):
     """Records calls whose weights are among the selected parameters."""
@@ -85,6 +92,9 @@ class _Recorder(TorchFunctionMode):
         self.keep_graph = keep_graph
         self.recorded: list[_Recorded] = []
         self.uncovered: set[str] = set()
+        # Used detached, or while gradients were switched off; and whether anything at all may have been cut off.
+        self.switched_off: set[str] = set()
+        self.may_be_cut_off = False
         self.last_used: str | None = None
         self.packed = False
 
@@ -99,7 +109,13 @@ class _Recorder(TorchFunctionMode):
             return self._attention(args, kwargs)
         used = [rows for rows in map(self._find, _tensors((args, kwargs))) if rows is not None]
         if not used:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            if func in _DETACHING and self.last_used is not None:
+                self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
+            if func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
+                # The weights of all calls so far are in there, past the outputs of these calls.
+                self.uncovered |= {rows.name for recorded in self.recorded for rows in recorded.call.rows}
+            return output
         rule = RULES.get(func)
         if rule is not None:
             with nullcontext() if self.keep_graph else torch.no_grad():
@@ -110,27 +126,36 @@ class _Recorder(TorchFunctionMode):
                 call.restrict(self.wanted)
                 if not call.rows:
                     return func(*args, **kwargs)
+                if not torch.is_grad_enabled():  # nothing downstream will ever ask for this call's gradient
+                    return self._switch_off(call.rows, func(*args, **kwargs))
                 call.packed = self.packed
                 if not self.keep_graph:
                     call.value = call.value.detach()
                 call.version = call.value._version
-                return self._record(call, func(*args, **kwargs))
+                output = func(*args, **kwargs)
+                if _watch(output):
+                    return self._record(call, output)
+                self.uncovered |= {rows.name for rows in call.rows}
+                return output
         output = func(*args, **kwargs)
         if self._is_split(func, used, output):
             return output
         if any(True for _ in _tensors(output)):  # queries such as .shape return none
             self.last_used = used[-1].name
+            if func in _DETACHING or not torch.is_grad_enabled():
+                return self._switch_off(used, output)
             self.uncovered |= {rows.name for rows in used} & self.wanted
         return output
 
     def _find(self, value: Any) -> ParameterRows | None:
         return self.rows.get(id(value)) if isinstance(value, Tensor) else None
 
+    def _switch_off(self, used: Iterable[ParameterRows], output: Any) -> Any:
+        self.switched_off |= {rows.name for rows in used} & self.wanted
+        self.may_be_cut_off |= bool(self.switched_off)
+        return output
+
     def _record(self, call: Call, output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # nothing downstream will ever ask for this call's gradient
-            return output
-        if not output.requires_grad:
-            output.requires_grad_()
         edge = get_gradient_edge(output)
         # A leaf must not be written to in place, as ReLUs do; the edge keeps pointing to where the gradient is wanted.
         returned = output.clone() if output.is_leaf else output
@@ -171,6 +196,18 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _watch(output: Tensor) -> bool:
+    """Have a call's output take gradients; false inside of forward derivatives, as weights are in tangents, too."""
+    if forward_ad.unpack_dual(output).tangent is not None:
+        return False
+    if not output.requires_grad:
+        try:
+            output.requires_grad_()
+        except RuntimeError:  # torch.func's transformations do not allow it
+            return False
+    return True
+
+
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 
 
@@ -199,11 +236,17 @@ class Capture:
         output_shape: ``[B, *, C]`` in any case.
         calls: The recorded calls, in order.
         uncovered: Selected parameters that were used in a way which no rule describes.
-        unused: Selected parameters that the forward pass did not use.
+        unused: Selected parameters that the forward pass did not use, or whose use no gradient reaches.
         pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
             backward pass is needed and positions do not depend on each other.
-        last_used: Name of the last parameter used.
+        last_used: Name of the last parameter used; None where uses are hidden (scripted modules) and it is not known.
         n_bytes: What the results of the forward pass take that derivatives may need, about.
+
+    Raises:
+        UnsupportedError: No gradient of the outputs reaches any of the selected parameters that the network uses.
+
+    Warns:
+        UserWarning: None reaches some of them.
     """
 
     def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
@@ -216,14 +259,15 @@ class Capture:
             arranged = network.arrange(raw)
         self.inputs = inputs
         self.differentiable = differentiable
+        touched = {rows.name for r in recorder.recorded for rows in r.call.rows} | recorder.uncovered
+        hidden = _settle(network, inputs, recorder, frozenset(touched))
         # A parameter that some call uses in an unknown way takes the general path altogether.
-        self.uncovered = frozenset(recorder.uncovered)
+        self.uncovered = hidden | recorder.uncovered
         kept = [r for r in recorder.recorded if not {rows.name for rows in r.call.rows} & self.uncovered]
         self._recorded = kept
         self.calls = [r.call for r in kept]
-        touched = {rows.name for r in recorder.recorded for rows in r.call.rows}
-        self.unused = wanted - touched - self.uncovered
-        self.last_used = recorder.last_used
+        self.unused = wanted - touched - hidden
+        self.last_used = None if hidden else recorder.last_used
         self.output_shape = arranged.shape
         only = kept[0] if len(kept) == 1 and not self.uncovered else None
         self.pointwise = (
@@ -304,6 +348,52 @@ class Capture:
     def activation_elements(self) -> int:
         """Number of elements in all recorded outputs, which is what one direction's backward pass returns."""
         return sum(r.output_shape.numel() for r in self._recorded)
+
+
+def _settle(network: Network, inputs: Any, recorder: _Recorder, touched: frozenset[str]) -> frozenset[str]:
+    """The selected parameters whose use was not seen, as in scripted modules, although the outputs depend on them.
+
+    Autograd is asked, for one more forward pass, where parameters seem unused or may be cut off; once for each.
+    """
+    wanted, known = recorder.wanted, network.reached
+    unseen = wanted - touched
+    new = (wanted if recorder.may_be_cut_off else unseen) - known.keys()
+    if new:
+        reached = _reached(network, inputs, new)
+        used = (touched | recorder.switched_off) & new
+        lost = [name for name in network.parameter_names if name in used - reached]
+        if recorder.may_be_cut_off and lost:
+            _report_cut_off(lost, some=bool(reached) or any(known.values()))
+        known.update({name: name in reached for name in new})
+    return frozenset(name for name in unseen if known[name])
+
+
+def _reached(network: Network, inputs: Any, names: Iterable[str]) -> frozenset[str]:
+    """Those of the parameters that a gradient of the outputs reaches."""
+    leaves = {name: network.parameters[name].clone().requires_grad_() for name in names}
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are for the passes that count
+        outputs = network(inputs, leaves)
+        if not outputs.requires_grad:
+            return frozenset()
+        gradients = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+    return frozenset(name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None)
+
+
+def _report_cut_off(names: list[str], *, some: bool) -> None:
+    listed = ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")
+    if not some:
+        raise UnsupportedError(
+            "No gradient of the outputs reaches the selected parameters.",
+            expected="a forward pass that can be differentiated in evaluation mode",
+            got=f"gradients that are switched off, or tensors that are detached, behind {listed}",
+            fix="Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select parameters behind them.",
+        )
+    warnings.warn(
+        f"No gradient of the outputs reaches {listed}, which the network uses: it switches gradients off or detaches "
+        "tensors. These parameters keep the prior.",
+        stacklevel=4,
+    )
 
 
 def _feature_axis(network: Network, raw: Tensor) -> int:

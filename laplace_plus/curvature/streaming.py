@@ -79,8 +79,7 @@ class Stream:
         sums = DataSums(self.network.device)
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
-                if isinstance(self.network.selection, str) and self.network.selection == "last_layer":
-                    capture_batch(self.network, batch)  # execution order tells which one it is
+                capture_batch(self.network, batch)  # tells which layer is the last one, and refuses what is cut off
                 self._watch.selected = self.network.selected
             outputs = self.network.forward(batch.inputs)
             if not bool(torch.isfinite(outputs).all()):

@@ -39,6 +39,7 @@ from laplace_plus.evidence.leave_one_out import (
 )
 from laplace_plus.evidence.loo_covariances import Unit
 from laplace_plus.evidence.tuning import TuningResult
+from laplace_plus.evidence.validation import settled
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian
 from laplace_plus.network import Network
 from laplace_plus.predictive import from_functional
@@ -49,9 +50,6 @@ LEVELS = 31
 
 FINER = 9
 """Points of the finer grid, between the two neighbours of the best point."""
-
-FLAT = 1e-4
-"""Nats per datum that the search does not try to gain."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def tune_leave_one_out(
         training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, temperature)
     training = as_hyperparameter(training_prior_precision)
     model.prior(training)  # refuses what is no precision
-    base = initial.detach() if initial.ndim else torch.ones((), dtype=torch.float64)
+    base = initial.detach() if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
     leaving = LeavingOut.create(
         model,
         network,
@@ -168,9 +166,9 @@ def tune_leave_one_out(
     search = _Search(leaving, data, base, link, n_samples, seed, noisy, progress)
     if grid is None:
         centre = training.detach().double().log10().mean().item() if initial.ndim == 0 else 0.0
-        levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64)
+        levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
     else:
-        levels = as_hyperparameter(grid).detach().double().flatten().sort().values
+        levels = as_hyperparameter(grid).detach().double().cpu().flatten().sort().values
         if not levels.numel() or not levels[0] > 0 or not bool(torch.isfinite(levels).all()):
             raise ConfigurationError("The grid is not usable.", expected="positive numbers", got=str(levels.tolist()))
     losses, scales, largest, n_rows = search.losses(levels)
@@ -178,7 +176,7 @@ def tune_leave_one_out(
     if grid is None and bool(torch.isfinite(losses).any()):
         best = int(losses.argmin())
         ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
-        finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64)
+        finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
         more, more_scales, _, _ = search.losses(finer)
         levels, order = torch.cat([levels, finer]).sort()
         losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
@@ -190,7 +188,7 @@ def tune_leave_one_out(
             got=f"precisions up to {float(levels[-1]):.3g}",
             fix='Pass a larger grid, or leverages="full", which leaves the posterior\'s covariance as it is.',
         )
-    converged = _converged(losses, best)
+    converged = settled(losses, best)
     if not converged:
         warnings.warn(
             f"Tuning by leave_one_out ended at {float(levels[best]):.3g}, the last point that can be used, and the "
@@ -237,8 +235,8 @@ class _Search:
             NotPositiveDefiniteError: Displacements with leverages at or above one.
         """
         leaving, limit = self.leaving, ceiling(self.leaving.network.dtype)
-        totals = torch.zeros(len(levels), 2, dtype=torch.float64)
-        valid = torch.ones(len(levels), dtype=torch.bool)
+        totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")
+        valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
         entries = rows = 0.0
         values = []
         points = [(self.base * level, None) for level in levels]
@@ -259,7 +257,7 @@ class _Search:
         check_leverages(values, leaving.route, leaving.network.dtype)
         largest = float(torch.cat([part.amax(-1) for part in values]).max())
         if not self.noisy:
-            losses, scales = totals[:, 0] / rows, torch.ones(len(levels), dtype=torch.float64)
+            losses, scales = totals[:, 0] / rows, torch.ones(len(levels), dtype=torch.float64, device="cpu")
         else:
             scales = (totals[:, 1] / entries).sqrt()
             # ½ Σ (Q/m² + log det + C log m²) at m² = Q / entries, besides constants
@@ -317,13 +315,3 @@ def _warn_of_interpolation(model: LaplaceModel, n_rows: float) -> None:
             ConvergenceWarning,
             stacklevel=4,
         )
-
-
-def _converged(losses: Tensor, best: int) -> bool:
-    """Whether the best point lies between two others, or the loss is flat where the grid ends."""
-    finite = losses.isfinite().tolist()
-    inside = [at for at in (best - 1, best + 1) if 0 <= at < len(losses) and finite[at]]
-    if len(inside) == 2:
-        return True
-    at_end = best in (0, len(losses) - 1)
-    return at_end and len(inside) == 1 and float(losses[inside[0]] - losses[best]) < FLAT

@@ -115,7 +115,7 @@ class Objective:
 
     def sizes(self) -> Tensor:
         """How many entries share each precision, ``[n_precisions]`` float64."""
-        return self._sums(torch.ones(len(self.model.vector), dtype=torch.float64))
+        return self._sums(torch.ones(len(self.model.vector), dtype=torch.float64, device="cpu"))
 
     def _sums(self, entries: Tensor) -> Tensor:
         if self.structure == "diagonal":
@@ -131,7 +131,7 @@ class Objective:
 
     def pack(self, log_precision: float, noise: Tensor | None = None) -> Tensor:
         """The point with one precision for all and given (by default: residual) log noise levels."""
-        precisions = torch.full((self.n_precisions,), log_precision, dtype=torch.float64)
+        precisions = torch.full((self.n_precisions,), log_precision, dtype=torch.float64, device="cpu")
         if not self.tune_noise:
             return precisions
         return torch.cat([precisions, self.residual_noise() if noise is None else noise])
@@ -142,7 +142,8 @@ class Objective:
         Where the search starts does not decide where it ends, but far away from the optimum the evidence is flat.
         """
         centre = self._centre
-        grid = torch.linspace(min(math.log(1e-6), centre - 5), max(math.log(1e8), centre + 5), 29, dtype=torch.float64)
+        ends = min(math.log(1e-6), centre - 5), max(math.log(1e8), centre + 5)
+        grid = torch.linspace(*ends, 29, dtype=torch.float64, device="cpu")
         shifts = (-1.0, 0.0, 0.7) if self.tune_noise else (0.0,)
         noises = [self.residual_noise() + shift if self.tune_noise else None for shift in shifts]
         # One precision for all: the evidence is that of a scalar prior, whatever the structure.
@@ -169,4 +170,6 @@ class Objective:
     @cached_property
     def box(self) -> Tensor:
         """The least and the greatest point that is searched, ``[2, n]``."""
-        return self.limits if self.limits is not None else torch.tensor(self.bounds(), dtype=torch.float64).T
+        if self.limits is not None:
+            return self.limits
+        return torch.tensor(self.bounds(), dtype=torch.float64, device="cpu").T

@@ -366,7 +366,7 @@ class _Extrapolation:
         moves = torch.stack([point - other for other in self._points[:-1]], 1)
         # With a trace of regularisation: the last changes may point the same way.
         gram = changes.T @ changes
-        gram += 1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        gram += 1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         if not bool(torch.isfinite(gram).all()) or float(gram.diagonal().min()) <= 0:
             self.used = False
             return image

@@ -38,7 +38,7 @@ class TuningResult:
         prior_precision: 0-d, ``[L]`` or ``[P]``.
         noise_std: 0-d or ``[C]``; None if there is none or it was not tuned.
         value: The log evidence in nats, or minus the mean held-out loss.
-        converged: Whether the tolerance was met.
+        converged: Whether the tolerance was met; for validation, whether the best point lies within the grid.
         gradient_norm: Largest derivative of the evidence by a logarithm of a hyperparameter (away from bounds); NaN for
             validation.
         n_evaluations: How often the objective was evaluated.
@@ -89,9 +89,11 @@ def tune(
 
     Raises:
         ConfigurationError: An unknown method, structure or option.
+        DataError: All held-out targets are ignored.
+        NonFiniteError: The loss on the held-out data is finite nowhere on the grid.
 
     Warns:
-        ConvergenceWarning: The tolerance was not met.
+        ConvergenceWarning: The tolerance was not met, or the best point of the grid lies at its end.
     """
     if method not in METHODS:
         names = ", ".join([*METHODS, "leave_one_out"])
@@ -99,8 +101,16 @@ def tune(
     objective = Objective.create(model, structure, temperature, tune_noise, scaling)
     if method == "validation":
         found = validate(objective, network, data, initial=initial, progress=progress, **options)
-        nothing = float("nan")
-        return TuningResult(method, found.precision, found.noise_std, found.value, True, nothing, found.n_evaluations)
+        if not found.converged:
+            warnings.warn(
+                f"Tuning by validation ended at {float(found.precision.mean()):.3g}, the last point of the grid that "
+                "can be used, and the loss may still fall beyond: the data do not determine the precision, or the grid "
+                "is too short.",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        how = found.converged, float("nan"), found.n_evaluations
+        return TuningResult(method, found.precision, found.noise_std, found.value, *how)
     if options or data is not None:
         unknown = ", ".join([*options, *(["data"] if data is not None else [])])
         raise ConfigurationError(f'Tuning by "{method}" takes no {unknown}.', expected='method="validation" for these')

@@ -18,17 +18,25 @@ _SMALL = 2**16
 def checksums(tensors: Sequence[Tensor]) -> list[float]:
     """Weighted sums of all entries, which tell permutations apart; for each large tensor its own.
 
-    They depend on the number of threads and on the device, by rounding.
+    Of sparse tensors these are the stored entries and their places. They depend on the number of threads and on the
+    device, by rounding.
     """
     sums: list[float] = []
     small: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        values = tensor.detach()
+    for values in (part for tensor in tensors for part in _parts(tensor.detach())):
         if values.numel() > _SMALL:
             sums.append(_checksum(values.flatten()))
         else:
             small.setdefault(values.device, []).append(values.flatten().double())
     return sums + [_checksum(torch.cat(several)) for several in small.values()]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """A dense tensor itself; of a sparse one, which made dense might not fit, what is stored."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    stored = tensor.to_sparse_coo().coalesce()
+    return [stored.indices().double(), stored.values()]  # of integers, only the plain sum is taken
 
 
 def _checksum(flat: Tensor) -> float:

@@ -254,6 +254,7 @@ class Posterior(Copied, ABC):
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        self.network.has_changed()  # weights whose state cannot be noted fail here, while the old fit still holds
         vector = self._vector
         with self.network.learning(afresh=not options["update"]):
             self._fit(data, **{name: value for name, value in options.items() if every or name in taken})

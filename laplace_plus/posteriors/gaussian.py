@@ -280,11 +280,11 @@ class GaussianPosterior(Posterior):
             NotFittedError: Before :meth:`fit`.
             ConfigurationError: An unknown method, structure, evidence or option.
             UnsupportedError: A prior that the posterior's structure does not take.
-            DataError: The training data are needed, and not at hand.
-            NonFiniteError: The tangent model's loss is not finite.
+            DataError: The training data are needed, and not at hand; or all held-out targets are ignored.
+            NonFiniteError: The tangent model's loss is not finite, or that on the held-out data nowhere on the grid.
 
         Warns:
-            ConvergenceWarning: The tuning ended before it met its tolerance.
+            ConvergenceWarning: The tuning ended before it met its tolerance, or at the end of its grid.
         """
         options |= {"evidence": evidence, "scaling": scaling, "predictive_mean": predictive_mean, "data": data}
         options |= {"tune_noise": tune_noise, "progress": progress}

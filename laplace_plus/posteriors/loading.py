@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError
-from laplace_plus.likelihoods import likelihood_from_config
+from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
 from laplace_plus.modes import turn
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
@@ -26,10 +27,12 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
     Args:
         path: The folder.
         model: The network that the posterior was fitted on, with the same weights.
-        likelihood: The likelihood, where it is one of your own; built-in ones are stored.
+        likelihood: The likelihood, where it is one of your own; built-in ones are stored, and only the value of their
+            noise may be another one here.
 
     Raises:
-        CheckpointError: The folder is missing, damaged or of another format version, or the network differs.
+        CheckpointError: The folder is missing, damaged or of another format version, or the network or a built-in
+            likelihood differs.
         ConfigurationError: The arguments are not a path and a module, or the posterior's class is not known; register
             it first.
     """
@@ -66,6 +69,8 @@ def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modu
                 got="no likelihood",
             )
         likelihood = likelihood_from_config(header["likelihood"])
+    elif header["likelihood"].get("name") != "custom":
+        likelihood = _as_stored(resolve_likelihood(likelihood), header["likelihood"])
     groups = read_groups(header, tensors)
     precision = hyper.pop("prior_precision") if groups is not None else None  # other groups than the class starts with
     posterior = get_posterior(header["class"])(
@@ -86,3 +91,21 @@ def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modu
     posterior._restore(header["state"], state)
     posterior._remember()
     return posterior
+
+
+def _as_stored(likelihood: Likelihood, stored: Mapping[str, Any]) -> Likelihood:
+    """A likelihood if it is the one that was fitted, up to the value of its noise; else an error."""
+    if _without_noise(likelihood.config()) != _without_noise(stored):
+        raise CheckpointError(
+            "The posterior was fitted with another likelihood.",
+            expected=repr(likelihood_from_config(stored)),
+            got=repr(likelihood),
+            fix="Leave likelihood out, or fit a posterior with this one.",
+        )
+    return likelihood
+
+
+def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A likelihood's description with the form of its noise levels in place of their values."""
+    noise = config.get("noise_std")
+    return {**config, "noise_std": [len(noise)] if isinstance(noise, list) else noise is not None}

@@ -185,6 +185,7 @@ def test_bad_precisions_are_refused_at_every_evaluation():
             posterior.log_marginal_likelihood(torch.tensor(bad))
 
 
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended")  # the network is not a trained one
 @pytest.mark.parametrize("n_noise", [1, 3])
 @pytest.mark.parametrize("name", CLASSES)
 def test_validation_is_the_same_in_little_memory(name, n_noise):

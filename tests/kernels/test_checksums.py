@@ -43,3 +43,25 @@ def test_permutations_count(which):
     if swapped[which].ndim == 2:
         swapped[which] = swapped[which].flip(0)
         assert checksums(swapped) != before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("size", [3, 400])  # few and many entries
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_change_with_entries_and_places(layout: torch.layout, size: int) -> None:
+    dense = torch.ones(size, size).tril()
+    before = checksums([dense.to_sparse(layout=layout)])
+    assert checksums([dense.clone().to_sparse(layout=layout)]) == before
+    entry, moved = dense.clone(), dense.clone()
+    entry[-1, 0] += 1e-3
+    moved[-1, :2] = moved[:2, -1] = torch.tensor([0.0, 1.0])
+    for changed in (entry, moved, dense.mT):
+        assert checksums([changed.to_sparse(layout=layout)]) != before
+
+
+def test_sparse_tensors_may_hold_entries_in_parts() -> None:
+    whole = torch.eye(3).to_sparse()
+    parts = torch.sparse_coo_tensor(
+        torch.cat([whole.indices()] * 2, 1), torch.cat([whole.values() / 2] * 2), (3, 3), check_invariants=True
+    )
+    assert checksums([parts]) == checksums([whole])

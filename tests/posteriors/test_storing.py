@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.errors import CheckpointError
 
 KINDS = {
     "KFAC": (lp.KFAC, {}),
@@ -68,3 +69,46 @@ def test_few_rows_take_little_room(tmp_path: Path) -> None:
     posterior.save(tmp_path / "kept")
     size = sum(file.stat().st_size for file in (tmp_path / "kept").iterdir())
     assert size < 2e6  # the input factor alone would take 16 MB
+
+
+def own_density(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -(outputs - targets).square().sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("fitted", "given"),
+    [
+        (lp.Gaussian(), "classification"),
+        (lp.Gaussian(), own_density),
+        (lp.Gaussian(), lp.Gaussian(torch.ones(3))),
+        (lp.Gaussian(), lp.Gaussian(torch.ones(1))),
+        (lp.Gaussian(torch.ones(3)), lp.Gaussian(torch.ones(2))),
+        (lp.Gaussian(torch.ones(3)), "regression"),
+        (lp.Categorical(), "regression"),
+        (lp.Categorical(), lp.Categorical(ignore_index=-1)),
+        (lp.Categorical(), "binary"),
+    ],
+)
+def test_another_likelihood_than_the_fitted_one_is_refused(fitted, given, tmp_path: Path) -> None:
+    """Curvature and statistics are those of one likelihood, and nonsense for any other."""
+    net, ((x, y),) = network(), data(5)
+    targets = y if isinstance(fitted, lp.Categorical) else torch.ones(5, 3, dtype=torch.float64)
+    lp.Full(net, fitted).fit([(x, targets)]).save(tmp_path / "it")
+    with pytest.raises(CheckpointError, match="another likelihood") as caught:
+        lp.load(tmp_path / "it", net, likelihood=given)
+    assert repr(fitted) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "noise", [torch.tensor(0.3).double(), torch.tensor([0.1, 0.2, 0.3]).double()], ids=["one", "several"]
+)
+def test_the_fitted_likelihood_may_be_given(noise, tmp_path: Path) -> None:
+    """Another value of its noise is that of the loaded posterior."""
+    net, ((x, y),) = network(), data(5)
+    posterior = lp.Full(net, lp.Gaussian(noise)).fit([(x, torch.ones(5, 3, dtype=torch.float64))])
+    posterior.save(tmp_path / "it")
+    loaded = lp.load(tmp_path / "it", net, likelihood=lp.Gaussian(2 * noise))
+    posterior.noise_std = 2 * posterior.noise_std
+    assert_same(loaded, posterior)
+    lp.Full(net, "classification").fit([(x, y)]).save(tmp_path / "it")
+    assert lp.load(tmp_path / "it", net, likelihood="classification").likelihood == lp.Categorical()
