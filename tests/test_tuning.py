@@ -458,6 +458,7 @@ def test_validation_needs_data():
         fitted(lp.Full, "regression")[0].fit_prior_precision("validation", data=[])
 
 
+@pytest.mark.filterwarnings("ignore:Tuning by validation ended:laplace_plus.errors.ConvergenceWarning")
 def test_validation_draws_random_numbers_only_where_samples_are_looked_at():
     def drawn(**options):
         before = torch.get_rng_state()
