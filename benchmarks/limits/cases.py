@@ -334,9 +334,7 @@ def last_layer(problem: Problem) -> Iterator[Task]:
             return _fit(problem, kind, parameters="last_layer")
 
         def first(fitted: Callable[[], lp.GaussianPosterior] = fitted) -> None:
-            posterior = fitted()
-            for chunk in x.split(64):
-                posterior.predictive(chunk)
+            fitted().predictive(x)
 
         def twice() -> None:
             problem.forward()
@@ -353,8 +351,7 @@ def last_layer(problem: Problem) -> Iterator[Task]:
         else:
 
             def predict(posterior: lp.GaussianPosterior = posterior) -> None:
-                for chunk in x.split(64):
-                    posterior.predictive(chunk)
+                posterior.predictive(x)
 
         once, both = "1 forward over the same images", "2 forwards over the same images"
         for words, call, peer, limit, limit_is in (
