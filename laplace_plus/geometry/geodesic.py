@@ -94,7 +94,7 @@ def exponential_map(
     """Where geodesics from ``start`` with given velocities are at time 1.
 
     All of them advance together, each with its own step size, until it arrives or fails; a failed one is marked, and
-    its end is NaN. Costs ``n_evaluations`` gradients with Hessian-vector products for each, and memory for some twenty
+    its end is NaN. Costs ``n_evaluations`` gradients with Hessian-vector products for each, and memory for some eighty
     vectors of length P.
 
     Args:

@@ -22,8 +22,9 @@ from laplace_plus.posteriors.resuming import Checkpoint
 _GROUP = 32
 """Geodesics that advance together, if memory allows."""
 
-_VECTORS = 26
-"""Vectors of the parameters' length that one geodesic takes: positions and velocities in the stages of a step."""
+_VECTORS = 80
+"""Vectors of the parameters' length that one geodesic takes, as measured: positions and velocities in the stages of a
+step and what they are combined to, gradients, and, in double precision, velocities behind a crease."""
 
 
 @dataclass(frozen=True)
