@@ -138,8 +138,10 @@ def integrate(
     goals = times.to(device=device, dtype=torch.float64)
     samples = torch.arange(k, device=device)
     y = start.clone()
-    now = function(samples, y)
-    initial, drift = now.invariant, torch.zeros_like(now.invariant)
+    found = function(samples, y)
+    # Written to as samples move on: neither the initial values nor what a landscape returned may share the memory.
+    now = _chosen(found, samples)
+    initial, drift = found.invariant.clone(), torch.zeros_like(found.invariant)
     states = start.new_full((k, len(goals), start.shape[1]), float("nan"))
     t = torch.zeros(k, dtype=torch.float64, device=device)
     goal = torch.zeros(k, dtype=torch.long, device=device)

@@ -53,6 +53,19 @@ def test_metric_is_that_of_the_graph():
     torch.testing.assert_close(metric.norm(u).square(), metric.squared_norm(u))
     torch.testing.assert_close(metric.log_determinant(), torch.linalg.slogdet(dense)[1])
     torch.testing.assert_close(metric.beta, 1 / torch.linalg.det(dense))
+    torch.testing.assert_close(metric.inverse_squared_norm(u), (u * torch.linalg.solve(dense, u)).sum(1))
+
+
+def test_refraction_keeps_what_goes_along_a_crease():
+    g, d, u = vectors(4, 5), vectors(4, 5, 1), vectors(4, 5, 2)
+    here, there = GraphMetric(g), GraphMetric(g + d)
+    bent = here.refracted(u, there)
+    torch.testing.assert_close(there.squared_norm(bent), here.squared_norm(u))
+    along = vectors(4, 5, 3)
+    along = along - d * ((along * d).sum(1) / d.square().sum(1))[:, None]
+    torch.testing.assert_close(there.inner(bent, along), here.inner(u, along))
+    assert ((bent * d).sum(1) * (u * d).sum(1) > 0).all()  # across, and not back
+    torch.testing.assert_close(here.refracted(u, here), u)
 
 
 # -- invariants -------------------------------------------------------------------------------------------------------
