@@ -192,8 +192,8 @@ class _Exploring:
 
     def run(self, directions: Tensor, checkpoint: Checkpoint | None, progress: bool) -> Explored:
         walk, start = self._walk, self._landscape.vector
-        self._landscape.expect(walk.n_steps * walk.n_refinements)
         curvature, slope = self._measure(start)
+        self._landscape.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
         self._rate = self._slowest = self._learning_rate(curvature)
         self._rates = start.new_full((len(directions),), self._rate)
         deviations = start.new_empty(len(directions), walk.n_stored, len(start))
