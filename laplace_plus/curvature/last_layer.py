@@ -27,8 +27,8 @@ from laplace_plus.linalg import DiagonalBlock, KroneckerBlock, OuterStack
 from laplace_plus.linalg.blocks import Block
 from laplace_plus.linalg.head_block import HeadBlock, require_dense
 from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
+from laplace_plus.linalg.head_rows import HeadRows
 from laplace_plus.linalg.head_stack import HeadStack
-from laplace_plus.linalg.heads import HeadRows
 
 
 def head_features(gradients: Gradients) -> tuple[Layout, Tensor] | None:

@@ -13,7 +13,8 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.blocks import Block, DenseBlock
 from laplace_plus.linalg.factor import Factor
 from laplace_plus.linalg.head_determinant import HeadLogDeterminant
-from laplace_plus.linalg.heads import HeadFactor, HeadRows
+from laplace_plus.linalg.head_rows import HeadRows
+from laplace_plus.linalg.heads import HeadFactor
 
 
 def device_memory(device: torch.device) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.heads import HeadFactor, HeadRows
+from laplace_plus.linalg.head_rows import HeadRows
+from laplace_plus.linalg.heads import HeadFactor
 
 
 class HeadLogDeterminant(torch.autograd.Function):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.head_inverses import Quarters
-
 SMALLEST_SQUARE = 32
 """Squares on the diagonal are kept whole from this size on."""
 
@@ -66,15 +64,6 @@ class QuadraticForms:
             else:
                 left, right, block = roots[:, rows], roots[:, columns].mT, matrices[:, rows, columns]
                 torch.baddbmm(block, left, right, alpha=-1, out=blocks[which])
-
-    def put_quarters(self, which: slice, matrices: Quarters) -> None:
-        """Set M of some of the matrices, with more rows than :data:`SMALLEST_SQUARE`, from their parts."""
-        half = matrices.first.shape[-1]
-        self.blocks[0][which] = matrices.corner
-        for (rows, columns), blocks in zip(self.squares[1:], self.blocks[1:], strict=True):
-            source, start = (matrices.first, 0) if columns.start < half else (matrices.rest, half)
-            own = slice(rows.start - start, rows.stop - start), slice(columns.start - start, columns.stop - start)
-            blocks[which] = source[:, own[0], own[1]]
 
     def __call__(self, leading: Tensor, vectors: Tensor) -> Tensor:
         """``⟨A_c, φ φᵀ⟩`` of all matrices for ``φ = (leading [B, t], vectors [B, n])``, ``[B, c]``."""

@@ -2,52 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 SMALLEST_BLOCK = 32
 """Matrices of this size are inverted by their Cholesky decompositions."""
-
-
-@dataclass(frozen=True)
-class Quarters:
-    """Symmetric matrices ``[c, n, n]`` as their parts.
-
-    Attributes:
-        first: The first half of the rows and columns, ``[c, h, h]``.
-        corner: The other rows of the first columns, ``[c, n − h, h]``.
-        rest: The other rows and columns, ``[c, n − h, n − h]``.
-    """
-
-    first: Tensor
-    corner: Tensor
-    rest: Tensor
-
-    def write_into(self, result: Tensor) -> None:
-        """Write the whole matrices."""
-        half = self.first.shape[-1]
-        result[:, :half, :half] = self.first
-        result[:, half:, :half] = self.corner
-        result[:, :half, half:] = self.corner.mT
-        result[:, half:, half:] = self.rest
-
-    def times(self, rows: Tensor) -> Tensor:
-        """``x A`` for rows ``[c, t, n]``."""
-        half = self.first.shape[-1]
-        one, two = rows[..., :half], rows[..., half:]
-        return torch.cat([one @ self.first + two @ self.corner, one @ self.corner.mT + two @ self.rest], -1)
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        """Sums of the matrices with several weights ``[m, c]``, ``[m, n, n]``."""
-        parts = [
-            (weights @ part.flatten(1)).unflatten(1, part.shape[1:]) for part in (self.first, self.corner, self.rest)
-        ]
-        size = self.first.shape[-1] + self.rest.shape[-1]
-        result = weights.new_empty(len(weights), size, size)
-        Quarters(*parts).write_into(result)
-        return result
 
 
 def inverse_by_blocks(matrices: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -66,11 +25,6 @@ def inverse_by_blocks(matrices: Tensor) -> tuple[Tensor, Tensor, bool]:
     return result, 2 * roots.double().log().sum(), not succeeded
 
 
-def inverse_in_quarters(matrices: Tensor) -> Quarters | None:
-    """The same inverses of matrices of two rows or more, in parts; None if some matrix is not positive definite."""
-    return _quarters(matrices.new_empty(matrices.shape[:-1]), matrices)
-
-
 def _invert_into(result: Tensor, roots: Tensor, matrices: Tensor) -> bool:
     """Write the inverses and the diagonals of Cholesky factors, ``[c, n]``, where there are any; whether there are."""
     if matrices.shape[-1] <= SMALLEST_BLOCK:
@@ -80,29 +34,23 @@ def _invert_into(result: Tensor, roots: Tensor, matrices: Tensor) -> bool:
         torch.cholesky_inverse(lower, out=result)
         roots.copy_(lower.diagonal(dim1=-2, dim2=-1))
         return True
-    quarters = _quarters(roots, matrices)
-    if quarters is None:
-        return False
-    # Products are computed where blocks lie side by side, and copied: into a larger matrix they would be one by one.
-    quarters.write_into(result)
-    return True
-
-
-def _quarters(roots: Tensor, matrices: Tensor) -> Quarters | None:
-    """The inverses, and the diagonals of Cholesky factors written; None where there are none."""
     n = matrices.shape[-1]
     half = n // 2
     across = matrices[:, :half, half:]
+    # Products are computed where blocks lie side by side, and copied: into a larger matrix they would be one by one.
     first, rest = matrices.new_empty(len(matrices), half, half), matrices.new_empty(len(matrices), n - half, n - half)
     if not _invert_into(first, roots[:, :half], matrices[:, :half, :half]):
-        return None
+        return False
     left = first @ across
     complement = torch.baddbmm(matrices[:, half:, half:], across.mT, left, alpha=-1)
     if not _invert_into(rest, roots[:, half:], complement):
-        return None
-    corner = rest @ left.mT
-    first.baddbmm_(left, corner)
-    return Quarters(first, corner.neg_(), rest)
+        return False
+    corner = (rest @ left.mT).neg_()
+    result[:, :half, :half] = first.baddbmm_(left, corner, alpha=-1)
+    result[:, half:, :half] = corner
+    result[:, :half, half:] = corner.mT
+    result[:, half:, half:] = rest
+    return True
 
 
 def log_determinant_of(lower: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ GROUP_BYTES = 32 * 2**20
 
 
 class HeadVariances:
-    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c, after :meth:`fill` or :func:`~.head_parallel_sums.fill`.
+    """``φᵀ [(w H + δ)⁻¹]_cc φ`` of all outputs c, after :meth:`fill`.
 
     Args:
         features: ``Φ [N, i]``.
@@ -55,8 +55,6 @@ class HeadVariances:
         gram: ``G [N, N]``, float64.
         values: Leading eigenvalues ``Λ [t]`` of G, ascending.
         vectors: Their eigenvectors ``U [N, t]``.
-        other_values: The other eigenvalues ``[N − t]``, ascending.
-        other_vectors: Theirs.
         forms: The quadratic forms.
     """
 
@@ -68,8 +66,7 @@ class HeadVariances:
         values, vectors = symmetric_eigen(self.gram)
         strong = int((values[-MOST_STRONG:] * self.scales.max() > STRONG).sum())
         rest = len(values) - strong
-        self.values, self.other_values = values[rest:], values[:rest]
-        self.vectors, self.other_vectors = vectors[:, rest:], vectors[:, :rest]
+        self.values, self.vectors = values[rest:], vectors[:, rest:]
         self._directions = features.T @ self.vectors * (precision * self.values).rsqrt()  # V [i, t]
         self._features = self._without(features).to(dtype)
         self.forms = QuadraticForms(scales.shape[1], len(features), strong, self._features)

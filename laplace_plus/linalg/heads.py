@@ -30,12 +30,13 @@ from typing_extensions import override
 
 from laplace_plus import _memory
 from laplace_plus.kernels import symmetric_update, symmetrize_
-from laplace_plus.linalg import head_parallel_sums
 from laplace_plus.linalg.bases import Rotation
 from laplace_plus.linalg.blocks import clamp_rounding
 from laplace_plus.linalg.factor import Factor, not_positive_definite
 from laplace_plus.linalg.factor_sums import symmetric_eigen
 from laplace_plus.linalg.head_inverses import inverse_by_blocks, log_determinant_of, raised
+from laplace_plus.linalg.head_rows import HeadRows
+from laplace_plus.linalg.head_series import HeadSeries
 from laplace_plus.linalg.head_stack import HeadStack
 from laplace_plus.linalg.head_variances import HeadVariances
 from laplace_plus.linalg.stacks import OuterStack, Stack
@@ -45,42 +46,6 @@ CACHE_BYTES = 4 * 2**20
 
 SINGLE_CONDITION = 2e3
 """Up to this condition number matrices that need no more are inverted in float32."""
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """What a head's curvature is made of.
-
-    Attributes:
-        features: ``Φ [N, i]``.
-        scales: ``p [N, C]``.
-        coupled: Whether ``p_n p_nᵀ`` is taken away; the scales of a row then sum to one.
-    """
-
-    features: Tensor
-    scales: Tensor
-    coupled: bool
-
-    def dense(self) -> Tensor:
-        """The curvature written out, ``[C·i, C·i]``."""
-        size, width = self.scales.shape[1], self.features.shape[1]
-        result = self.features.new_zeros(size, width, size, width)
-        own = self.scales * self._rest() if self.coupled else self.scales
-        for c in range(size):
-            last = size if self.coupled else c + 1
-            row = self.scales[:, c:last] * (-self.scales[:, c : c + 1] if self.coupled else 0)
-            row[:, 0] = own[:, c]
-            weighted = (row[:, :, None] * self.features[:, None]).flatten(1)  # [N, (C − c)·i]
-            block = (self.features.T @ weighted).view(width, last - c, width)
-            result[c, :, c:last] = block
-            result[c:last, :, c] = block.permute(1, 2, 0)
-        return result.view(size * width, size * width)
-
-    def _rest(self) -> Tensor:
-        """``1 − p [N, C]``; for the most probable class the sum of all others, which keeps its digits beside one."""
-        top = self.scales.argmax(1, keepdim=True)
-        others = self.scales.scatter(1, top, 0.0).sum(1, keepdim=True)
-        return (1 - self.scales).scatter(1, top, others)
 
 
 @dataclass(frozen=True)
@@ -147,6 +112,9 @@ class HeadFactor(Factor):
         self._kept: list[_Inverses] | None = None
         self._variances: HeadVariances | None = None
         self._n_asked = 0
+        self._series: HeadSeries | None = None
+        # In float64 the series would have to be as good as float64.
+        self._try_series = rows.coupled and (rows.features.dtype if dtype is None else dtype) != torch.float64
 
     # -- the matrices of each class ------------------------------------------------------------------------------------
 
@@ -335,6 +303,9 @@ class HeadFactor(Factor):
         """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
         features = features.to(self.dtype)
         if mode == "diagonal" and self._is_every(outputs):
+            found = self._by_series(features)
+            if found is not None:
+                return found
             forms = self._forms(len(features))
             if forms is not None:
                 return forms(features)
@@ -363,6 +334,19 @@ class HeadFactor(Factor):
         """Whether all outputs are chosen, in their order."""
         return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
 
+    def _by_series(self, features: Tensor) -> Tensor | None:
+        """All outputs' variances where no class needs a matrix of its own; None where one does, and from then on."""
+        fits = HeadSeries.n_bytes(self.n_outputs, self.n_rows) <= _memory.budget(self._features.device) // 2
+        if not self._try_series or self.diagonal.ndim or not fits:
+            return None
+        if self._series is None:
+            own = self.rows.features.dtype
+            self._series = HeadSeries.create(self.rows.features, self.rows.scales, self.weight, self.diagonal, own)
+        found = None if self._series is None else self._series(features)
+        if found is None:
+            self._try_series, self._series = False, None
+        return found
+
     def _forms(self, n_examples: int) -> HeadVariances | None:
         """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off.
 
@@ -378,8 +362,6 @@ class HeadFactor(Factor):
     def _prepare_variances(self) -> HeadVariances:
         rows = self.rows
         result = HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
-        if rows.coupled and self._kept is None and head_parallel_sums.fill(result, self._slices(), self.dtype):
-            return result
         white = self._exact_whitener
         result.fill(((part.classes, part.matrices) for part in self.inverses()), white)
         return result

@@ -23,9 +23,9 @@ class Full(GaussianPosterior):
     (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
     N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (:mod:`laplace_plus.linalg.heads`).
     The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
-    ``C·N²/2`` operations for each input (:mod:`laplace_plus.linalg.head_variances`). Where many classes are all
-    improbable, as before a network is sure of any, that takes ``0.6·C·N²`` numbers and no more than one inverse for
-    each class (:mod:`laplace_plus.linalg.head_parallel_sums`).
+    ``C·N²/2`` operations for each input (:mod:`laplace_plus.linalg.head_variances`). Where no class's
+    probability differs much from row to row, as before a network is sure of any, float32 takes neither: a series gives
+    the variances with ``N·C`` numbers and few products for all classes (:mod:`laplace_plus.linalg.head_series`).
 
     Raises:
         ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.

@@ -24,7 +24,7 @@ from laplace_plus.linalg.blocks import OnceDiagonalised
 from laplace_plus.linalg.factor_sums import FactorSum
 from laplace_plus.linalg.head_block import HeadBlock
 from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
-from laplace_plus.linalg.heads import HeadRows
+from laplace_plus.linalg.head_rows import HeadRows
 from laplace_plus.network import Network
 from laplace_plus.posteriors.fit_sums import FitSums
 

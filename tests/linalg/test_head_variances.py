@@ -10,8 +10,9 @@ from laplace_plus._memory import memory_budget
 from laplace_plus.linalg import head_variances, heads
 from laplace_plus.linalg.head_forms import SMALLEST_SQUARE, QuadraticForms
 from laplace_plus.linalg.head_inverses import inverse_by_blocks
+from laplace_plus.linalg.head_rows import HeadRows
 from laplace_plus.linalg.head_stack import HeadStack
-from laplace_plus.linalg.heads import HeadFactor, HeadRows
+from laplace_plus.linalg.heads import HeadFactor
 
 TIGHT = 1e-10
 D, C, B = 6, 5, 9

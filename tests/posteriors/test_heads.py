@@ -15,8 +15,9 @@ from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.linalg import DenseStack, OuterStack, head_block
 from laplace_plus.linalg.head_block import HeadBlock
 from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
+from laplace_plus.linalg.head_rows import HeadRows
 from laplace_plus.linalg.head_stack import HeadStack
-from laplace_plus.linalg.heads import HeadFactor, HeadRows
+from laplace_plus.linalg.heads import HeadFactor
 
 TIGHT = 1e-10
 D, C = 5, 4
