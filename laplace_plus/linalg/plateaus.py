@@ -4,14 +4,20 @@ A posterior precision has eigenvalues ``γ_k α_j + δ``: curvature of rapidly d
 precision δ. For most k and j the first term is less than a few roundings of the second, so that their reciprocals
 ``D_kj`` are the same for all those k, and an eigenbasis is as good as any other orthonormal basis of the same space.
 
-Sort rows and columns by their largest eigenvalue, and let ``D_kj ≈ v_j`` on the *plateau* of the last ``o − m`` rows
-and ``i − r`` columns. Then of ``Lᵀ P R`` with ``P = Σ_s g_s a_sᵀ`` three parts remain:
+Sort rows and columns by their largest eigenvalue, and let ``v/2 ≤ D_kj ≤ v`` on the *plain* of the last ``o − m`` rows
+and ``i − r`` columns, where v is the reciprocal of the prior precision. Then of ``Lᵀ P R`` with ``P = Σ_s g_s a_sᵀ``
+four parts remain:
 
 * the first m rows, with all columns, which are written out as ever;
 * the other rows of the first r columns, which are written out and only then turned, since r is less than the number of
   positions as a rule;
-* the plateau, ``Σ_st ⟨c_s, c_t⟩ Σ_j v_j a_sj a_tj``, for which nothing is written out and the coordinates c refer to
-  any basis N of the complement of the first m eigenvectors ``L₁``.
+* the plain as though it were level, ``v Σ_st ⟨c_s, c_t⟩ Σ_j a_sj a_tj``, for which nothing is written out and the
+  coordinates c refer to any basis N of the complement of the first m eigenvectors ``L₁``;
+* what is too much in that, ``Σ_kj (v − D_kj) P_kj P'_kj``, over the entries of the plain where ``D_kj`` differs from v
+  by more than roundings. They lie below a staircase: of column j the first ``h_j`` rows, and h falls. The rest of the
+  plain is the *plateau*. The upper rows of the staircase are had from the left side, turned to these eigenvectors alone
+  (``V S (o − m)`` multiplications for a row), those further down, which few columns reach, from the columns
+  ``Σ_s c_s a_sj``, written out and then turned (``V (o − m)`` for an entry).
 
 A cheap basis is that of a block reflection (Schreiber & Parlett, 1988). With ``L₁ = [A; B]``, A its first m rows,
 
@@ -21,15 +27,21 @@ is orthonormal and orthogonal to L₁ (multiply out), so that ``Nᵀ g = g₂ �
 multiplications where ``L₁ᵀ g`` is known, and both together ``o² − (o − m)²`` in place of o². The signs of the
 eigenvectors are free: those of Householder's method keep ``I − Aᵀ`` well-conditioned (Ballard et al., 2015).
 
-*Error.* On the plateau the eigenvalues of a column differ by a factor of at most ``1 + 2ε``, with ε 64 roundings of the
-type (7.6e-6 in float32, 1.4e-14 in float64), and v_j is the reciprocal of the middle, so that each D_kj changes by a
-factor between ``1 − ε`` and ``1 + ε``. ``P D Pᵀ`` is a sum of squares for any P: no variance changes by more than a
-factor ``1 ± ε``, and no covariance by more than ε times the product of the two standard deviations.
+*Error.* On the plateau the eigenvalues differ by a factor of at most ``1 + 2ε``, with ε 64 roundings of the type
+(7.6e-6 in float32, 1.4e-14 in float64), and v is the reciprocal of the middle, so that each D_kj changes by a factor
+between ``1 − ε`` and ``1 + ε``. ``P D Pᵀ`` is a sum of squares for any P: no variance changes by more than a factor
+``1 ± ε``, and no covariance by more than ε times the product of the two standard deviations.
+
+Something is subtracted, but never much: with X the sum over the plain as though it were level and Y what is too much
+in it, ``D ≥ v/2`` means ``Y ≤ X/2``, and of a variance, which is ``X − Y ≥ X/2`` at the least, the roundings of X and Y
+are ``(X + Y) / (X − Y) ≤ 3`` times what they are of a sum of positive terms.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,6 +57,18 @@ _STEP = 8
 """Numbers of columns are multiples of this, those of rows of twice as many: products are quicker where rows begin at
 multiples of a cache line."""
 
+_DEPTH = 2
+"""By this factor at the most the level of the plain is above its entries: so little is lost by subtracting."""
+
+_PANEL = 32
+"""Rows of the staircase that are worked on together, with as many columns as the first of them has."""
+
+_GROUP = 16
+"""Columns of the staircase that are worked on together, with as many rows as the first of them has."""
+
+_STEEP = 96
+"""Columns whose heights differ by so many rows are not worked on together."""
+
 _LEAST = 2**20
 """Operations for one example below which there is nothing to save."""
 
@@ -56,17 +80,32 @@ _CACHES = 2
 
 
 @dataclass(frozen=True)
+class Staircase:
+    """The entries of the plain that differ from its level, as blocks.
+
+    Attributes:
+        panels: ``(first row, last row + 1, last column + 1)`` of blocks that begin at the first column of the plain:
+            those had from turned rows of the left side.
+        groups: ``(first column, last column + 1, last row + 1)`` of blocks that begin below the panels.
+    """
+
+    panels: tuple[tuple[int, int, int], ...] = ()
+    groups: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Plateau:
     """A plateau of the eigenvalues, with what quadratic forms read of the eigenbasis.
 
     Attributes:
         rows: Order of the rows ``[o]``: those that differ first.
         columns: Order of the columns ``[i]``.
-        n_rows: m, how many rows differ.
-        n_columns: r, how many columns are apart from the plateau.
+        n_rows: m, how many rows are apart from the plain.
+        n_columns: r, how many columns are.
         left: The eigenvectors L ``[o, o]``.
         right: The eigenvectors R ``[i, i]``.
         values: Eigenvalues ``[o, i]``.
+        stairs: What is to be subtracted.
     """
 
     rows: Tensor
@@ -76,9 +115,8 @@ class Plateau:
     left: Tensor
     right: Tensor
     values: Tensor
-    _kept: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor, Tensor]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    stairs: Staircase = Staircase()
+    _kept: dict[tuple[str, torch.dtype], _Scales] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def leading(self) -> Tensor:
@@ -99,20 +137,44 @@ class Plateau:
     def _reflection(self) -> tuple[Tensor, Tensor]:
         return reflection(self.left[:, self.rows[: self.n_rows]])
 
-    def _scales(self, mode: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights of the first rows ``[m, i]``, of the first columns ``[r, o − m]`` and of the plateau ``[i − r]``.
-
-        The former two are square roots in mode "full".
-        """
+    def _scales(self, mode: str, dtype: torch.dtype) -> _Scales:
         key = mode, dtype
         if key not in self._kept:
-            m, r = self.n_rows, self.n_columns
-            values = self.values[self.rows][:, self.columns]
-            flat = values[m:, r:]
-            level = 2 / (flat.amin(0) + flat.amax(0))
-            power = torch.rsqrt if mode == "full" else torch.reciprocal
-            self._kept[key] = power(values[:m]).to(dtype), power(values[m:, :r].mT).to(dtype), level.to(dtype)
+            m, r, begin = self.n_rows, self.n_columns, self._n_turned
+            inverse = self.values[self.rows][:, self.columns].double().reciprocal()
+            # The plateau reaches to the last row and column; v belongs to the middle of its eigenvalues.
+            highest = float(inverse[m:, r:].max())
+            level = 2 * highest / (1 + max(1.0, highest / float(self._lowest(inverse))))
+            excess = (level - inverse).clamp_(min=0)  # some on the staircase, too, may be as high as the plateau
+            if mode == "full":
+                inverse, excess = inverse.sqrt(), excess.sqrt()
+            own = inverse[:m].to(dtype)
+            panels = [excess[start:stop, r:last].to(dtype) for start, stop, last in self.stairs.panels]
+            blocks = []
+            for start in range(0, r, _GROUP):
+                stop = min(start + _GROUP, r)
+                top = inverse[m:, start:stop].mT.to(dtype).contiguous()
+                blocks.append(_Block(slice(start, stop), slice(None), top, 1))
+            for start, stop, last in self.stairs.groups:
+                below = excess[begin:last, start:stop].mT.to(dtype).contiguous()
+                blocks.append(_Block(slice(start, stop), slice(begin - m, last - m), below, -1))
+            self._kept[key] = _Scales(own, level, panels, blocks)
         return self._kept[key]
+
+    @property
+    def _n_turned(self) -> int:
+        """The first row that no panel has."""
+        return self.stairs.panels[-1][1] if self.stairs.panels else self.n_rows
+
+    def _lowest(self, inverse: Tensor) -> Tensor:
+        """The smallest D on the plateau, from D in order."""
+        flat = inverse.clone()
+        flat[: self.n_rows] = flat[:, : self.n_columns] = math.inf
+        for start, stop, last in self.stairs.panels:
+            flat[start:stop, :last] = math.inf
+        for start, stop, last in self.stairs.groups:
+            flat[:last, start:stop] = math.inf
+        return flat.amin()
 
     def quadratic(self, stack: OuterStack, mode: str) -> Tensor:
         """``P M⁻¹ P'`` for a stack that was not turned; ``mode`` is "full" or "diagonal"."""
@@ -130,35 +192,104 @@ class Plateau:
 
     def _of(self, g: Tensor, a: Tensor, mode: str) -> Tensor:
         """For ``g [V, b, S, o]`` and turned ``a [b, S, i]``."""
-        m, r = self.n_rows, self.n_columns
-        dtype, (v, b, s, _) = g.dtype, g.shape
-        own, top, level = self._scales(mode, dtype)
-        g = g.reshape(v * b * s, -1)
+        m, r, begin = self.n_rows, self.n_columns, self._n_turned
+        dtype, (v, b, s, o) = g.dtype, g.shape
+        scales, inner = self._scales(mode, dtype), self.inner.to(dtype)
+        # With the positions outside, what is written out and what weighs positions are one product for all directions.
+        g = g.permute(1, 2, 0, 3).reshape(b * s * v, o)
         leading = self.leading.to(dtype)
         first = g @ leading
-        rest = complement_rows(leading, self.mix.to(dtype), g, first).view(v, b, s, -1)
-        flat = a[..., r:]
-        total = _meet(((flat * level) @ flat.mT) @ rest, rest, mode)
-        if r:
-            turned = ((a[..., :r].mT @ rest).flatten(0, 2) @ self.inner.to(dtype)).view(v, b, r, -1)
-            if mode == "diagonal":
-                total += (turned.square_().flatten(2) @ top.flatten()).mT
-            else:
-                turned *= top
-                total += _meet(turned, turned, mode)
+        rest = complement_rows(leading, self.mix.to(dtype), g, first)
+        sides, flat = rest.view(b, s, -1), a[..., r:]
+        total = _meet((flat @ flat.mT).mul_(scales.level) @ sides, sides, v, mode)
+        limit = chunk_bytes(g.device, of_caches=_CACHES) // g.element_size()
+        for blocks in _together(scales.blocks, limit // (b * v * (o - m))):
+            start = blocks[0].columns.start
+            some = a[..., start : blocks[-1].columns.stop].mT @ sides  # [b, c, V·(o − m)]
+            for block in blocks:
+                own = some[:, block.columns.start - start : block.columns.stop - start]
+                turned = own.reshape(-1, o - m) @ inner[:, block.rows]
+                total.add_(_weighed(turned.view(b, len(block.scale), v, -1), block.scale, mode), alpha=block.sign)
         if m:
-            first, right, limit = first.view(v, b, s, 1, m), a[:, :, None], chunk_bytes(g.device)
-            for part in slices(b, v * m * a.shape[-1] * a.element_size(), limit):
-                sides = first[:, part], right[part]
-                total[part] += contractions.streamed_quadratic(*sides, own[None], mode, limit)
+            _add_streamed(total, first.view(b, s, v, -1), a, scales.own, mode)
+        if self.stairs.panels:
+            turned = (rest @ inner[:, : begin - m]).view(b, s, v, -1)
+            for (start, stop, last), scale in zip(self.stairs.panels, scales.panels, strict=True):
+                _add_streamed(total, turned[..., start - m : stop - m], a[..., r:last], scale, mode, sign=-1)
         return total
 
 
-def _meet(left: Tensor, right: Tensor, mode: str) -> Tensor:
-    """Inner products of ``[V, b, S, n]`` with each other, ``[b, V, V]`` or ``[b, V]``."""
+@dataclass(frozen=True)
+class _Block:
+    """Some columns with some of the rows after the first m, which have these numbers among themselves.
+
+    Attributes:
+        columns: Which.
+        rows: Which.
+        scale: What weighs them, ``[columns, rows]``.
+        sign: Whether that is added or subtracted.
+    """
+
+    columns: slice
+    rows: slice
+    scale: Tensor
+    sign: int
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """D, or what is to be subtracted from v, of the parts; square roots in mode "full".
+
+    Attributes:
+        own: D of the first rows, ``[m, i]``.
+        level: v itself.
+        panels: What is subtracted, ``[rows, columns]`` for each panel.
+        blocks: The first columns, and the groups of the staircase.
+    """
+
+    own: Tensor
+    level: float
+    panels: list[Tensor]
+    blocks: list[_Block]
+
+
+def _together(blocks: list[_Block], n_columns: int) -> Iterator[list[_Block]]:
+    """Neighbouring blocks with at most so many columns in all, or one of them."""
+    some: list[_Block] = []
+    for block in blocks:
+        if some and block.columns.stop - some[0].columns.start > n_columns:
+            yield some
+            some = []
+        some.append(block)
+    if some:
+        yield some
+
+
+def _weighed(values: Tensor, scale: Tensor, mode: str) -> Tensor:
+    """The form of entries ``[b, c, V, n]``, which are overwritten, for weights ``[c, n]``."""
     if mode == "diagonal":
-        return torch.linalg.vecdot(left.flatten(2), right.flatten(2)).mT
-    return left.flatten(2).transpose(0, 1) @ right.flatten(2).permute(1, 2, 0)
+        return values.square_().mul_(scale[:, None]).sum((1, 3))
+    b, c, v, n = values.shape
+    scaled = values.new_empty(b, v, c, n)
+    torch.mul(values, scale[:, None], out=scaled.transpose(1, 2))
+    return scaled.flatten(2) @ scaled.flatten(2).mT
+
+
+def _add_streamed(total: Tensor, left: Tensor, a: Tensor, scale: Tensor, mode: str, sign: int = 1) -> None:
+    """Add the form for a few rows ``left [b, S, V, m]``, written out with the columns ``a [b, S, c]``."""
+    limit = chunk_bytes(left.device)
+    by_direction = left.permute(2, 0, 1, 3)[:, :, :, None]
+    for part in slices(len(a), left.shape[2] * scale.numel() * a.element_size(), limit):
+        sides = by_direction[:, part], a[part, :, None]
+        total[part].add_(contractions.streamed_quadratic(*sides, scale[None], mode, limit), alpha=sign)
+
+
+def _meet(left: Tensor, right: Tensor, directions: int, mode: str) -> Tensor:
+    """Inner products of ``[b, S, V·n]`` with each other, ``[b, V, V]`` or ``[b, V]``."""
+    left, right = left.unflatten(2, (directions, -1)), right.unflatten(2, (directions, -1))
+    if mode == "diagonal":
+        return torch.linalg.vecdot(left, right).sum(1)
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1).mT).unflatten(0, left.shape[:2]).sum(1)
 
 
 def reflection(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,23 +339,76 @@ def find(stack: OuterStack, values: Tensor, mode: str) -> Plateau | None:
     values = values[0]
     rows, columns = values.amax(1).argsort(descending=True), values.amax(0).argsort(descending=True)
     ordered = values[rows][:, columns]
-    limit = ordered.min() * (1 + 2 * ROUNDINGS * torch.finfo(stack.dtype).eps)
-    # Of each row the largest value from some column on; what follows the last row above the limit is flat.
-    above = ordered.flip(1).cummax(1).values.flip(1) > limit
-    differing = (above * torch.arange(1, o + 1, device=values.device)[:, None]).amax(0).tolist()
+    lowest, eps = ordered.min(), torch.finfo(stack.dtype).eps
+    flat, deep = (_heights(ordered, lowest * ratio) for ratio in (1 + 2 * ROUNDINGS * eps, _DEPTH))
+    reaching = [bisect.bisect_left(flat, -row, key=lambda height: -height) for row in range(o)]
     best, choice = _WORTH * before, None
     for r in range(0, i, _STEP):
-        m = -(-differing[r] // (2 * _STEP)) * 2 * _STEP
-        if m < o and (cost := _cost(v, s, o, i, m, r, mode)) < best:
-            best, choice = cost, (m, r)
+        for m in {_in_steps(heights[r]) for heights in (flat, deep)}:
+            if m < o and (cost := _cost(v, s, o, i, m, r, mode)) < best:
+                more, stairs = _stairs(v, s, m, r, flat, reaching, mode)
+                if cost + more < best:
+                    best, choice = cost + more, (m, r, stairs)
     if choice is None:
         return None
-    return Plateau(rows, columns, *choice, stack.left_turn[0], stack.right_turn[0], values)
+    m, r, stairs = choice
+    return Plateau(rows, columns, m, r, stack.left_turn[0], stack.right_turn[0], values, stairs)
+
+
+def _heights(ordered: Tensor, limit: Tensor) -> list[int]:
+    """For each column the row after which no value of it and of those after it is above a limit."""
+    # Of each row the largest value from some column on.
+    above = ordered.flip(1).cummax(1).values.flip(1) > limit
+    return (above * torch.arange(1, len(ordered) + 1, device=ordered.device)[:, None]).amax(0).tolist()
+
+
+def _in_steps(n_rows: int) -> int:
+    return -(-n_rows // (2 * _STEP)) * 2 * _STEP
 
 
 def _cost(v: int, s: int, o: int, i: int, m: int, r: int, mode: str) -> float:
-    """Operations for one example."""
+    """Operations for one example, without those for the staircase."""
     turning = v * s * (o * o - (o - m) ** 2) + s * i * i
     own = contractions.quadratic_costs(v, s, m, i, mode)["stream"] if m else 0
     top = contractions.quadratic_costs(v, s, o - m, r, mode)["stream"] + v * r * (o - m) ** 2 if r else 0
     return turning + own + top + contractions.quadratic_costs(v, s, o - m, i - r, mode)["separable"]
+
+
+def _stairs(
+    v: int, s: int, m: int, r: int, heights: list[int], reaching: list[int], mode: str
+) -> tuple[float, Staircase]:
+    """The staircase on a plain, cut where that is least work, and the operations for one example.
+
+    Args:
+        v: Directions.
+        s: Positions.
+        m: Where the plain begins, among rows.
+        r: The same among columns.
+        heights: Of all columns, falling.
+        reaching: For each row, how many columns have it.
+        mode: "full" or "diagonal".
+    """
+    panels: list[tuple[int, int, int]] = []
+    spent, best, choice = 0, math.inf, Staircase()
+    entry, closing = (contractions.quadratic_costs(v, length, 1, 1, mode)["stream"] for length in (s, 0))
+    o, i = len(reaching), len(heights)
+    begin, end = m, min(o, _in_steps(heights[r]))
+    while True:
+        groups, cost, start = [], spent, r
+        columns = reaching[begin] if begin < end else r
+        while start < columns:
+            steep = reaching[heights[start] - _STEEP] if heights[start] >= _STEEP else i
+            # A few columns that are left over before a steep place go with the others.
+            stop = min(columns, steep if steep <= start + _GROUP + _STEP else start + _GROUP)
+            last = min(o, _in_steps(heights[start]))
+            groups.append((start, stop, last))
+            cost += (stop - start) * (v * (o - m) * (s + last - begin) + closing * (last - begin))
+            start = stop
+        if cost < best:
+            best, choice = cost, Staircase(tuple(panels), tuple(groups))
+        if not groups:
+            return best, choice
+        stop, columns = min(begin + _PANEL, end), min(i, -(-columns // _STEP) * _STEP)
+        panels.append((begin, stop, columns))
+        spent += (stop - begin) * (v * s * (o - m) + entry * (columns - r))
+        begin = stop
