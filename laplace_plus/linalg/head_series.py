@@ -157,9 +157,8 @@ class HeadSeries:
         z = product(leading.T, solved).transpose(0, 1)  # [C, t, t]
         identity = torch.eye(count, dtype=z.dtype, device=z.device)
         mix = torch.linalg.inv(identity + values[:count, None] * z)
-        image = torch.einsum("nct,cts->ns", solved, mix)  # K U
-        own = z @ mix  # Uᵀ E_c U
-        coupling = _coupling(values, vectors, count, means, away, image, own, ratios)
+        columns = product(vectors.T, torch.einsum("nct,cts->ncs", solved, mix))  # Vᵀ E_c U, [N, C, t]
+        coupling = _coupling(values, vectors, count, means, away, columns, ratios)
         if coupling is None or bool((coupling.changes > self._limit).any()):
             return False
         self._changes = coupling.changes
@@ -240,20 +239,34 @@ class HeadSeries:
         squares = inner.square() @ away.square().T  # Σ (d u)², [B, c]
         gains = remaining[:, None] / (1 + remaining[:, None] * means)  # H, [N, c]
         order = gains.amax(1).argsort(descending=True)
-        bounds = gains[order] * (squares.double() / variances).amax(0)
-        within = (bounds > (self._limit - self._changes[some]) / 2).any(1).sum()  # which leaves three quarters
-        chosen = order[: max(ROWS, -(-int(within) // ROWS) * ROWS)]
-        vectors, weights = self._basis[:, chosen].T, gains[chosen].T.to(away)[:, None]  # [r, N], [c, 1, r]
-        term = torch.empty_like(squares.T)
+        gains = torch.cat([gains[order], torch.zeros_like(means)[None]])
+        ratios = self._ratios[some] / (1 - self._ratios[some]) + 3 * off
+        room = self._limit - self._changes[some]
+        term, seen = torch.zeros_like(squares, dtype=means.dtype), torch.zeros_like(squares)
+        # At first so many eigenvectors that half of what they leave out takes three fifths of the room.
+        worst = (squares.double() / variances).amax(0)
+        done, rows = 0, ROWS * (1 + int((gains[:-1] * worst > 1.2 * room).any(1).sum()) // ROWS)
+        while True:
+            rows = min(rows, len(order))
+            more, energy = self._squares(inner, away, order[done:rows], gains[done:rows])
+            term, seen = term + more, seen + energy
+            tail = (squares - seen).clamp_(min=0) * gains[rows]
+            unsure = (term + tail) * ratios + tail / 2
+            if rows == len(order) or bool((unsure <= room * variances).all()):
+                return term + tail / 2, unsure
+            done, rows = rows, 2 * rows
+
+    def _squares(self, inner: Tensor, away: Tensor, chosen: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
+        """``Σ_k H_k (V_kᵀ d u)²`` and ``Σ_k (V_kᵀ d u)²`` over some eigenvectors, ``[B, c]``."""
+        vectors = self._basis[:, chosen].T  # [r, N]
+        weights = torch.stack([gains.T, torch.ones_like(gains.T)], 1).to(away)  # [c, 2, r]
+        result = inner.new_empty(len(away), 2, len(inner))
         step = max(1, GROUP_BYTES // (4 * len(chosen) * len(inner)))
         for start in range(0, len(away), step):
             part = slice(start, start + step)
             products = (away[part, None] * vectors).flatten(0, 1) @ inner.T  # [c·r, B]
-            term[part] = (weights[part] @ products.square_().view(-1, len(chosen), len(inner)))[:, 0]
-        following = gains[order[len(chosen)]] if len(chosen) < len(order) else torch.zeros_like(means)
-        term, tail = term.T.double(), squares * following
-        ratios = self._ratios[some] / (1 - self._ratios[some]) + 3 * off
-        return term + tail / 2, (term + tail) * ratios + tail / 2
+            torch.bmm(weights[part], products.square_().view(-1, len(chosen), len(inner)), out=result[part])
+        return result[:, 0].T, result[:, 1].T
 
 
 def _runs(values: Tensor) -> list[slice]:
@@ -333,11 +346,10 @@ def _coupling(
     count: int,
     means: Tensor,
     away: Tensor,
-    image: Tensor,
-    own: Tensor,
+    columns: Tensor,
     ratios: Tensor,
 ) -> _Coupling | None:
-    """``(K − E_c)⁻¹`` from ``K U [N, t]`` and ``Uᵀ E_c U [C, t, t]``, which are exact, and ``K_R ≈ Σ_c α_c T_c``.
+    """``(K − E_c)⁻¹`` from ``Vᵀ E_c U [N, C, t]``, which are exact, as is their sum, and from ``K_R ≈ Σ_c α_c T_c``.
 
     With ``x = α N``, relative errors η of K's parts change ``I + Λ^½ Vᵀ P̃ V Λ^½``, ``P̃ = (P⁻¹ + N)⁻¹``, relative to
     itself by at most ``x_U η_UR² + 2 (x_U x_R)^½ η_UR (η_UR + ρ / (1 − ρ)) + x_R (η_R + θ ρ) + α ΔN``: the inverse of
@@ -350,14 +362,15 @@ def _coupling(
     inverse = 1 / (diagonal[:, None] - parts)
     level = inverse.min(0).values
     others = 1 / diagonal - 1 / diagonal.max()
-    within = vectors[:, :count].T @ image
-    within = (within + within.T) / 2
+    image = columns.sum(1)
+    within, own = image[:count], columns[:count].transpose(0, 1)
+    within, own = (within + within.mT) / 2, (own + own.mT) / 2
     lower, failed = torch.linalg.cholesky_ex(within - own)
     if bool(failed.any()):
         return None
     strong = torch.cholesky_inverse(lower)  # N_U, [C, t, t]
-    beside = vectors[:, count:].T @ image  # K_RU
-    across = -inverse[:, :, None] * torch.einsum("rt,cts->rcs", beside, strong)
+    beside = image[count:]  # K_RU
+    across = -inverse[:, :, None] * torch.einsum("rct,cts->rcs", beside[:, None] - columns[count:], strong)
     off = torch.zeros_like(diagonal[0])
     if count:
         root = torch.linalg.cholesky(within)

@@ -44,7 +44,7 @@ def single(rows: HeadRows) -> HeadRows:
 
 
 def factor_of(rows: HeadRows, weight: float = 1.3, precision: float = 4.0) -> HeadFactor:
-    return HeadFactor(rows, torch.tensor(weight), torch.tensor(precision))
+    return HeadFactor(rows, torch.tensor(weight, dtype=DOUBLE), torch.tensor(precision, dtype=DOUBLE))
 
 
 def weigh(factor: HeadFactor, features: torch.Tensor) -> torch.Tensor:
