@@ -335,9 +335,13 @@ class HeadFactor(Factor):
         return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
 
     def _by_series(self, features: Tensor) -> Tensor | None:
-        """All outputs' variances where no class needs a matrix of its own; None where one does, and from then on."""
+        """All outputs' variances where no class needs a matrix of its own; None where one does, and from then on.
+
+        The series has no derivatives.
+        """
         fits = HeadSeries.n_bytes(self.n_outputs, self.n_rows) <= _memory.budget(self._features.device) // 2
-        if not self._try_series or self.diagonal.ndim or not fits:
+        wanted = torch.is_grad_enabled() and features.requires_grad
+        if not self._try_series or self.diagonal.ndim or not fits or wanted:
             return None
         if self._series is None:
             own = self.rows.features.dtype

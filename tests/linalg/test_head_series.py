@@ -112,6 +112,17 @@ def test_the_bound_holds(common, peaked, n, monkeypatch):
     assert tried[0] > 1e-11, "nothing was left out"
 
 
+def test_derivatives_are_those_of_the_matrices():
+    rows, weights = rows_of(common=4.0), draw(B, C, seed=5)
+
+    def gradient(factor: HeadFactor) -> torch.Tensor:
+        features = inputs(4.0).to(factor.rows.features).requires_grad_()
+        (found,) = torch.autograd.grad((weigh(factor, features) * weights).sum(), features)
+        return found.double()
+
+    assert relative_error(gradient(factor_of(single(rows))), gradient(factor_of(rows))) < 1e-4
+
+
 def test_probabilities_of_zero_are_allowed():
     rows = rows_of()
     scales = rows.scales.clone()
