@@ -25,6 +25,8 @@ SUITES = {
     ],
     "study-regression": ["boston", "energy", "concrete"],
     "study-gaps": ["boston_gap", "energy_gap", "concrete_gap"],
+    "study-large": ["naval", "power", "protein"],
+    "study-large-gaps": ["naval_gap", "power_gap", "protein_gap"],
 }
 
 
