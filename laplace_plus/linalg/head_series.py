@@ -139,7 +139,7 @@ class HeadSeries:
         count = int((values * means.max() > LEADING).sum())
         if count > min(MOST_LEADING, len(values) - 1) or not bool((means > 0).all()):
             return False
-        self._strong, self._values, self._vectors = count, values, vectors
+        self._strong, self._vectors = count, vectors
         self._precision, self._features = precision, features
         leading = vectors[:, :count]
         self._directions = features.T @ leading * (precision * values[:count]).rsqrt()  # [i, t]
