@@ -25,10 +25,11 @@ and no class needs a matrix of its own: the first two terms are products with al
 an input.
 
 *Error.* What is left out of the series is at most ``ρ_c / (1 − ρ_c)`` times its third term, ``ρ_c ≥ ‖H^½ d_c H^½‖``.
-Of the eigenvectors from r on, the third term has between none and ``H_r Σ_n (d_n u_n)²``, of which half is taken. That
-K is not quite what it is taken for changes ``I + Λ^½ Vᵀ (P_c⁻¹ + N)⁻¹ V Λ^½``, and so a variance, by at most a factor
-that :func:`_coupling` bounds to first order. All of it is computed for each input and output, and nothing is used
-unless it is below :data:`ROUNDINGS` roundings of the type.
+Of the eigenvectors from r on, the third term has between none and ``H_r Σ_n (d_n u_n)²``, of which half is taken; and
+it takes u at a similar α, which changes it about twice as much, relative to itself, as u. That K is not quite what it
+is taken for changes ``I + Λ^½ Vᵀ (P_c⁻¹ + N)⁻¹ V Λ^½``, and so a variance, by at most a factor that :func:`_coupling`
+bounds to first order. All of it is computed for each input and output, and nothing is used unless it is below
+:data:`ROUNDINGS` roundings of the type.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class HeadSeries:
         return result.to(features.dtype)[:, self._back]
 
     def _turned(self, weak: Tensor, mean: Tensor) -> Tensor:
-        """U for one α, ``[B, N]``."""
+        """The vectors u for one α, ``[B, N]``."""
         return (weak / (1 + mean * self._remaining).to(weak)) @ self._basis.T
 
     def _last(self, weak: Tensor, some: slice, variances: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +241,7 @@ class HeadSeries:
         gains = remaining[:, None] / (1 + remaining[:, None] * means)  # H, [N, c]
         order = gains.amax(1).argsort(descending=True)
         gains = torch.cat([gains[order], torch.zeros_like(means)[None]])
-        ratios = self._ratios[some] / (1 - self._ratios[some]) + 3 * off
+        ratios = self._ratios[some] / (1 - self._ratios[some]) + 3 * off  # u occurs twice; the rest is a margin
         room = self._limit - self._changes[some]
         term, seen = torch.zeros_like(squares, dtype=means.dtype), torch.zeros_like(squares)
         # At first so many eigenvectors that half of what they leave out takes three fifths of the room.
