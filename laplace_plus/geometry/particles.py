@@ -1,8 +1,8 @@
 """Gradients of a network's loss at many points at once: the landscape on which particles move.
 
 The gradient at one point is mapped over a stack of points (``torch.func.vmap``), and the mapped gradient of batches of
-a shape that comes again and again is recorded as a plain list of tensor operations (``make_fx``), which saves most of
-the time that small networks take. Neither works for every network. Each way is therefore compared with plain backward
+a shape that comes again and again is recorded (:mod:`laplace_plus.geometry.recording`), which saves most of the time
+that small networks take. Neither works for every network. Each way is therefore compared with plain backward
 passes at its first use, and left where it fails or differs.
 """
 
@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from typing_extensions import override
 
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.geometry.loss import _COPIES, LossLandscape
+from laplace_plus.geometry.recording import record
 from laplace_plus.linalg import lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import exact_arithmetic
@@ -199,7 +199,7 @@ class StackedGradients:
         made: list[Callable[..., Tensor]] = []
 
         def first() -> Tensor:
-            made.append(_lean(make_fx(gradients)(points, *tensors)))
+            made.append(record(gradients, points, *tensors))
             return made[0](points, *tensors)
 
         found = self._attempt("recorded", first, function, batch, points)
@@ -235,29 +235,6 @@ class StackedGradients:
             if way == "mapped":  # every recording is looked at by itself
                 self._proven.add(way)
         return found
-
-
-_SAME = {
-    torch.ops.aten.alias.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-}
-"""Operations that return what they are given if it has the shape that they are to give."""
-
-
-def _lean(recording: torch.fx.GraphModule) -> Callable[..., Tensor]:
-    """A recording without the operations that do nothing, a third of all: each takes a small network's time."""
-    for node in recording.graph.nodes:
-        before = node.args[0] if node.op == "call_function" and node.target in _SAME else None
-        if isinstance(before, torch.fx.Node):
-            given, returned = (one.meta.get("tensor_meta") for one in (before, node))
-            if given and returned and (given.shape, given.stride) == (returned.shape, returned.stride):
-                node.replace_all_uses_with(before)
-    recording.graph.eliminate_dead_code()
-    recording.recompile()
-    return recording.forward
 
 
 def _tensors(batch: Batch) -> list[Any]:
