@@ -226,9 +226,17 @@ def laplace(
     tuned_by: str = "marginal_likelihood",
     predict: dict[str, Any] | None = None,
     tuning: dict[str, Any] | None = None,
+    start: str | None = None,
     **options: Any,
 ) -> Fitted:
-    """A Gaussian posterior by its name, tuned, with linearised or sampled predictions."""
+    """A Gaussian posterior by its name, tuned, with linearised or sampled predictions.
+
+    With ``start="training"`` it is fitted at the precision of training's weight decay: near the one it will be tuned to.
+    """
+    if start == "training":
+        options["prior_precision"] = task.training_precision
+    elif start is not None:
+        raise ConfigurationError("Unknown start.", expected="training, or none", got=repr(start))
     fitted: Any = lp.get_posterior(posterior)(task.model, task.likelihood, **options)
     fitted.fit(task.train, generator=task.generator())
     return Fitted(predictor(fitted, **(predict or {})), tune(fitted, task, tuned_by, **(tuning or {})))
