@@ -231,7 +231,7 @@ def laplace(
 ) -> Fitted:
     """A Gaussian posterior by its name, tuned, with linearised or sampled predictions.
 
-    With ``start="training"`` it is fitted at the precision of training's weight decay: near the one it will be tuned to.
+    With ``start="training"`` it is fitted at the precision of training's weight decay, near the one it is tuned to.
     """
     if start == "training":
         options["prior_precision"] = task.training_precision

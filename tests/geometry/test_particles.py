@@ -87,6 +87,21 @@ def test_parts_that_fit_into_memory_add_up():
     assert max(sizes) < 12
 
 
+@pytest.mark.parametrize(("room", "together"), [(1, 1), (2.5, 2), (100, 6)])
+def test_points_whose_tensors_leave_the_caches_go_apart(room, together, monkeypatch):
+    net = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    one, other, points = both(net, data())
+    largest = max(one._bytes_per_example(batch) * len(batch.target) for batch in one._batches())
+    monkeypatch.setattr(particles, "_CACHE", int(room * largest))
+    taken = []
+    pieces = one._pieces
+    one._pieces = lambda batch, points: (
+        (taken.append(len(points[some])), (part, some))[1] for part, some in pieces(batch, points)
+    )
+    torch.testing.assert_close(one.gradient(points), other.gradient(points), rtol=1e-10, atol=1e-10)
+    assert max(taken) == together
+
+
 def test_subsets_share_what_was_learnt(monkeypatch):
     monkeypatch.setattr(particles, "_WORTH", 2)
     one, other, points = both(nn.Linear(5, 3).double(), data())
