@@ -158,14 +158,16 @@ def least(
 
 
 @method
-def best_of(task: Task, rows: dict[str, dict[str, Any]]) -> Fitted:
+def best_of(task: Task, rows: dict[str, dict[str, Any] | None]) -> Fitted:
     """Other rows of the configuration, and of them the one of least validation NLL; what it costs is the sum of all.
 
-    One that fails (its samples diverge, say) is left out, unless all do; what is configured wrongly is not.
+    Rows that a set leaves out (None) are not tried. One that fails (its samples diverge, say) is left out, unless all
+    do; what is configured wrongly is not.
     """
     losses: dict[str, float] = {}
     found: dict[str, Fitted] = {}
-    for label, options in rows.items():
+    wanted = {label: options for label, options in rows.items() if options is not None}
+    for label, options in wanted.items():
         try:
             fitted = run(task, options)
             loss = nll(fitted.predict, task.validation)
@@ -176,7 +178,7 @@ def best_of(task: Task, rows: dict[str, dict[str, Any]]) -> Fitted:
         if loss == loss:
             losses[label], found[label] = loss, fitted
     if not losses:
-        raise SamplingError("No method worked.", expected=" or ".join(rows), got="none", fix="Run each by itself.")
+        raise SamplingError("No method worked.", expected=" or ".join(wanted), got="none", fix="Run each by itself.")
     best = min(losses, key=losses.__getitem__)
     tried = {label: round(loss, 5) for label, loss in losses.items()}
     return Fitted(found[best].predict, {"by": "validation", "chosen": best, "tried": tried})
