@@ -75,7 +75,9 @@ class SampledLaplace(SampleBased):
 
     Args:
         n_samples: k.
-        solver: ``"cg"``, ``"sgd"``, or :class:`CGSolver`/:class:`SGDSolver` with options.
+        solver: ``"cg"``, ``"sgd"``, or :class:`CGSolver`/:class:`SGDSolver` with options. Where observation noise is
+            small, systems are ill-conditioned: ``{"name": "cg", "preconditioner": "nystrom", "rank": 400}`` fitted and
+            tuned small regression networks thirty times as fast as the default, which did not arrive.
         chunk_size: Number of vectors that are pushed through the network at a time.
         *args: As for :class:`Posterior`.
         **kwargs: As for :class:`Posterior`.
