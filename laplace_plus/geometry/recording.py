@@ -82,8 +82,8 @@ def _skip_multiples_of_one(recording: fx.GraphModule) -> None:
     for node in recording.graph.nodes:
         if node.target is not aten.mul.Scalar or node.args[1] != 1:
             continue
-        before = node.args[0]
-        if (_meta(before).shape, _meta(before).dtype) == (_meta(node).shape, _meta(node).dtype):
+        before, given, returned = node.args[0], _meta(node.args[0]), _meta(node)
+        if given is not None and (given.shape, given.dtype) == (returned.shape, returned.dtype):
             for user in node.users:
                 if user.target is aten.view.default:  # whether that is possible depends on strides, which may change
                     user.target = aten.reshape.default

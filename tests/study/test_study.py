@@ -122,6 +122,22 @@ def test_the_best_method_by_validation_is_that_of_least_loss_there():
     assert evaluation.nll(found.predict, task.validation) == pytest.approx(min(losses.values()))
 
 
+def test_a_posterior_may_be_fitted_at_the_precision_of_training():
+    data = data_set()
+    schedule = {"epochs": 30, "learning_rate": 0.05}
+    task = Task(data, training.train({"hidden": [4]}, schedule, data, 1), {"hidden": [4]}, 0.1)
+    row = {"method": "laplace", "posterior": "SampledLaplace", "n_samples": 2}
+    later, there = (
+        methods.run(task, {**row, "tuned_by": "training", **start}) for start in ({}, {"start": "training"})
+    )
+    assert there.tuning == later.tuning == {"by": "training", "prior_precision": pytest.approx(task.training_precision)}
+    assert evaluation.nll(there.predict, task.validation) == pytest.approx(
+        evaluation.nll(later.predict, task.validation), rel=1e-3
+    )
+    with pytest.raises(ConfigurationError, match="Unknown start"):
+        methods.run(task, {**row, "start": "astrology"})
+
+
 class Answers:
     """Some answers of a classifier, and how good its probabilities are said to be."""
 
