@@ -7,7 +7,7 @@ prediction = posterior.predictive(x)
 
 from typing import TYPE_CHECKING, Any
 
-from laplace_plus import curvature, distributed, errors, geometry, linalg, testing
+from laplace_plus import curvature, distributed, errors, geometry, leave_one_out, linalg, structured, testing
 from laplace_plus._version import __version__
 from laplace_plus.calibration import CalibratedPosterior, calibrate
 from laplace_plus.curvature import Backend, Native
@@ -99,9 +99,11 @@ __all__ = [
     "errors",
     "geometry",
     "get_posterior",
+    "leave_one_out",
     "linalg",
     "load",
     "register",
+    "structured",
     "testing",
     "train_marginal_likelihood",
 ]

@@ -1,6 +1,6 @@
 """Calibrated class probabilities from training data alone, by leave-one-out predictions.
 
-The recipe, for a network trained with weight decay, in the notation of :mod:`laplace_plus.evidence.leave_one_out`:
+The recipe, for a network trained with weight decay, in the notation of :mod:`laplace_plus.leave_one_out.predictions`:
 
 1. Leave-one-out outputs ``f₋ₙ`` are taken at ``κ α₀``, where ``α₀`` is the prior precision of training.
 2. ``T`` minimises the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no covariance
@@ -46,7 +46,7 @@ from laplace_plus.evidence.fitted_data import (
     survey,
     unknown_training_prior,
 )
-from laplace_plus.evidence.leave_one_out import INTERPOLATION, LeaveOneOut, Leverages
+from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOut, Leverages
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network import Network

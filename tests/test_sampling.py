@@ -11,7 +11,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus import _memory
-from laplace_plus.linalg import sampling
+from laplace_plus.structured import sampling
 
 N_DRAWS = 20_000
 LEVEL = 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from laplace_plus.linalg import Block, DenseBlock, KroneckerBlock
+from laplace_plus.structured import Block, DenseBlock, KroneckerBlock
 
 
 def whole_tensors(block: Block) -> dict[str, torch.Tensor]:

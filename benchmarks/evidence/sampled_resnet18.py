@@ -25,9 +25,9 @@ from torch.func import functional_call, jvp, vmap
 
 import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning
-from laplace_plus.evidence.sample_then_optimise import TangentCurvature
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.network import Network
+from laplace_plus.posteriors.sampled.sample_then_optimise import TangentCurvature
 
 CLASSES = 100
 

@@ -30,7 +30,7 @@ from laplace_plus.curvature.structures import (
 )
 from laplace_plus.curvature.token_masks import Padding, has_tokens, token_mask
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.linalg import (
+from laplace_plus.structured import (
     Block,
     DenseBlock,
     DiagonalBlock,
@@ -40,8 +40,8 @@ from laplace_plus.linalg import (
     OuterStack,
     Stack,
 )
-from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
-from laplace_plus.linalg.stacks import slices
+from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.stacks import slices
 
 B = TypeVar("B", bound=Block)
 

@@ -41,8 +41,8 @@ from laplace_plus.curvature.layouts import whole_layout
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
 from laplace_plus.likelihoods import Bernoulli, Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
-from laplace_plus.linalg import DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.network import Network
+from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
 
 _FIRST_ORDER = "empirical_fisher"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
+from laplace_plus.structured.stacks import DenseStack, OneHotStack, OuterStack, Stack
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from laplace_plus.curvature.calls import BroadcastCall, Call, EmbeddingCall, Exa
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.layouts import CHANNELS, EMBEDDING, GENERAL, MATRIX, Layout, whole_layout
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.linalg.stacks import (
+from laplace_plus.network import Network
+from laplace_plus.selection import Selected
+from laplace_plus.structured.stacks import (
     DenseStack,
     JoinedStack,
     OneHotStack,
@@ -31,8 +33,6 @@ from laplace_plus.linalg.stacks import (
     SubsetStack,
     concatenate,
 )
-from laplace_plus.network import Network
-from laplace_plus.selection import Selected
 
 _DIRECTION_BYTES = 512 * 2**20
 """What the gradients of the directions that go backwards together may take: more would not be quicker."""

@@ -23,12 +23,12 @@ from laplace_plus.curvature.structures import (
 )
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import OutputCurvature
-from laplace_plus.linalg import DiagonalBlock, KroneckerBlock, OuterStack
-from laplace_plus.linalg.blocks import Block
-from laplace_plus.linalg.head_block import HeadBlock, require_dense
-from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
-from laplace_plus.linalg.head_rows import HeadRows
-from laplace_plus.linalg.head_stack import HeadStack
+from laplace_plus.structured import DiagonalBlock, KroneckerBlock, OuterStack
+from laplace_plus.structured.blocks import Block
+from laplace_plus.structured.softmax_head.block import HeadBlock, require_dense
+from laplace_plus.structured.softmax_head.gradients import HeadStack
+from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_head.rows import HeadRows
 
 
 def head_features(gradients: Gradients) -> tuple[Layout, Tensor] | None:

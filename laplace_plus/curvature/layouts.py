@@ -8,8 +8,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.placements import Placement
 from laplace_plus.network import Network
+from laplace_plus.structured.parameter_slices import Placement
 
 MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
 

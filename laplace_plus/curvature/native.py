@@ -23,8 +23,9 @@ from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, Operator
+from laplace_plus.linalg import Operator
 from laplace_plus.network import Network
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 
 
 class Native(Backend):

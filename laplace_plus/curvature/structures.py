@@ -10,10 +10,10 @@ from torch import Tensor
 
 from laplace_plus.curvature.layouts import Layout
 from laplace_plus.errors import DataError
-from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
-from laplace_plus.linalg.factor_sums import restored
-from laplace_plus.linalg.head_block import HeadBlock
-from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
+from laplace_plus.structured.gram_sum import restored
+from laplace_plus.structured.softmax_head.block import HeadBlock
+from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
 
 DENSE_OUTPUTS = 4096
 """With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace_plus.curvature.calls import Call
 from laplace_plus.curvature.layouts import Layout
-from laplace_plus.linalg import OneHotStack, OuterStack
+from laplace_plus.structured import OneHotStack, OuterStack
 
 MASK_KEY = "attention_mask"
 """The key under which a mapping's inputs may hold a mask ``[B, T]``, zero for padding and one for tokens."""

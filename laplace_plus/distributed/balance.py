@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_plus.distributed.buckets import broadcast_
 from laplace_plus.distributed.group import Group
 from laplace_plus.distributed.owned import OwnedSum
-from laplace_plus.linalg.factor_sums import EigenPairs, FactorSum, eigen_together
+from laplace_plus.structured.gram_sum import EigenPairs, FactorSum, eigen_together
 
 
 def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None = None) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import DistributedError
-from laplace_plus.linalg.factor_sums import EigenPairs, FactorSum
+from laplace_plus.structured.gram_sum import EigenPairs, FactorSum
 
 
 class OwnedSum(FactorSum):

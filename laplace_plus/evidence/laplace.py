@@ -23,11 +23,11 @@ from laplace_plus import _memory
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.linalg import Factor
-from laplace_plus.linalg.blocks import EigenBlock, diagonalise_together
-from laplace_plus.linalg.log_determinants import WORTHWHILE, JoinedSpectra
-from laplace_plus.linalg.placements import Placement
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
+from laplace_plus.structured import Factor
+from laplace_plus.structured.blocks import EigenBlock, diagonalise_together
+from laplace_plus.structured.log_determinants import WORTHWHILE, JoinedSpectra
+from laplace_plus.structured.parameter_slices import Placement
 
 
 @dataclass(frozen=True)

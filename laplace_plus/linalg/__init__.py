@@ -20,27 +20,18 @@ a low-rank stand-in, a preconditioner   :func:`nystrom`
 
 Estimates come as an :class:`Estimate` with a standard error, solutions as a :class:`Solution` with a residual and a
 :class:`Status`. ``docs/linalg.md`` has costs and examples.
-
-The structured matrices of the posteriors live here, too: ``stacks`` holds batches of matrices that are kept as sums of
-outer products, ``bases`` the bases in which a structured matrix is diagonal, ``blocks`` and ``low_rank`` the positive
-semi-definite matrices themselves, and ``factor`` the inverse of such a matrix plus a diagonal one.
 """
 
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, arnoldi
-from laplace_plus.linalg.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
-from laplace_plus.linalg.blocks import Block, DenseBlock, DiagonalBlock
 from laplace_plus.linalg.callables import as_operator, from_scipy
 from laplace_plus.linalg.cg import CGSolution, cg
 from laplace_plus.linalg.diagonals import diagonal
-from laplace_plus.linalg.factor import Factor
-from laplace_plus.linalg.factor_sums import FactorSum
 from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, SVDProjection
-from laplace_plus.linalg.kronecker import KroneckerBlock
 from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos, tridiagonal
-from laplace_plus.linalg.low_rank import LowRankBlock
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
+from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
 from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
 from laplace_plus.linalg.minres import minres
 from laplace_plus.linalg.nystrom import NystromApproximation, nystrom
@@ -49,50 +40,32 @@ from laplace_plus.linalg.partial_eigen import PartialEigen, PartialSVD, eigsh, s
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.projections import NullSpaceProjector, project_null_space
 from laplace_plus.linalg.results import Estimate, Solution, Status
-from laplace_plus.linalg.sampled_spectrum import SampledSpectrum
 from laplace_plus.linalg.slq import slq_logdet, slq_trace
-from laplace_plus.linalg.stacks import DenseStack, OneHotStack, OuterStack, Stack
-from laplace_plus.linalg.structured import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
 from laplace_plus.linalg.traces import trace
 
 __all__ = [
     "AlternatingProjection",
     "ArnoldiDecomposition",
-    "Basis",
     "Bidiagonalization",
-    "Block",
     "BlockDiagonal",
     "BlockLanczosDecomposition",
     "CGSolution",
     "Dense",
-    "DenseBasis",
-    "DenseBlock",
-    "DenseStack",
     "Diagonal",
-    "DiagonalBlock",
     "Estimate",
-    "Factor",
-    "FactorSum",
     "FunctionValue",
     "Identity",
-    "IdentityBasis",
     "Kronecker",
-    "KroneckerBasis",
-    "KroneckerBlock",
     "LanczosDecomposition",
     "LeastSquaresSolution",
     "LSMRProjection",
-    "LowRankBlock",
     "LowRankPlusDiagonal",
     "NullSpaceProjector",
     "NystromApproximation",
-    "OneHotStack",
     "Operator",
-    "OuterStack",
     "PartialEigen",
     "PartialSVD",
     "Solution",
-    "Stack",
     "Status",
     "arnoldi",
     "as_operator",
@@ -116,5 +89,4 @@ __all__ = [
     "trace",
     "tridiagonal",
     "SVDProjection",
-    "SampledSpectrum",
 ]

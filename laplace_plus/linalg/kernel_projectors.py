@@ -27,10 +27,10 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.linalg.factor_sums import symmetric_eigen
 from laplace_plus.linalg.lsmr import lsmr
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.projections import project_null_space
+from laplace_plus.linalg.symmetric import symmetric_eigen
 
 _GRAM_RTOL = 5e-7
 """Cutoffs of at least so much are above what the rounding of Gram matrices in double precision hides."""

@@ -3,13 +3,13 @@
 An operator ``A`` of shape ``(m, n)`` is called on row-stacked vectors ``[..., n]``. Operators add, scale, multiply and
 transpose without ever being written out::
 
-    >>> from laplace_plus.linalg.structured import Dense
+    >>> from laplace_plus.linalg.matrices import Dense
     >>> A = Dense(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
     >>> (3.0 * A + A @ A.T).dense()
     tensor([[8., 8.],
             [2., 4.]])
 
-Those with entries of their own are in :mod:`laplace_plus.linalg.structured`, and functions become operators in
+Those with entries of their own are in :mod:`laplace_plus.linalg.matrices`, and functions become operators in
 :mod:`laplace_plus.linalg.callables`.
 """
 

@@ -5,22 +5,22 @@ from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.kfac import KFAC
-from laplace_plus.posteriors.latent_model import LatentModel
 from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
-from laplace_plus.posteriors.metric_bnn import MetricBNN
+from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
+from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
 from laplace_plus.posteriors.null_space import NullSpace
 from laplace_plus.posteriors.registry import get_posterior, register
-from laplace_plus.posteriors.riemannian import Riemannian
-from laplace_plus.posteriors.riemannian_drawing import ExponentialMap
-from laplace_plus.posteriors.sampled import CGSolver, SampledLaplace, SGDSolver
-from laplace_plus.posteriors.selectors import LargestMagnitude, LargestVariance, Random, Selector
-from laplace_plus.posteriors.subnetwork import Subnetwork
+from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
+from laplace_plus.posteriors.riemannian.riemannian import Riemannian
+from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
+from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
+from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
+from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
 from laplace_plus.posteriors.summary import Summary
-from laplace_plus.posteriors.swag import DiagonalSWAG
-from laplace_plus.posteriors.viking import VIKING
-from laplace_plus.posteriors.viking_scales import ScaleFit
-from laplace_plus.posteriors.viking_training import ELBOTraining
+from laplace_plus.posteriors.viking.scales import ScaleFit
+from laplace_plus.posteriors.viking.training import ELBOTraining
+from laplace_plus.posteriors.viking.viking import VIKING
 
 register("Full", Full)
 register("KFAC", KFAC)

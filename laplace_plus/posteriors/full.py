@@ -9,8 +9,8 @@ import torch
 from typing_extensions import override
 
 from laplace_plus.curvature import FullStructure
-from laplace_plus.linalg.head_block import require_dense
 from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.structured.softmax_head.block import require_dense
 
 
 class Full(GaussianPosterior):
@@ -21,11 +21,11 @@ class Full(GaussianPosterior):
 
     A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows
     (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
-    N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (:mod:`laplace_plus.linalg.heads`).
+    N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (``softmax_head.precision``).
     The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
-    ``C·N²/2`` operations for each input (:mod:`laplace_plus.linalg.head_variances`). Where no class's
+    ``C·N²/2`` operations for each input (``softmax_head.variances``). Where no class's
     probability differs much from row to row, as before a network is sure of any, float32 takes neither: a series gives
-    the variances with ``N·C`` numbers and few products for all classes (:mod:`laplace_plus.linalg.head_series`).
+    the variances with ``N·C`` numbers and few products for all classes (``softmax_head.series``).
 
     Raises:
         ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.

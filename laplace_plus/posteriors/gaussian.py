@@ -15,11 +15,10 @@ from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import DataError, EmptyDataError, InputError
-from laplace_plus.evidence import LaplaceModel, LeaveOneOut, TangentResult, TuningResult
-from laplace_plus.evidence.leave_one_out import Leverages
-from laplace_plus.evidence.loo_covariances import Unit
-from laplace_plus.linalg import Factor
-from laplace_plus.linalg.sampling import add_draws_
+from laplace_plus.evidence import LaplaceModel, TangentResult, TuningResult
+from laplace_plus.leave_one_out import LeaveOneOut
+from laplace_plus.leave_one_out.covariances import Unit
+from laplace_plus.leave_one_out.predictions import Leverages
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.fit_sums import FitSums, changed_shape, require_finite
 from laplace_plus.posteriors.leaving_out import left_out, tuned_by_leaving_out
@@ -38,6 +37,8 @@ from laplace_plus.posteriors.tangent_mean import refuse_gradients, shifted
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
 from laplace_plus.priors import Groups
+from laplace_plus.structured import Factor
+from laplace_plus.structured.sampling import add_draws_
 
 
 class GaussianPosterior(Posterior):

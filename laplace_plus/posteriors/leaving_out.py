@@ -1,4 +1,4 @@
-"""What Gaussian posteriors' leave-one-out methods do; see :mod:`laplace_plus.evidence.leave_one_out`."""
+"""What Gaussian posteriors' leave-one-out methods do; see :mod:`laplace_plus.leave_one_out.predictions`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.evidence import LeaveOneOut, LeaveOneOutTuning, tune_leave_one_out
-from laplace_plus.evidence.leave_one_out import Leverages, checked_factor, leave_one_out
-from laplace_plus.evidence.loo_covariances import Unit
+from laplace_plus.leave_one_out import LeaveOneOut, LeaveOneOutTuning, tune_leave_one_out
+from laplace_plus.leave_one_out.covariances import Unit
+from laplace_plus.leave_one_out.predictions import Leverages, checked_factor, leave_one_out
 from laplace_plus.posteriors.tuning_options import check_options
 from laplace_plus.priors import Groups, as_hyperparameter
 

@@ -22,13 +22,14 @@ from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.layouts import whole_layout
 from laplace_plus.distributed import Group, SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
-from laplace_plus.linalg import Block, Estimate, LowRankBlock, Operator, SampledSpectrum, eigsh, lanczos
+from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.fit_sums import FitSums
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.rank_sums import block_of_rank_zero, sum_over_ranks
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.structured import Block, LowRankBlock, SampledSpectrum
 
 
 class LowRank(GaussianPosterior):

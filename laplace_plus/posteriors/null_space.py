@@ -23,7 +23,8 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import TuningResult
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
-from laplace_plus.posteriors.kernel_noise import (
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.null_space_noise import (
     NoiseReport,
     check_single,
     draw_kernel_noise,
@@ -33,7 +34,6 @@ from laplace_plus.posteriors.kernel_noise import (
     survey,
     warn_unless_projected,
 )
-from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.resuming import Checkpoint, identity
 from laplace_plus.posteriors.sample_based import KernelBased
 from laplace_plus.posteriors.training_data import require_restartable

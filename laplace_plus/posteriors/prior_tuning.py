@@ -16,10 +16,10 @@ from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence import LaplaceModel, TangentResult, TuningResult, tune, tune_tangent
 from laplace_plus.evidence.fitted_data import survey
 from laplace_plus.evidence.validation import validate
-from laplace_plus.linalg.blocks import Block, EigenBlock
-from laplace_plus.linalg.low_rank import LowRankBlock
 from laplace_plus.posteriors.tuning_options import check_options
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups
+from laplace_plus.structured.blocks import Block, EigenBlock
+from laplace_plus.structured.low_rank import LowRankBlock
 
 if TYPE_CHECKING:
     from laplace_plus.posteriors.gaussian import GaussianPosterior

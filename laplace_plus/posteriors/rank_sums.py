@@ -19,14 +19,14 @@ from laplace_plus.curvature.layouts import Layout
 from laplace_plus.curvature.structures import block_from_tensors
 from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, collect_, sum_
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
-from laplace_plus.linalg import Block, DenseBlock, DiagonalBlock, KroneckerBlock
-from laplace_plus.linalg.blocks import OnceDiagonalised
-from laplace_plus.linalg.factor_sums import FactorSum
-from laplace_plus.linalg.head_block import HeadBlock
-from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
-from laplace_plus.linalg.head_rows import HeadRows
 from laplace_plus.network import Network
 from laplace_plus.posteriors.fit_sums import FitSums
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from laplace_plus.structured.blocks import OnceDiagonalised
+from laplace_plus.structured.gram_sum import FactorSum
+from laplace_plus.structured.softmax_head.block import HeadBlock
+from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_head.rows import HeadRows
 
 Part = Tensor | FactorSum | HeadBlock
 """A sum within a block."""

@@ -13,8 +13,8 @@ from laplace_plus.curvature.linearization import Ways
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.kernel_noise import check_single
 from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.null_space_noise import check_single
 from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, samples_rather
 from laplace_plus.priors import as_hyperparameter

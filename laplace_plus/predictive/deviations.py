@@ -10,9 +10,9 @@ from torch import Tensor
 from laplace_plus._memory import budget
 from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.linalg.stacks import slices
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, require_outputs
+from laplace_plus.structured.stacks import slices
 
 
 def pushed(network: Network, deviations: Tensor, inputs: Any, *, n_outputs: int, ways: Ways) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,9 @@ from laplace_plus.curvature.last_layer import head_stack
 from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.curvature.pieces import same_outputs
 from laplace_plus.errors import ConfigurationError, DataError
-from laplace_plus.linalg import Factor, Stack
-from laplace_plus.linalg.stacks import require_room, slices
 from laplace_plus.network import Network
+from laplace_plus.structured import Factor, Stack
+from laplace_plus.structured.stacks import require_room, slices
 
 _LARGE_COVARIANCE = 512 * 2**20
 """Bytes that a covariance of outputs and its factor may take in float64 before functions are sampled instead."""

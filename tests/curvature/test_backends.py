@@ -30,8 +30,8 @@ from laplace_plus.curvature import (
 from laplace_plus.curvature.structures import block_from_tensors
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.linalg.head_block import HeadBlock
 from laplace_plus.network import Network
+from laplace_plus.structured.softmax_head.block import HeadBlock
 
 RTOL = 1e-10
 STRUCTURES: dict[str, Structure] = {

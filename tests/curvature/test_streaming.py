@@ -45,7 +45,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.linalg.linear_maps import LinearMap
-from laplace_plus.linalg.structured import Identity
+from laplace_plus.linalg.matrices import Identity
 from laplace_plus.network import Network
 from laplace_plus.testing import assert_untouched, snapshot
 

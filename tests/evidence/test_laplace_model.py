@@ -12,7 +12,7 @@ import laplace_plus as lp
 from laplace_plus import _memory
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence import laplace as laplace_module
-from laplace_plus.linalg import log_determinants
+from laplace_plus.structured import log_determinants
 
 
 def ekfac(*args, **kwargs):

@@ -19,8 +19,8 @@ from torch.autograd import gradcheck
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
 from laplace_plus.linalg.callables import as_operator, from_scipy, leaves
 from laplace_plus.linalg.linear_maps import LinearMap
+from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
 from laplace_plus.linalg.operators import Operator, Product, Scaled, Sum
-from laplace_plus.linalg.structured import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
 
 F64 = torch.float64
 

@@ -12,12 +12,13 @@ import laplace_plus as lp
 from laplace_plus._memory import memory_budget
 from laplace_plus.curvature import structures
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.linalg import DenseStack, OuterStack, head_block
-from laplace_plus.linalg.head_block import HeadBlock
-from laplace_plus.linalg.head_kronecker import DiagonalOutputBlock
-from laplace_plus.linalg.head_rows import HeadRows
-from laplace_plus.linalg.head_stack import HeadStack
-from laplace_plus.linalg.heads import HeadFactor
+from laplace_plus.structured import DenseStack, OuterStack
+from laplace_plus.structured.softmax_head import block as head_block
+from laplace_plus.structured.softmax_head.block import HeadBlock
+from laplace_plus.structured.softmax_head.gradients import HeadStack
+from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_head.precision import HeadFactor
+from laplace_plus.structured.softmax_head.rows import HeadRows
 
 TIGHT = 1e-10
 D, C = 5, 4
@@ -235,7 +236,7 @@ def test_every_kind_of_stack_is_weighed_alike(mode, coupled):
     values, vectors = torch.linalg.eigh(matrix)
     weights = values.view(1, C, D)
     for same in (stack, each, dense):
-        rotated = lp.linalg.DenseBasis(vectors[None]).rotate(same)
+        rotated = lp.structured.DenseBasis(vectors[None]).rotate(same)
         assert relative_error(rotated.quadratic(weights, mode), want) < TIGHT
 
 
@@ -245,7 +246,7 @@ def test_head_stacks_equal_their_dense_forms(mode):
     weights = torch.rand(1, C, D, generator=generator(8), dtype=torch.float64)
     matrices = torch.randn(2, 1, C, D, generator=generator(9), dtype=torch.float64)
     left, right = (torch.linalg.qr(torch.randn(k, k, generator=generator(k), dtype=torch.float64)).Q for k in (C, D))
-    basis = lp.linalg.KroneckerBasis(left[None], right[None])
+    basis = lp.structured.KroneckerBasis(left[None], right[None])
     for outputs in (torch.tensor([3, 1, 0]), torch.arange(C), torch.tensor([[0, 1], [2, 3], [1, 0]])):
         stack = HeadStack(phi, outputs, C)
         dense = DenseStack(stack.dense(slice(None)))

@@ -15,9 +15,9 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.geometry.particles import ParticleLandscape
-from laplace_plus.posteriors import exploration, latent_training, metric_bnn
-from laplace_plus.posteriors.exploration import Walk, draw_directions, explore
-from laplace_plus.posteriors.latent_model import (
+from laplace_plus.posteriors.metric_bnn import exploration, latent_training, metric_bnn
+from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
+from laplace_plus.posteriors.metric_bnn.latent_model import (
     LatentModel,
     attraction_loss,
     choose_coordinates,

@@ -20,7 +20,7 @@ from laplace_plus.linalg.kernel_projectors import (
     LSMRProjection,
     SVDProjection,
 )
-from laplace_plus.posteriors import kernel_noise
+from laplace_plus.posteriors import null_space_noise as kernel_noise
 from laplace_plus.testing import PosteriorConformance
 
 

@@ -18,7 +18,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.geometry import PathStatus
-from laplace_plus.posteriors import riemannian_drawing
+from laplace_plus.posteriors.riemannian import drawing as riemannian_drawing
 
 DTYPE = torch.float64
 

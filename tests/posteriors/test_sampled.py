@@ -17,7 +17,7 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.evidence import sample_then_optimise
+from laplace_plus.posteriors.sampled import sample_then_optimise
 from laplace_plus.priors import Groups
 
 TIGHT = lp.CGSolver(tolerance=1e-12)

@@ -14,7 +14,7 @@ from laplace_plus.errors import (
     SelectionError,
     UnsupportedError,
 )
-from laplace_plus.posteriors.selectors import Choice, Chosen, Selector
+from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector
 from laplace_plus.testing import GaussianConformance, assert_untouched, snapshot
 
 

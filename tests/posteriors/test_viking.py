@@ -17,11 +17,11 @@ from laplace_plus.errors import (
     SmoothnessWarning,
     UnsupportedError,
 )
-from laplace_plus.evidence.kernel_image import divergence_optimum, kernel_image_kl
 from laplace_plus.linalg.kernel_projectors import LSMRProjection
 from laplace_plus.network import Network
-from laplace_plus.posteriors import viking_training
-from laplace_plus.posteriors.viking_training import KernelImageTraining, TrainingState
+from laplace_plus.posteriors.viking import training as viking_training
+from laplace_plus.posteriors.viking.elbo import divergence_optimum, kernel_image_kl
+from laplace_plus.posteriors.viking.training import KernelImageTraining, TrainingState
 from laplace_plus.testing import assert_untouched, snapshot
 
 D = torch.float64

@@ -10,12 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg import plateaus
-from laplace_plus.linalg.factor import EigenFactor
-from laplace_plus.linalg.stacks import contractions
-from laplace_plus.linalg.stacks import sizes as chunking
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.linearized import functional_samples, samples_rather
+from laplace_plus.structured import plateaus
+from laplace_plus.structured.factor import EigenFactor
+from laplace_plus.structured.stacks import contractions
+from laplace_plus.structured.stacks import sizes as chunking
 
 EXACT = 1e-10
 CLASSES = 3

@@ -13,7 +13,7 @@ from zoo.architectures import ARCHITECTURES, Architecture, take
 
 import laplace_plus as lp
 from laplace_plus.batches import call, output_tensor
-from laplace_plus.linalg import DenseBlock, DiagonalBlock
+from laplace_plus.structured import DenseBlock, DiagonalBlock
 
 N, FIRST, PRIOR = 5, 3, 0.5
 

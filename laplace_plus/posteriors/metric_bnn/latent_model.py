@@ -1,0 +1,225 @@
+"""A contrastive autoencoder of parameter vectors, whose latent space is measured in steps of their trajectories.
+
+Encoder φ and decoder ψ minimise ``λ₊ L₊ + λ₋ L₋ + λ_d L_d`` over stored points θ of T-step trajectories:
+
+    L₊ = E (‖φ(θ) − φ(θ')‖ − 1/T)²      θ, θ' one step apart
+    L₋ = E −log ‖φ(θ) − φ(θ″)‖          θ″ any other point
+    L_d = E ‖x − ψ(φ(x))‖²              x the standardised θ
+
+Points are given to it as deviations from the trained weights, divided by the root mean square of all entries. Large
+networks' points are first turned into coordinates in the span of all points, which holds all that there is to encode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.metric_bnn.exploration import require_name, require_number
+
+Negatives = Literal["derangement", "shuffle"]
+Projection = Literal["auto", "none", "principal"]
+
+_TINY = 1e-12
+"""Added to squared distances, whose root and logarithm then have derivatives at zero."""
+
+_COLUMNS = 2**16
+"""Parameters whose products between points are summed at a time."""
+
+
+@dataclass(frozen=True)
+class LatentModel:
+    """Options of the autoencoder.
+
+    Args:
+        dimension: k, of the latent space.
+        hidden: Widths of the encoder's hidden layers; the decoder has them in reverse.
+        epochs: Most passes over all pairs of consecutive points.
+        plateau: Training ends sooner once the loss's mean over 50 epochs is below that over the 50 before by less than
+            this part of its fall since the start; 0 for all epochs in any case.
+        learning_rate: Adam's.
+        batch_size: Pairs in a step of Adam, or all if there are fewer.
+        attraction: λ₊.
+        repulsion: λ₋.
+        reconstruction: λ_d.
+        squared: Whether L_d is the mean squared distance, or the mean distance.
+        anchored: Whether the trained weights are a point of each trajectory, at t = 0.
+        negatives: Which other point is θ″: ``"derangement"``, never the point itself; ``"shuffle"``, any.
+        standardize: Whether to divide deviations by the root mean square of their entries.
+        projection: What the first layer acts on and the last one gives: ``"none"``, all P entries; ``"principal"``,
+            coordinates along the points' principal directions; ``"auto"``, these where there are more than 256 entries.
+        max_rank: Largest number of principal directions.
+        kept: Part of the points' mean square that they are to hold, as far as ``max_rank`` allows.
+        tolerance: Part of the points' mean square that may be left unexplained in the end; beyond it the autoencoder
+            counts as not converged.
+
+    Raises:
+        ConfigurationError: A number out of range or an unknown name.
+    """
+
+    dimension: int = 32
+    hidden: Sequence[int] = (256, 256)
+    epochs: int = 1000
+    plateau: float = 1e-3
+    learning_rate: float = 1e-3
+    batch_size: int = 1024
+    attraction: float = 1.0
+    repulsion: float = 1.0
+    reconstruction: float = 1.0
+    squared: bool = True
+    anchored: bool = True
+    negatives: Negatives = "derangement"
+    standardize: bool = True
+    projection: Projection = "auto"
+    max_rank: int = 512
+    kept: float = 0.9999
+    tolerance: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("dimension", "epochs", "batch_size", "max_rank"):
+            check_count(getattr(self, name), name)
+        for width in self.hidden:
+            check_count(width, "hidden")
+        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has lists only
+        for name in ("learning_rate", "tolerance", "kept"):
+            require_number(getattr(self, name), name, above=0.0)
+        for name in ("attraction", "repulsion", "reconstruction", "plateau"):
+            require_number(getattr(self, name), name)
+        if self.kept > 1:
+            raise ConfigurationError("There is no such part.", expected="kept <= 1", got=repr(self.kept))
+        require_name(self.negatives, ("derangement", "shuffle"), "negatives")
+        require_name(self.projection, ("auto", "none", "principal"), "projection")
+
+
+def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
+    """Options as they are, from a dictionary, or the default ones.
+
+    Raises:
+        ConfigurationError: An option that there is not.
+    """
+    if isinstance(latent, LatentModel):
+        return latent
+    try:
+        return LatentModel(**(latent or {}))
+    except TypeError as error:
+        raise ConfigurationError("The latent model has no such option.", got=repr(latent)) from error
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def distances(left: Tensor, right: Tensor) -> Tensor:
+    """``(‖a − b‖² + 1e-12)^½`` of rows ``[n, k]``, ``[n]``."""
+    return ((left - right).square().sum(-1) + _TINY).sqrt()
+
+
+def attraction_loss(latents: Tensor, following: Tensor, step: float) -> Tensor:
+    """``L₊``: mean ``(‖z − z'‖ − step)²`` of consecutive points' latents ``[n, k]``; 0-d."""
+    return (distances(latents, following) - step).square().mean()
+
+
+def repulsion_loss(latents: Tensor, others: Tensor) -> Tensor:
+    """``L₋``: mean ``−log ‖z − z″‖``, 0-d."""
+    return -distances(latents, others).log().mean()
+
+
+def reconstruction_loss(points: Tensor, decoded: Tensor, *, squared: bool = True) -> Tensor:
+    """``L_d``: mean ``‖x − x̂‖²`` of rows, or their mean distance; 0-d."""
+    if squared:
+        return (points - decoded).square().sum(-1).mean()
+    return distances(points, decoded).mean()
+
+
+def draw_partners(n: int, negatives: Negatives, generator: torch.Generator) -> Tensor:
+    """For each of n rows the number of another one, ``[n]``; with ``"derangement"`` never its own (for n > 1)."""
+    order = torch.randperm(n, generator=generator)
+    if negatives == "shuffle":
+        return order
+    partners = torch.empty_like(order)
+    partners[order] = order.roll(1)  # one cycle through all rows
+    return partners
+
+
+# -- coordinates -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """What the autoencoder sees of a parameter vector.
+
+    Attributes:
+        weights: Principal directions as combinations of the points, ``[r, n]``, so that they take no memory of the
+            parameters' size; None where all entries are seen.
+        scale: What coordinates are divided by.
+        kept: Part of the points' mean square that the coordinates hold.
+    """
+
+    weights: Tensor | None
+    scale: float
+    kept: float
+
+    def of(self, deviations: Tensor, points: Tensor) -> Tensor:
+        """Coordinates ``[m, r]`` of deviations ``[m, P]``, given the points ``[n, P]``."""
+        if self.weights is None:
+            return deviations / self.scale
+        return (deviations @ points.mT) @ self.weights.mT / self.scale
+
+    def back(self, coordinates: Tensor, points: Tensor) -> Tensor:
+        """Deviations ``[m, P]`` with these coordinates ``[m, r]``."""
+        if self.weights is None:
+            return coordinates * self.scale
+        return (coordinates * self.scale) @ self.weights @ points
+
+
+def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinates, Tensor]:
+    """Coordinates for points ``[n, P]``, and theirs, ``[n, r]``.
+
+    Principal directions cost ``n² P`` operations and no copy of the points.
+
+    Raises:
+        NonFiniteError: The points are not finite, or all zero.
+    """
+    n, total = points.shape
+    whole = options.projection == "none" or (options.projection == "auto" and total <= 256)  # noqa: PLR2004
+    if whole:
+        square = (
+            float(points.double().square().mean()) if n * total <= 2**24 else float(_gram(points).trace()) / n / total
+        )
+        _require_spread(square)
+        scale = square**0.5 if options.standardize else 1.0
+        return Coordinates(None, scale, 1.0), points / scale
+    values, vectors = torch.linalg.eigh(_gram(points))
+    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    _require_spread(float(values[0]))
+    shares = values.cumsum(0) / values.sum()
+    floor = torch.finfo(points.dtype).eps ** 0.5 * 10  # of singular values: beyond it directions are rounding
+    certain = int((values.sqrt() > floor * values[0].sqrt()).sum())
+    rank = min(int((shares < options.kept).sum()) + 1, options.max_rank, certain)
+    roots = values[:rank].sqrt()
+    own = vectors[:, :rank] * roots
+    scale = float(own.square().mean()) ** 0.5 if options.standardize else 1.0
+    weights = (vectors[:, :rank] / roots).mT
+    return Coordinates(weights.to(points), scale, float(shares[rank - 1])), (own / scale).to(points)
+
+
+def _gram(points: Tensor) -> Tensor:
+    """``D Dᵀ`` in float64, ``[n, n]``."""
+    total = torch.zeros(len(points), len(points), dtype=torch.float64, device=points.device)
+    for some in points.split(_COLUMNS, dim=1):
+        total += (some @ some.mT).double()
+    return total
+
+
+def _require_spread(square: float) -> None:
+    if not 0 < square < float("inf"):
+        raise NonFiniteError(
+            "The explored points have no spread.",
+            expected="deviations that are finite and not all zero",
+            got=f"{square}",
+        )

@@ -1,0 +1,497 @@
+"""MetricBNN: particles explore around the trained weights, and an autoencoder learns to go where they went.
+
+After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and
+``latent_model`` for the autoencoder. With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})``
+of the trained weights and of the end of trajectory j, a sample is ``θ = ψ(z_0 + ε (z_j − z_0))`` for a random j and ε
+uniform in (0, 1).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from os import PathLike
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus._memory import default_budget, in_words
+from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.distributed import Distributed
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
+from laplace_plus.evidence import TuningResult
+from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.metric_bnn.exploration import (
+    ExplorationReport,
+    Explored,
+    Objective,
+    Reduction,
+    Walk,
+    draw_directions,
+    explore,
+    require_name,
+    require_number,
+)
+from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
+from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training, latents_of, part
+from laplace_plus.posteriors.null_space_noise import noise_seed, survey
+from laplace_plus.posteriors.ranks import digest
+from laplace_plus.posteriors.resuming import Checkpoint, identity
+from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.predictive import from_samples
+from laplace_plus.priors import GaussianPrior, as_hyperparameter
+
+_WHY = "Particles are refined by many passes over the data."
+
+_SAMPLINGS = ("latent", "exploration", "gaussian")
+
+Sampling = Literal["latent", "exploration", "gaussian"]
+
+_GROWTH = 2.0
+"""A refinement that more than doubles the gradient's norm does not converge."""
+
+_OTHER = 0x5851F42D4C957F2D
+"""Sets the autoencoder's random numbers apart from the particles'."""
+
+_EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
+
+
+class MetricBNN(Posterior):
+    """Samples where particles went that drift from the trained weights while the loss holds them back.
+
+    N particles start at the trained weights, each with a direction of its own. They take T steps of length α along it,
+    each followed by M steps of gradient descent on the training loss, and so travel where the loss is flat. A
+    contrastive autoencoder is fitted to their trajectories, and samples are decoded from random points between the
+    latents of the trained weights and of a trajectory's end. Choose it where the loss is cheap and flat directions are
+    many; it needs no curvature matrix, and its fit takes ``N T M`` gradients, all particles at once.
+
+    How far samples reach follows from ``α T``, and not from the data, along directions that the loss leaves free; and N
+    trajectories bound where samples can be. :meth:`fit_extent` shortens them on held-out data.
+
+    :attr:`exploration` has the particles' own points for samples, :attr:`gaussian` the Gaussian with their mean and
+    covariance. Memory is that of ``N T / store_every`` vectors of the network's size; that of the autoencoder does not
+    grow with the network, unless it is to act on all entries (see :class:`LatentModel`). Predictions average over
+    sampled networks. A noise level that is set after the fit counts in predictions; a prior or a temperature counts at
+    the next fit. :attr:`mean` is the trained weights, where trajectories start.
+
+    Args:
+        n_particles: N.
+        n_steps: T.
+        step_size: α.
+        n_refinements: M.
+        learning_rate: η of the refinement, on the mean loss. It must be below ``2 / λ_max``, with λ_max the largest
+            curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, which pulls as hard as is safe, and less where
+            the loss turns out steeper away from the trained weights (:class:`~.exploration.Walk`); the paper's
+            1e-3 often pulls so little that the loss rises well above that of training, and where the loss is steep,
+            as with little observation noise, it may be too large.
+        weight_decay: The weight decay of training, λ in a mean negative log-likelihood plus ``½ λ ‖θ‖²``. If given,
+            :meth:`fit` sets the prior precision to ``N_data λ``, which makes the refined loss that of training. (A mean
+            squared error is ``2σ²`` times that likelihood; its weight decay has to be divided by ``2σ²`` first.)
+        minibatch: Examples in each gradient of the refinement, drawn anew each time; None for all; ``"auto"`` takes all
+            of up to 10,000, else 1024.
+        reduction: Whether the refined loss is the ``"mean"`` over the data or the ``"sum"``.
+        objective: Whether it is that of the ``"posterior"``, with the prior, or of the ``"likelihood"`` alone.
+        store_every: One in so many steps is stored, and encoded.
+        latent: The autoencoder's options, a :class:`LatentModel` or a dictionary of them.
+        sampling: ``"latent"``; or ``"exploration"`` or ``"gaussian"``, for which no autoencoder is trained.
+        trajectory: How j is drawn: ``"uniform"``, or in proportion to the latent ``"length"`` ``‖z_j − z_0‖``.
+        endpoint: Where trajectory j ends: at its ``"last"`` point, or at that with the ``"farthest"`` latent.
+        chunk_size: Number of particles that are pushed through the network at a time.
+        *args: As for :class:`Posterior`.
+        **kwargs: As for :class:`Posterior`.
+
+    Raises:
+        ConfigurationError: A number out of range or an unknown name, besides what :class:`Posterior` raises.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> posterior = lp.MetricBNN(net, "regression", n_steps=20, latent={"epochs": 300}).fit([(x, 2 * x)])
+        >>> posterior.predictive(x[:3]).variance.shape, posterior.exploration.sample(4).shape
+        (torch.Size([3, 1]), torch.Size([4, 25]))
+    """
+
+    default_method = "sampled"
+
+    def __init__(
+        self,
+        *args: Any,
+        n_particles: int = 10,
+        n_steps: int = 50,
+        step_size: float = 0.1,
+        n_refinements: int = 10,
+        learning_rate: float | Literal["auto"] = 1e-3,
+        weight_decay: float | None = None,
+        minibatch: int | Literal["auto"] | None = "auto",
+        reduction: Reduction = "mean",
+        objective: Objective = "posterior",
+        store_every: int = 1,
+        latent: LatentModel | dict[str, Any] | None = None,
+        sampling: Sampling = "latent",
+        trajectory: Literal["uniform", "length"] = "uniform",
+        endpoint: Literal["last", "farthest"] = "last",
+        chunk_size: int = CHUNK_SIZE,
+        **kwargs: Any,
+    ):
+        self.walk = Walk(
+            n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
+        )
+        if weight_decay is not None:
+            require_number(weight_decay, "weight_decay", above=0.0)
+        self.weight_decay = weight_decay
+        self.latent = resolve_latent(latent)
+        require_name(sampling, _SAMPLINGS, "sampling")
+        require_name(trajectory, ("uniform", "length"), "trajectory")
+        require_name(endpoint, ("last", "farthest"), "endpoint")
+        check_count(chunk_size, "chunk_size")
+        self.sampling: Sampling = sampling
+        self.trajectory, self.endpoint, self.chunk_size = trajectory, endpoint, chunk_size
+        super().__init__(*args, **kwargs)
+        self._extent = 1.0
+        self._explored: Explored | None = None
+        self._trained: Latents | None = None
+        self._checkpoint_folder: str | PathLike[str] | None = None
+
+    @override
+    def options(self) -> dict[str, Any]:
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}  # older checkpoints know none
+        return {
+            **asdict(self.walk),
+            **decay,
+            "latent": {**asdict(self.latent), "hidden": list(self.latent.hidden)},
+            "sampling": self.sampling,
+            "trajectory": self.trajectory,
+            "endpoint": self.endpoint,
+            "chunk_size": self.chunk_size,
+        }
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    @override
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        distributed: Distributed = None,
+        checkpoint: str | PathLike[str] | None = None,
+    ) -> Self:
+        """Let particles explore, and train the autoencoder on where they went.
+
+        Args:
+            data: An iterable of the same batches, in the same order, each time.
+            progress: Whether to show progress bars.
+            generator: Source of the directions and of all other randomness.
+            distributed: As for :class:`Posterior`; this class is fitted by one process.
+            checkpoint: A folder to which parts of trajectories and epochs of the autoencoder are written. A fit that
+                finds some there goes on from them, to the posterior that an uninterrupted one would have given.
+
+        Raises:
+            CheckpointError: The checkpoint is of another network, other data or settings.
+            ConfigurationError: ``learning_rate · λ_max ≥ 2``, so that the refinement would diverge; or trajectories
+                that do not fit into memory.
+            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
+            NonFiniteError: The refinement or the autoencoder diverged.
+
+        Warns:
+            ConvergenceWarning: Refinement raised the gradient along some trajectory, or the autoencoder does not
+                reproduce the explored points.
+        """
+        self._checkpoint_folder = checkpoint
+        try:
+            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
+        finally:
+            self._checkpoint_folder = None
+
+    @override
+    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+        require_restartable(data, _WHY)
+        n_data, n_outputs, data_summary = survey(self, data)
+        precision = self._prior_precision
+        if self.weight_decay is not None:
+            precision = as_hyperparameter(self.weight_decay * n_data)
+        landscape = self._landscape(data, precision)
+        self._require_memory()
+        checkpoint = None
+        if self._checkpoint_folder is not None:
+            start = {"data": data_summary, "prior precision": digest(precision), "prior mean": digest(self._prior_mean)}
+            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | start)
+        seed = noise_seed(checkpoint, generator)
+        directions = draw_directions(self.walk.n_particles, landscape.vector, seed)
+        explored = explore(landscape, directions, self.walk, seed=seed, checkpoint=checkpoint, progress=progress)
+        trained = None
+        if self.sampling == "latent":
+            spacing = self.walk.store_every / self.walk.n_steps
+            training = Training(explored.deviations, spacing, self.latent, seed ^ _OTHER)
+            trained = latents_of(training.run(checkpoint, progress=progress), explored.deviations)
+        self._explored, self._trained, self._vector = explored, trained, landscape.vector
+        self.n_data, self.n_outputs, self._prior_precision, self._extent = n_data, n_outputs, precision, 1.0
+        self._complain(landscape)
+
+    def _landscape(self, data: Iterable[Any], precision: Tensor) -> ParticleLandscape:
+        if precision.numel() > 1:
+            precision = GaussianPrior.create(precision, self._prior_mean, self._group_index()).vector()
+        return ParticleLandscape(
+            self.network,
+            self.likelihood,
+            data,
+            prior_precision=precision,
+            prior_mean=self._prior_mean,
+            temperature=self._temperature,
+            chunk_size=min(self.chunk_size, self.walk.n_particles),
+        )
+
+    def _require_memory(self) -> None:
+        network, walk = self.network, self.walk
+        needed = walk.n_particles * walk.n_stored * network.n_parameters * network.dtype.itemsize
+        room = 4 * default_budget(network.device)
+        if needed > room:
+            raise ConfigurationError(
+                "The trajectories do not fit into memory.",
+                expected=f"n_particles · n_steps / store_every vectors in {in_words(room)}",
+                got=in_words(needed),
+                fix="Store fewer of the points by store_every, or some of the parameters by parameters=….",
+            )
+
+    def _complain(self, landscape: ParticleLandscape) -> None:
+        assert self._explored is not None
+        report = self._explored.report
+        if report.growth is not None and report.growth > _GROWTH:
+            weight = 1 / landscape.n_data if self.walk.reduction == "mean" else 1.0
+            end = landscape.vector + self._explored.deviations[report.worst, -1]
+            there = landscape.largest_curvature(end) * weight * report.learning_rate
+            warnings.warn(
+                f"Refinement raised the gradient's norm {report.growth:.2g} times along trajectory {report.worst}; "
+                f"learning_rate · λ_max is {report.stability:.2g} at the trained weights and {there:.2g} at its end "
+                "(2 is where gradient descent diverges). Use a smaller learning_rate or a smaller step_size.",
+                ConvergenceWarning,
+                stacklevel=8,
+            )
+        if self._trained is not None and not self._trained.report.unexplained <= self.latent.tolerance:
+            warnings.warn(
+                f"The autoencoder has not converged: it leaves {self._trained.report.unexplained:.1%} of the explored "
+                f"points' mean square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, "
+                "with a larger learning_rate or less repulsion, or use posterior.exploration, which needs none.",
+                ConvergenceWarning,
+                stacklevel=8,
+            )
+
+    # -- what was found ------------------------------------------------------------------------------------------------
+
+    def _walked(self) -> Explored:
+        self._require_fit()
+        assert self._explored is not None
+        return self._explored
+
+    def _latent(self) -> Latents:
+        self._require_fit()
+        if self._trained is None:
+            raise NotFittedError(
+                "There is no latent model.",
+                expected='a fit with sampling="latent"',
+                got=f"sampling={self.sampling!r}",
+            )
+        return self._trained
+
+    @property
+    def report(self) -> ExplorationReport:
+        """How the exploration went."""
+        return self._walked().report
+
+    @property
+    def latent_report(self) -> LatentReport:
+        """How the autoencoder was trained."""
+        return self._latent().report
+
+    @property
+    def trajectories(self) -> Tensor:
+        """The particles' stored points ``θ_{i,t}``, the trained weights first, ``[N, 1 + S, P]``."""
+        moved = self._walked().deviations
+        return self.mean + torch.cat([torch.zeros_like(moved[:, :1]), moved], dim=1)
+
+    @exactly
+    def encode(self, vectors: Tensor) -> Tensor:
+        """Latents φ(θ) of parameter vectors, ``[..., P] -> [..., k]``."""
+        return self._latent().encode(vectors - self.mean, self._points())
+
+    @exactly
+    def decode(self, latents: Tensor) -> Tensor:
+        """Parameter vectors ψ(z) of latents, ``[..., k] -> [..., P]``."""
+        return self.mean + self._latent().decode(latents, self._points())
+
+    def _points(self) -> Tensor:
+        return self._walked().deviations.flatten(0, 1)
+
+    @property
+    def exploration(self) -> MetricBNN:
+        """The posterior whose samples are the particles' own points."""
+        return self._seen_as("exploration")
+
+    @property
+    def gaussian(self) -> MetricBNN:
+        """The Gaussian posterior with the mean and the covariance of the particles' points."""
+        return self._seen_as("gaussian")
+
+    def _seen_as(self, sampling: Sampling) -> MetricBNN:
+        self._require_fit()
+        other = copy.copy(self)
+        other.sampling, other._trained = sampling, None
+        return other
+
+    # -- the extent ----------------------------------------------------------------------------------------------------
+
+    @property
+    def extent(self) -> float:
+        """Part of each trajectory, from its start, that samples come from; in (0, 1]."""
+        return self._extent
+
+    @extent.setter
+    def extent(self, value: float) -> None:
+        if not 0 < float(value) <= 1:
+            raise ConfigurationError("There is no such part.", expected="0 < extent <= 1", got=repr(value))
+        self._extent = float(value)
+
+    @exactly
+    def fit_extent(
+        self,
+        data: Iterable[Any],
+        *,
+        grid: Sequence[float] = _EXTENTS,
+        tune_noise: bool = False,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Self:
+        """Choose :attr:`extent`, and the noise level if asked, by the log-probability of held-out targets.
+
+        The data of a fit say little about how far particles may go where the loss is flat; held-out data do.
+
+        Args:
+            data: Held-out batches.
+            grid: Parts to try; by default 1, 2^-½, …, 1/32.
+            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each extent: from half to
+                twice the present one, in steps of 2^¼.
+            n_samples: Sampled networks in each prediction.
+            generator: Source of randomness; each extent sees the same random numbers.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An empty grid, parts out of range, or no noise to tune.
+            DataError: Data that can be run over only once.
+        """
+        self._require_fit()
+        require_restartable(data, "Each extent is tried on the data.")
+        check_count(n_samples, "n_samples")
+        before, values = self._extent, [float(value) for value in grid]
+        noise = self.noise_std
+        if not values or (tune_noise and noise is None):
+            raise ConfigurationError(
+                "There is nothing to choose from.",
+                expected="extents to try, and a likelihood with a noise level for tune_noise=True",
+                got=f"{len(values)} extents, {self.likelihood!r}",
+            )
+        candidates = [self.likelihood]
+        if tune_noise and noise is not None:
+            candidates = [self.likelihood.with_noise(noise * 2 ** (step / 4)) for step in range(-4, 5)]
+        seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
+        scores = []
+        try:
+            for value in values:
+                self.extent = value
+                scores.append(self._held_out(data, candidates, n_samples, seed))
+        finally:
+            self._extent = before
+        table = torch.stack(scores).nan_to_num(nan=-torch.inf)  # [extents, candidates]
+        best = int(table.argmax())
+        self.extent, self.likelihood = values[best // len(candidates)], candidates[best % len(candidates)]
+        chosen = self.noise_std if tune_noise else None
+        score = float(table.flatten()[best])
+        self.tuning = TuningResult(
+            "validation", self._prior_precision, chosen, score, True, float("nan"), table.numel()
+        )
+        return self
+
+    def _held_out(self, data: Iterable[Any], candidates: list[Any], n_samples: int, seed: int) -> Tensor:
+        """The mean log-probability of held-out targets under each likelihood, float64."""
+        source = torch.Generator().manual_seed(seed)
+        total, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
+        with torch.no_grad():
+            for batch in self._batches(data, progress=False, description=""):
+                outputs = torch.stack(list(self._sampled_outputs(batch.inputs, n_samples, source)))
+                for number, likelihood in enumerate(candidates):
+                    log_prob = from_samples(likelihood, outputs, generator=source).log_prob(batch.target)
+                    total[number] += log_prob.double().sum().cpu()
+                count += float(self.likelihood.rows(outputs[0], batch.target)[2].sum())
+        return total / max(1.0, count)
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    @override
+    @exactly
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw parameter vectors, ``[n, P]``.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; may live on another device.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        check_count(n, "n")
+        self._require_fit()
+        if self.sampling == "latent":
+            latents = self._latent()
+            which = latents.draw(n, self.trajectory, generator)
+            part_of = _uniform(n, generator).to(self.mean) * self._extent
+            ends = latents.farthest if self.endpoint == "farthest" else latents.ends
+            return self.decode(latents.start + part_of[:, None] * (ends[which] - latents.start))
+        points = self._within()
+        if self.sampling == "exploration":
+            device = None if generator is None else generator.device
+            chosen = torch.randint(len(points), (n,), generator=generator, device=device)
+            return self.mean + points[chosen.to(points.device)]
+        center = points.mean(0)
+        weights = draw_probes("gaussian", n, len(points), generator=generator, dtype=points.dtype, device=points.device)
+        weights = weights / len(points) ** 0.5
+        return self.mean + center + weights @ points - weights.sum(1, keepdim=True) * center
+
+    def _within(self) -> Tensor:
+        """The points up to the extent, ``[m, P]``."""
+        moved = self._walked().deviations
+        stored = max(1, round(self._extent * moved.shape[1]))
+        return moved[:, :stored].flatten(0, 1)
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    @override
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        explored = self._walked()
+        header: dict[str, Any] = {"report": asdict(explored.report), "extent": self._extent}
+        tensors = {"vector": self.mean, "deviations": explored.deviations}
+        if self._trained is not None:
+            latent_header, latent_tensors = self._trained.state()
+            header["latent"] = latent_header
+            tensors |= {f"latent.{name}": value for name, value in latent_tensors.items()}
+        return header, tensors
+
+    @override
+    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self._vector, self._extent = tensors["vector"], float(header["extent"])
+        self._explored = Explored(tensors["deviations"], ExplorationReport(**header["report"]))
+        if "latent" in header:
+            self._trained = Latents.read(header["latent"], part(tensors, "latent."), self.latent)
+
+
+def _uniform(n: int, generator: torch.Generator | None) -> Tensor:
+    device = None if generator is None else generator.device
+    return torch.rand(n, generator=generator, device=device, dtype=torch.float64)

@@ -1,0 +1,402 @@
+"""Riemannian Laplace approximations: samples that follow the loss surface instead of the tangent space.
+
+By the exponential map: Bergamin, Moreno-Muñoz, Hauberg and Arvanitidis, "Riemannian Laplace approximations for Bayesian
+neural networks", 2023; see :mod:`laplace_plus.geometry.geodesic`. By diffusion: Roy, Miani, Ek, Hennig, Pförtner,
+Tatzel and Hauberg, "Reparameterization invariance in approximate Bayesian inference", 2024; see
+:mod:`laplace_plus.geometry.diffusion`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from laplace_plus import io
+from laplace_plus.curvature.linearization import Linearization, Ways
+from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.streaming import same_sum
+from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, SmoothnessWarning
+from laplace_plus.evidence import fitted_data
+from laplace_plus.geometry import LossLandscape, PathStatus, kinks
+from laplace_plus.geometry.geodesic import failures
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.null_space_noise import survey
+from laplace_plus.posteriors.ranks import digest
+from laplace_plus.posteriors.registry import get_posterior, name_of
+from laplace_plus.posteriors.resuming import Checkpoint
+from laplace_plus.posteriors.riemannian.drawing import (
+    Drawn,
+    ExponentialMap,
+    PathReport,
+    draw,
+    method_config,
+    resolve_method,
+)
+from laplace_plus.posteriors.riemannian.tangent import AroundTangent, check_given, no_tangent
+from laplace_plus.posteriors.training_data import require_restartable
+
+WHY = "Samples along the loss surface come from many passes over the data."
+
+_FEW = 16
+"""Tangent samples that tell how far the weights are from a stationary point."""
+
+
+class Riemannian(AroundTangent):
+    """Samples that follow the loss surface, so that few of them land where the loss is high.
+
+    Samples of a Laplace approximation lie in a flat ellipsoid, and the loss is not flat: nonlinear networks at such
+    samples often predict badly. With ``method="exponential"`` a sample of the ``tangent`` Gaussian is the initial
+    velocity of a geodesic on the loss surface, which bends away from high loss; the sample is its end. With
+    ``"diffusion"`` a sample is the end of a random walk whose steps are small Laplace approximations around wherever it
+    is. Choose it for small and medium networks whose full uncertainty matters and that sampled Laplace underfits with;
+    where predictions of the *linearised* network will do, the tangent alone gives them at no further cost. Geodesics
+    take hundreds to thousands of gradients with Hessian-vector products over the data for each sample, more the broader
+    the tangent is: tune its prior precision first. Diffusions take ``n_steps · rank`` products with the curvature, and
+    keep to the valley less closely.
+
+    :meth:`fit` fits the tangent. Its hyperparameters are those of this posterior, set and tuned in either place
+    (:meth:`fit_prior_precision`). Samples are drawn when they are first needed, or by :meth:`draw`, and again when
+    hyperparameters have changed. Predictions average over the stored samples of the nonlinear network, or of the
+    linearised one with ``lp.ExponentialMap(linearized=True)``. The loss should be twice differentiable. The class
+    cannot be updated.
+
+    Args:
+        model: The trained ``nn.Module``.
+        likelihood: As for :class:`Posterior`.
+        tangent: Class or name of a Gaussian posterior, or a fitted one, which is then taken as it is.
+        tangent_options: Keyword arguments of the class.
+        method: ``"exponential"``, ``"diffusion"``, or :class:`ExponentialMap`/:class:`~laplace_plus.Diffusion` with
+            options.
+        n_samples: Number of samples to draw.
+        chunk_size: Number of parameter vectors that are pushed through the network at a time.
+        parameters: As for :class:`Posterior`.
+        **options: As for :class:`Posterior`; not with a fitted tangent, which has its own.
+
+    Raises:
+        ConfigurationError: A tangent that is none, an unknown method, besides what :class:`Posterior` raises.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> posterior = lp.Riemannian(net, "regression", n_samples=4).fit([(x, 2 * x)])
+        >>> posterior.predictive(x[:3]).variance.shape, posterior.report.n_failed
+        (torch.Size([3, 1]), 0)
+    """
+
+    default_method = "sampled"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        tangent: type[Posterior] | str | Posterior = "Full",
+        tangent_options: dict[str, Any] | None = None,
+        method: Any = "exponential",
+        n_samples: int = 50,
+        chunk_size: int = CHUNK_SIZE,
+        **options: Any,
+    ):
+        check_count(n_samples, "n_samples")
+        check_count(chunk_size, "chunk_size")
+        self.method, self.n_samples, self.chunk_size = resolve_method(method), n_samples, chunk_size
+        self._given = isinstance(tangent, Posterior)
+        if isinstance(tangent, Posterior):
+            check_given(tangent, model, likelihood, {**(tangent_options or {}), **options})
+            self.tangent = tangent
+            likelihood = tangent.likelihood
+        else:
+            cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
+            if not (isinstance(cls, type) and issubclass(cls, Posterior)) or issubclass(cls, AroundTangent):
+                raise no_tangent(cls)
+            self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
+        super().__init__(model, likelihood, **options)
+        self._drawn: Drawn | None = None
+        self._data_sum: float | None = None
+        self._drawn_at: tuple[Tensor, ...] = ()
+        self._seed = 0
+        self._share()
+
+    @override
+    def options(self) -> dict[str, Any]:
+        return {
+            "tangent": name_of(type(self.tangent)),
+            "tangent_options": self.tangent.options(),
+            "method": method_config(self.method),
+            "n_samples": self.n_samples,
+            "chunk_size": self.chunk_size,
+        }
+
+    # -- fitting and drawing -------------------------------------------------------------------------------------------
+
+    @override
+    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+        require_restartable(data, WHY)
+        tangent = self.tangent
+        found = self._kinks(data)
+        n_data, _, data_summary = survey(self, data)
+        data_sum = float(data_summary[0])
+        if self._given:
+            self._check_data(n_data, data_sum, getattr(tangent, "_data_sum", None))
+            if isinstance(tangent, GaussianPosterior):
+                fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
+        else:
+            tangent.fit(data, progress=progress, generator=generator, distributed=False)
+        self._share()
+        self._vector = tangent.mean
+        self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs
+        self._drawn, self._data_sum = None, data_sum
+        self._seed = _new_seed(generator)
+        if found:
+            warnings.warn(
+                f"The network's {', '.join(found)} make its loss other than twice differentiable, which the theory of "
+                "this posterior assumes. Samples may be poor; prefer smooth activations such as tanh, GELU or SiLU, or "
+                "lp.ExponentialMap(linearized=True).",
+                SmoothnessWarning,
+                stacklevel=5,
+            )
+
+    def _kinks(self, data: Iterable[Any]) -> tuple[str, ...]:
+        if self._linearized:
+            return ()
+        for batch in self._batches(data, progress=False, description=""):
+            return kinks(self.network, batch.inputs)
+        return ()
+
+    @property
+    def _linearized(self) -> bool:
+        return isinstance(self.method, ExponentialMap) and self.method.linearized
+
+    def _landscape(self, data: Iterable[Any]) -> LossLandscape:
+        precision = self.prior().vector()
+        if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
+            precision = torch.full_like(precision, self.method.training_prior_precision)
+        return LossLandscape(
+            self.network,
+            self.likelihood,
+            data,
+            prior_precision=precision,
+            prior_mean=self._prior_mean,
+            temperature=self._temperature,
+            linearized=self._linearized,
+            chunk_size=self.chunk_size,
+        )
+
+    def _check_data(self, n_data: int, data_sum: float, known: float | None) -> None:
+        """Refuse other data than those of the tangent's fit, as far as it is known what these add up to."""
+        others = known is not None and not same_sum(known, data_sum)
+        if n_data != self.tangent.n_data or others:
+            raise DataError(
+                "These are not the data that the tangent was fitted to.",
+                expected=f"the {self.tangent.n_data} examples of its fit, in any order",
+                got=f"{n_data} others" if others else f"{n_data} examples",
+            )
+
+    @exactly
+    def draw(
+        self,
+        n: int | None = None,
+        *,
+        data: Iterable[Any] | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """Draw samples at the present hyperparameters, in place of those that were there.
+
+        Args:
+            n: Number of samples; by default ``n_samples``.
+            data: The training data; by default those of :meth:`fit`.
+            generator: Source of randomness; by default what :meth:`fit` had decided on.
+            progress: Whether to show a progress bar.
+            checkpoint: A folder to which finished samples are written, a few at a time. A call that finds it there goes
+                on from it, to the same samples.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            DataError: The data are not known any more, or not those of the fit.
+            CheckpointError: The checkpoint is of another network, other data or settings.
+            SamplingError: Every sample failed.
+            UnsupportedError: A loss that cannot be differentiated twice.
+
+        Warns:
+            ConvergenceWarning: Some samples failed, and are left out.
+        """
+        self._require_fit()
+        count = self.n_samples if n is None else n
+        check_count(count, "n")
+        landscape = self._landscape(self._data.again(data, WHY))
+        self._check_data(landscape.n_data, landscape.checksum, self._data_sum)
+        seed = self._seed if generator is None else draw_seed(generator)
+        drawn = draw(
+            self.method,
+            landscape,
+            self.mean,
+            lambda n, source: self.tangent.sample(n, generator=source) - self.tangent.mean,
+            count,
+            seed,
+            self._checkpoint(checkpoint, landscape, count),
+            progress=progress,
+            name=type(self).__name__,
+        )
+        gradient = landscape.gradient(self.mean[None])[0]
+        slopes = (self.tangent.sample(_FEW, generator=torch.Generator().manual_seed(seed)) - self.mean) @ gradient
+        report = replace(
+            drawn.report, gradient_norm=float(gradient.norm()), decrement=float(slopes.square().mean()) / 2
+        )
+        self._complain(report)
+        self._drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
+        self._drawn_at = self._hyperparameters()
+        return self
+
+    def _complain(self, report: PathReport) -> None:
+        failed, total = report.n_failed, len(report.statuses)
+        if not failed:
+            return
+        fix = (
+            "Tune the prior precision first (a broad tangent makes long paths), allow for more evaluations, or use "
+            "minibatches."
+        )
+        if failed == total:
+            raise SamplingError(
+                "Not one sample could be drawn.",
+                expected=f"{total} paths that arrive",
+                got=failures(report.statuses),
+                fix=fix,
+            )
+        warnings.warn(
+            f"{failed} of {total} samples failed and are left out: {failures(report.statuses)}. {fix}",
+            ConvergenceWarning,
+            stacklevel=4,
+        )
+
+    def _checkpoint(
+        self, folder: str | os.PathLike[str] | None, landscape: LossLandscape, count: int
+    ) -> Checkpoint | None:
+        if folder is None:
+            return None
+        noise = self.noise_std
+        identity = {
+            "network": io.fingerprint(self.network.model)["sha256"],
+            "parameters": list(self.parameter_names),
+            "masks": {s.name: digest(s.mask) for s in self.network.selected if s.mask is not None},
+            "likelihood": self.likelihood.config(),
+            "number of data": landscape.n_data,
+            "data": f"{landscape.checksum:.6e}",
+            "options": self.options(),
+            "number of samples": count,
+            "prior precision": digest(self._prior_precision),
+            "prior mean": digest(self._prior_mean),
+            "temperature": digest(self._temperature),
+            "noise": None if noise is None else digest(noise),
+        }
+        return Checkpoint(folder, identity)
+
+    def _hyperparameters(self) -> tuple[Tensor, ...]:
+        noise = self.noise_std
+        values = [self._prior_precision, self._prior_mean, self._temperature, *([] if noise is None else [noise])]
+        return (*(value.detach().clone() for value in values), self.mean)
+
+    def _bank(self) -> Drawn:
+        """The samples at the present hyperparameters, drawn if there are none."""
+        self._require_fit()
+        now = self._hyperparameters()
+        known = self._drawn is not None and all(
+            a is b or torch.equal(a, b) for a, b in zip(self._drawn_at, now, strict=True)
+        )
+        if not known:
+            self.draw(None if self._drawn is None else len(self._drawn.report.statuses))
+        assert self._drawn is not None
+        return self._drawn
+
+    @property
+    @exactly
+    def samples(self) -> Tensor:
+        """The samples that succeeded, ``[m, P]``; drawn if need be."""
+        return self._bank().points
+
+    @property
+    @exactly
+    def report(self) -> PathReport:
+        """How all samples were come by; they are drawn if need be."""
+        return self._bank().report
+
+    @override
+    @exactly
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Parameter vectors ``[n, P]``: stored samples in random order, each as often as the others or once more.
+
+        Args:
+            n: Number of draws. Beyond the number of stored samples they are repeated; :meth:`draw` gives more.
+            generator: Source of randomness; may live on another device.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            SamplingError: Every sample failed.
+        """
+        check_count(n, "n")
+        points = self._bank().points
+        return points[self._order(len(points), n, generator).to(points.device)]
+
+    @staticmethod
+    def _order(m: int, n: int, generator: torch.Generator | None) -> Tensor:
+        device = None if generator is None else generator.device
+        rounds = [torch.randperm(m, generator=generator, device=device) for _ in range(-(-n // m))]
+        return torch.cat(rounds)[:n]
+
+    # -- predictions ---------------------------------------------------------------------------------------------------
+
+    @override
+    def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        points = self._bank().points
+        x = self.network.receive(x)
+        order = self._order(len(points), min(n, len(points)), generator).to(points.device)
+        if not self._linearized:
+            for number in order:
+                yield self.network(x, self.network.substitute(points[number]))
+            return
+        line = Linearization(self.network, self.mean, x, Ways())
+        for some in order.split(self.chunk_size):
+            yield from line.outputs + line.push(points[some] - self.mean)
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    @override
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        drawn = self._bank()
+        header, tensors = self.tangent._state()
+        own = {"samples": drawn.points, "vector": self.mean, **drawn.report.tensors()}
+        state = {
+            "tangent": header,
+            "report": drawn.report.numbers(),
+            "seed": str(self._seed),
+            "data_sum": self._data_sum,
+        }
+        return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
+
+    @override
+    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        theirs = {n.removeprefix("tangent."): value for n, value in tensors.items() if n.startswith("tangent.")}
+        self.tangent.n_data, self.tangent.n_outputs = self.n_data, self.n_outputs
+        self.tangent._restore(header["tangent"], theirs)
+        self.tangent._remember()
+        self._share()
+        self._vector, self._seed = tensors["vector"], int(header["seed"])
+        self._data_sum = header.get("data_sum")  # not in older files
+        self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
+        self._drawn_at = self._hyperparameters()
+
+
+def _new_seed(generator: torch.Generator | None) -> int:
+    return int(torch.randint(2**62, (1,))) if generator is None else draw_seed(generator)

@@ -1,0 +1,460 @@
+"""Sample-then-optimise Laplace: posterior samples of the tangent model without any factorisation.
+
+Antorán, Padhy, Barbano, Nalisnick, Janz and Hernández-Lobato, "Sampling-based inference for large linear models, with
+application to linearised Laplace", 2023. See ``sample_then_optimise`` for the objective and
+``effective_dimension`` for the estimator behind the prior precision's updates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.curvature import Native
+from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.streaming import same_sum
+from laplace_plus.distributed import Distributed
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.prior_tuning import PredictiveMean
+from laplace_plus.posteriors.ranks import digest
+from laplace_plus.posteriors.resuming import Checkpoint, identity
+from laplace_plus.posteriors.sample_based import SampleBased
+from laplace_plus.posteriors.sampled.effective_dimension import (
+    EffectiveDimension,
+    Estimator,
+    group_sums,
+    total_dimension,
+)
+from laplace_plus.posteriors.sampled.expectation_maximisation import SampledMethod
+from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
+from laplace_plus.posteriors.sampled.report import SamplingReport, reported, warn_unless_converged
+from laplace_plus.posteriors.sampled.sample_then_optimise import (
+    CGSolver,
+    Draws,
+    PriorUnits,
+    SGDSolver,
+    Solved,
+    resolve_solver,
+    solve,
+    solver_config,
+)
+from laplace_plus.posteriors.sampled.tuning import TuningOptions, tune_prior
+from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.predictive.deviations import pushed
+from laplace_plus.priors import Groups
+
+__all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
+
+WHY = "Samples of the posterior come from many passes over the data."
+
+Path = str | os.PathLike[str]
+
+
+class SampledLaplace(SampleBased):
+    """Laplace from samples that optimisation finds: for networks on which nothing can be factorised.
+
+    ``n_samples`` draws from ``N(0, (GGN/T + P₀)⁻¹)``, with all correlations between parameters, are the solutions of as
+    many linear systems, found together by conjugate gradients or stochastic gradient descent on products with the
+    curvature. Memory is that of a few ``n_samples`` vectors of the network's size, and time that of the passes over
+    the data. The predictive is that of the linearised network; its covariance is the samples' own,
+    ``1/k Σ (J z)(J z)ᵀ``, whose rank is at most k and whose relative standard error is ``(2/k)^½``.
+
+    Whatever asks for samples at other hyperparameters than those they were solved for solves again, starting from the
+    present samples, if the data of :meth:`fit` are still known; :meth:`solve` does so with data of the caller's.
+
+    :meth:`sample` draws from the Gaussian with the samples' covariance, ``θ̂ + k^-½ Σ w_s z_s`` with standard normal
+    ``w``, however many are asked for; :attr:`samples` are the k exact draws themselves. The class cannot be updated.
+
+    Args:
+        n_samples: k.
+        solver: ``"cg"``, ``"sgd"``, or :class:`CGSolver`/:class:`SGDSolver` with options. Where observation noise is
+            small, systems are ill-conditioned: ``{"name": "cg", "preconditioner": "nystrom", "rank": 400}`` fitted and
+            tuned small regression networks thirty times as fast as the default, which did not arrive.
+        chunk_size: Number of vectors that are pushed through the network at a time.
+        *args: As for :class:`Posterior`.
+        **kwargs: As for :class:`Posterior`.
+
+    Raises:
+        ConfigurationError: An unknown solver or number of samples, besides what :class:`Posterior` raises.
+        UnsupportedError: A backend other than the native one with the generalised Gauss-Newton matrix.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+        >>> posterior = lp.SampledLaplace(net, "regression", n_samples=4).fit([(x, 2 * x)])
+        >>> posterior.predictive(x[:3]).variance.shape
+        torch.Size([3, 1])
+    """
+
+    _holds_data = ("_problem",)
+
+    def __init__(self, *args: Any, n_samples: int = 6, solver: Any = "cg", chunk_size: int = CHUNK_SIZE, **kwargs: Any):
+        check_count(n_samples, "n_samples")
+        check_count(chunk_size, "chunk_size")
+        self.n_samples, self.solver, self.chunk_size = n_samples, resolve_solver(solver), chunk_size
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
+            raise UnsupportedError(
+                "SampledLaplace computes products with the generalised Gauss-Newton matrix itself.",
+                expected='backend="native"',
+                got=f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}",
+            )
+        self._draws: Draws | None = None
+        self._z: Tensor | None = None
+        self._solved_at: tuple[Tensor, ...] = ()
+        self._data_sum: float | None = None
+        self._report: SamplingReport | None = None
+        self._problem: TangentProblem | None = None
+        self._checkpoint_folder: Path | None = None
+        self._ways = Ways()
+
+    @override
+    def options(self) -> dict[str, Any]:
+        return {"n_samples": self.n_samples, "solver": solver_config(self.solver), "chunk_size": self.chunk_size}
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    @override
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        distributed: Distributed = None,
+        checkpoint: Path | None = None,
+    ) -> Self:
+        """Draw the noise and solve for the samples.
+
+        Args:
+            data: An iterable of the same batches each time; it may shuffle.
+            progress: Whether to show a progress bar.
+            generator: Source of the noise.
+            distributed: As for :class:`Posterior`; this class is fitted by one process.
+            checkpoint: A folder to which the draws and the state of the solver are written. A fit that finds it there
+                goes on from it, to the same samples, and draws nothing anew.
+
+        Raises:
+            CheckpointError: The checkpoint is of another network, other data or settings.
+            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
+
+        Warns:
+            ConvergenceWarning: A residual exceeds the tolerance.
+        """
+        self._checkpoint_folder = checkpoint
+        try:
+            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
+        finally:
+            self._checkpoint_folder = None
+
+    @override
+    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+        require_restartable(data, WHY)
+        if self.likelihood.n_noise > 1:
+            raise UnsupportedError(
+                "Samples for several noise levels hold for those levels only.",
+                expected="one noise level",
+                got=f"{self.likelihood.n_noise}",
+                fix="Use lp.Gaussian() with a single noise_std.",
+            )
+        problem = self._prepare(data)
+        self._check_prior()  # the selection is final by now
+        checkpoint = self._checkpoint(self._checkpoint_folder, problem)
+        draws = self._drawn(problem, checkpoint, generator)
+        vector = self.network.vector()
+        z, solved = self._solve(problem, draws, None, checkpoint, "fit", progress=progress)
+        self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
+        self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
+        self._data_sum = problem.curvature.data_sum
+        self._ways = Ways()
+        self._take(z, solved)
+
+    def _prepare(self, data: Iterable[Any]) -> TangentProblem:
+        """One pass over the data, which are checked."""
+        return TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
+
+    def _drawn(
+        self, problem: TangentProblem, checkpoint: Checkpoint | None, generator: torch.Generator | None
+    ) -> Draws:
+        saved = None if checkpoint is None else checkpoint.read("draws", self.network.device)
+        if saved is not None:
+            return Draws(saved[1]["prior"], saved[1]["data"])
+        curvature = problem.curvature
+        draws = Draws(
+            draw_probes(
+                "gaussian",
+                self.n_samples,
+                curvature.shape[1],
+                generator=generator,
+                dtype=curvature.dtype,
+                device=curvature.device,
+            ),
+            curvature.pulled_noise(self.n_samples, generator),
+        )
+        if checkpoint is not None:
+            checkpoint.write("draws", {}, {"prior": draws.prior, "data": draws.data})
+        return draws
+
+    def _solve(
+        self,
+        problem: TangentProblem,
+        draws: Draws,
+        start: Tensor | None,
+        checkpoint: Checkpoint | None,
+        stage: str,
+        *,
+        progress: bool,
+    ) -> tuple[Tensor, Solved]:
+        """Samples ``z [k, P]`` at the present hyperparameters."""
+        saved = None if checkpoint is None else checkpoint.read(stage, self.network.device)
+        system = self._system(problem)
+
+        def keep(state: dict[str, Tensor]) -> None:
+            if checkpoint is not None:
+                checkpoint.write(stage, {}, state)
+
+        solved = solve(
+            system,
+            draws,
+            self.solver,
+            start=None if start is None else start * system.root,
+            precondition=problem.preconditioner(system),
+            state=None if saved is None else saved[1],
+            keep=None if checkpoint is None else keep,
+            progress=progress,
+            description=f"{type(self).__name__}: samples",
+        )
+        return solved.u / system.root, solved
+
+    def _system(self, problem: TangentProblem) -> PriorUnits:
+        """The linear system at the present hyperparameters."""
+        return PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
+
+    def _weight(self) -> float:
+        return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
+
+    def _take(self, z: Tensor, solved: Solved) -> None:
+        """Keep samples, and what their solution says."""
+        index, n_layers = self.network.layer_index(), len(self.network.layers)
+        self._parts = [group_sums(solved.u, other, index, n_layers) for other in (solved.image, solved.u)]
+        self._z, self._solved_at = z, self._hyperparameters()
+        self._report = reported(self._parts, self.network, solved.residual, solved.iterations, solved.converged)
+        warn_unless_converged(self._report, self.solver.tolerance)
+
+    def _hyperparameters(self) -> tuple[Tensor, ...]:
+        precision = self._prior_precision.detach().clone()
+        groups = self._group_index() if precision.numel() > 1 else torch.zeros(0, dtype=torch.long)
+        return precision, groups, torch.tensor(self._weight(), dtype=torch.float64)
+
+    @exactly
+    def solve(self, data: Iterable[Any] | None = None, *, progress: bool = False) -> Self:
+        """Solve for the samples at the present hyperparameters, with the draws of :meth:`fit` and from its samples.
+
+        Args:
+            data: The training data; by default those of :meth:`fit`.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            DataError: The data are not known any more, or not those of the fit.
+
+        Warns:
+            ConvergenceWarning: A residual exceeds the tolerance.
+        """
+        self._require_fit()
+        assert self._draws is not None
+        problem = self._known_problem(data)
+        z, solved = self._solve(problem, self._draws, self._z, None, "fit", progress=progress)
+        self._problem = problem
+        self._take(z, solved)
+        return self
+
+    def _known_problem(self, data: Iterable[Any] | None) -> TangentProblem:
+        if data is None and self._problem is not None:
+            return self._problem
+        problem = self._prepare(self._data.again(data, WHY))
+        if problem.curvature.n_data != self.n_data:
+            raise DataError(
+                "These are not the data that the noise was drawn for.",
+                expected=f"the {self.n_data} examples of fit()",
+                got=f"{problem.curvature.n_data}",
+            )
+        if self._data_sum is not None and not same_sum(self._data_sum, problem.curvature.data_sum):
+            raise DataError(
+                "These are not the data that the noise was drawn for.",
+                expected=f"the {self.n_data} examples of fit(), in any order",
+                got="as many others, or the same with other targets",
+            )
+        return problem
+
+    @override
+    def _deviations(self) -> Tensor:
+        """Samples ``z [k, P]`` at the present hyperparameters."""
+        self._require_fit()
+        now = self._hyperparameters()
+        if any(a.shape != b.shape or not torch.equal(a, b.to(a)) for a, b in zip(self._solved_at, now, strict=True)):
+            self.solve()
+        assert self._z is not None
+        return self._z
+
+    def _checkpoint(self, folder: Path | None, problem: TangentProblem, **more: Any) -> Checkpoint | None:
+        if folder is None:
+            return None
+        curvature = problem.curvature
+        options = self.options()
+        if isinstance(self.solver, CGSolver):  # which does the same whatever its budget, and may be given a greater one
+            options["solver"] = {**options["solver"], "max_iterations": None}
+        numbers = {"number of batches": curvature.n_batches, "data": f"{curvature.data_sum:.6e}", "options": options}
+        return Checkpoint(folder, identity(self, curvature.n_data) | numbers | more)
+
+    # -- evidence ------------------------------------------------------------------------------------------------------
+
+    @exactly
+    def fit_prior_precision(
+        self,
+        method: SampledMethod = "mackay",
+        structure: str | Groups = "scalar",
+        *,
+        data: Iterable[Any] | None = None,
+        evidence: str = "tangent",
+        scaling: str | None = None,
+        predictive_mean: PredictiveMean = "network",
+        tune_noise: bool | None = None,
+        max_steps: int = 10,
+        tolerance: float = 0.05,
+        optimum_tolerance: float = 1e-3,
+        checkpoint: Path | None = None,
+        progress: bool = False,
+    ) -> Self:
+        """Tune the prior precision, and in regression the noise, by the evidence of the tangent model.
+
+        The tangent model's optimum, the samples and the precisions are updated in turn, each from where it was; the
+        effective dimensions come from the samples by the ratio estimator.
+
+        Args:
+            method: ``"mackay"``, or ``"em"``, of which no step lowers the evidence; where the data determine few of a
+                group's parameters, hundreds of them may be needed.
+            structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or groups of your own.
+            data: The training data; by default those of :meth:`fit`.
+            evidence: ``"tangent"``, the only one that there is.
+            scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, which is
+                estimated in one more pass, so that one precision suits layers of all scales.
+            predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's
+                optimum.
+            tune_noise: Whether to tune the Gaussian noise; by default whenever there is any.
+            max_steps: Where to give up.
+            tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
+                the change of the logarithm of the noise variance.
+            optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
+            checkpoint: A folder to which every step, and the solver's state within it, is written. A tuning that finds
+                it there goes on from it, to the same result.
+            progress: Whether to show progress bars.
+
+        Returns:
+            The posterior itself, with ``prior_precision`` (and ``noise_std``) set, and ``tuning``, a
+            :class:`~laplace_plus.posteriors.sampled.expectation_maximisation.SampledTuningResult`.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An unknown method, structure or evidence.
+            CheckpointError: The checkpoint is of another network, other data or settings.
+
+        Warns:
+            ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
+        """
+        z = self._deviations()
+        assert self._draws is not None
+        has_noise = self.noise_std is not None
+        if tune_noise and not has_noise:
+            raise ConfigurationError(
+                "There is no noise to tune.", expected="a Gaussian likelihood", got=type(self.likelihood).__name__
+            )
+        options = TuningOptions(
+            method=method,
+            structure=structure,
+            evidence=evidence,
+            scaling=scaling,
+            predictive_mean=predictive_mean,
+            tune_noise=has_noise if tune_noise is None else tune_noise,
+            max_steps=max_steps,
+            tolerance=tolerance,
+            optimum_tolerance=optimum_tolerance,
+        )
+        problem = self._known_problem(data)
+        folder = self._checkpoint(checkpoint, problem, tuning=options.identity(), draws=digest(self._draws.data))
+        found = tune_prior(self, problem, self._draws, z, options, folder, progress=progress)
+        self._prior_groups, self._prior_precision = found.groups, found.prior_precision
+        if found.result.noise_std is not None:
+            self.noise_std = found.result.noise_std
+        self._problem, self.tuning, self._tangent_mean = problem, found.result, found.tangent_mean
+        self._take(found.z, found.solved)
+        return self
+
+    # -- what the samples give -----------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> SamplingReport:
+        """How the solve at the present hyperparameters ended."""
+        self._deviations()
+        assert self._report is not None
+        return self._report
+
+    @exactly
+    def effective_dimension(self, estimator: Estimator = "ratio") -> EffectiveDimension:
+        """``γ = tr(H⁻¹ M)``, the number of parameters that the data determine, with its standard error over samples.
+
+        Args:
+            estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module of that name.
+        """
+        self._deviations()
+        function_space, weight_space = self._parts
+        return total_dimension(function_space, weight_space, torch.tensor(self.n_parameters), estimator)
+
+    @override
+    def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
+        """The outputs' mean ``[B, *, C]`` and the samples' deviations from it, ``[k, B, *, C]``."""
+        z = self._deviations()
+        if self._tangent_mean is not None:
+            z = torch.cat([z, (self._tangent_mean - self.mean).to(z)[None]])
+        mean, deviations = pushed(self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ways=self._ways)
+        return (mean, deviations) if self._tangent_mean is None else (mean + deviations[-1], deviations[:-1])
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    @override
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        z = self._deviations()
+        draws, report = self._draws, self._report
+        assert draws is not None and report is not None
+        header = {"iterations": report.iterations, "converged": report.converged, "data_sum": self._data_sum}
+        tensors = {
+            "vector": self.mean,
+            "samples": z,
+            "draws.prior": draws.prior,
+            "draws.data": draws.data,
+            "report.residual": report.residual,
+            "report.function_space": self._parts[0],
+            "report.weight_space": self._parts[1],
+        }
+        if self._tangent_mean is not None:
+            tensors["tangent_mean"] = self._tangent_mean
+        return header, tensors
+
+    @override
+    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self._vector, self._z, self._tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
+        self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
+        self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
+        self._solved_at, self._data_sum = self._hyperparameters(), header.get("data_sum")
+        self._report = reported(
+            self._parts, self.network, tensors["report.residual"], header["iterations"], header["converged"]
+        )

@@ -1,0 +1,271 @@
+"""How a subnetwork is chosen: which entries of a network's parameters are worth a posterior.
+
+The squared 2-Wasserstein distance between a Gaussian posterior over all weights and one that keeps some of them and
+fixes the rest at their means is, with both taken as diagonal, the sum of the marginal variances that are left out. It
+is least for the entries of largest variance (Daxberger et al., 2021, *Bayesian deep learning via subnetwork
+inference*).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.distributed import Group
+from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.registry import get_posterior
+from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.selection import Selection, refine, select
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a selector may look at.
+
+    Attributes:
+        candidates: A posterior over all candidate entries, not fitted: network, likelihood and hyperparameters.
+        data: The loader, which can be started again.
+        progress: Whether to show progress bars.
+        generator: Source of randomness.
+        group: The ranks that share the data, if any.
+    """
+
+    candidates: Posterior
+    data: Iterable[Any]
+    progress: bool = False
+    generator: torch.Generator | None = None
+    group: Group | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a selector chose.
+
+    Attributes:
+        mask: ``[P]`` bool over the candidates' parameter vector.
+        variances: The marginal variances ``[P]`` that it looked at, if any.
+    """
+
+    mask: Tensor
+    variances: Tensor | None = None
+
+
+class Selector(ABC):
+    """Chooses a subnetwork; a subclass gives :meth:`choose`."""
+
+    needs_data: ClassVar[bool] = False
+    """Whether it passes over the data."""
+
+    @property
+    def needs_prior(self) -> bool:
+        """Whether its choice depends on the candidates' prior precision."""
+        return True
+
+    @abstractmethod
+    def choose(self, task: Task) -> Choice:
+        """The mask of the chosen entries.
+
+        Raises:
+            SelectionError: There are not so many candidates, or none would be chosen.
+        """
+
+    def config(self) -> dict[str, Any]:
+        """A JSON-able description that :func:`selector_from_config` reads."""
+        options = {} if not hasattr(self, "__dataclass_fields__") else asdict(self)  # type: ignore[call-overload]
+        return {"name": type(self).__name__, **options}
+
+
+def _count(size: float, total: int) -> int:
+    """How many of ``total`` entries: a number as it is, a fraction below one of them all."""
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
+        raise ConfigurationError(
+            "There is no such size of a subnetwork.",
+            expected="a number of entries (int), or a fraction of them between 0 and 1 (float)",
+            got=repr(size),
+        )
+    if isinstance(size, float):
+        if size > 1:
+            raise ConfigurationError(
+                "A fraction of the entries is at most 1.", expected="0 < size <= 1", got=repr(size)
+            )
+        return max(1, round(size * total))
+    if size > total:
+        raise SelectionError(
+            "The subnetwork is larger than what it is chosen from.",
+            expected=f"at most {total:,} entries",
+            got=f"{size:,}",
+            fix="Ask for fewer entries, or name more candidates by parameters=.",
+        )
+    return size
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The mask of the entries of largest score; of equal ones, the first."""
+    if not bool(torch.isfinite(scores).all()):
+        raise NonFiniteError(
+            "The entries cannot be ordered.", expected="finite magnitudes or variances", got="NaN or Inf"
+        )
+    order = scores.sort(descending=True, stable=True).indices
+    mask = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    mask[order[:count]] = True
+    return mask
+
+
+@dataclass(frozen=True)
+class LargestVariance(Selector):
+    """The entries of largest marginal variance.
+
+    Of all choices of that size these leave the smallest Wasserstein distance to the posterior over all candidates, both
+    taken as diagonal. An entry that no prediction depends on has, in a Laplace approximation, the prior's variance, the
+    largest there is, and is chosen first; with many of these, predictions from the subnetwork are too sure. SGD does
+    not move such entries, and its variances leave them out.
+
+    Args:
+        size: Number of entries (int), or the fraction of all candidates (float, at most 1).
+        variances: ``"laplace"``: of a diagonal Laplace approximation at the posterior's own prior precision, which
+            takes one more pass over the data; or a :class:`DiagonalSWAG`, which trains a copy of the network a little
+            further and takes the variances of its weights on the way.
+    """
+
+    size: int | float
+    variances: str | DiagonalSWAG = "laplace"
+    needs_data: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.variances, Mapping):  # as a configuration has it
+            object.__setattr__(self, "variances", DiagonalSWAG(**self.variances))
+        if self.variances != "laplace" and not isinstance(self.variances, DiagonalSWAG):
+            raise ConfigurationError(
+                "Unknown source of variances.", expected='"laplace" or lp.DiagonalSWAG(...)', got=repr(self.variances)
+            )
+
+    @property
+    @override
+    def needs_prior(self) -> bool:
+        return self.variances == "laplace"
+
+    @override
+    def choose(self, task: Task) -> Choice:
+        candidates = task.candidates
+        count = _count(self.size, candidates.n_parameters)
+        if isinstance(self.variances, DiagonalSWAG):
+            variances = self.variances.run(
+                candidates.network, candidates.likelihood, task.data, progress=task.progress, generator=task.generator
+            )
+        else:
+            diagonal = get_posterior("Diagonal")(
+                candidates.network.model,
+                candidates.likelihood,
+                parameters=refine(candidates.network.selected),
+                prior_precision=candidates.prior_precision,
+                temperature=candidates.temperature,
+                backend=candidates.backend,
+                memory_budget=candidates.memory_budget,
+            )
+            diagonal._run_fit(task.data, task.group, update=False, progress=task.progress, generator=task.generator)
+            variances = diagonal.variance()  # type: ignore[attr-defined]
+        return Choice(_largest(variances, count), variances)
+
+
+@dataclass(frozen=True)
+class LargestMagnitude(Selector):
+    """The entries of largest absolute value; ``size`` as for :class:`LargestVariance`."""
+
+    size: int | float
+    needs_prior = False
+
+    @override
+    def choose(self, task: Task) -> Choice:
+        vector = task.candidates.network.vector()
+        return Choice(_largest(vector.abs(), _count(self.size, len(vector))))
+
+
+@dataclass(frozen=True)
+class Random(Selector):
+    """Entries at random, without replacement; ``size`` as for :class:`LargestVariance`.
+
+    Args:
+        size: Number or fraction of entries.
+        seed: Where the draw starts; by default the ``generator`` of ``fit``, or torch's own.
+    """
+
+    size: int | float
+    seed: int | None = None
+    needs_prior = False
+
+    @override
+    def choose(self, task: Task) -> Choice:
+        total = task.candidates.n_parameters
+        generator = torch.Generator()
+        if self.seed is not None:
+            generator.manual_seed(self.seed)
+        elif task.generator is not None:
+            generator.manual_seed(draw_seed(task.generator))
+        else:
+            generator.manual_seed(int(torch.randint(2**62, ())))
+        mask = torch.zeros(total, dtype=torch.bool)
+        mask[torch.randperm(total, generator=generator)[: _count(self.size, total)]] = True
+        return Choice(mask)
+
+
+class Chosen(Selector):
+    """Entries that the caller names.
+
+    Args:
+        selection: Parameter or module names, globs, a predicate or a mask, as for ``parameters=``; entries that are not
+            among the candidates are left out.
+    """
+
+    needs_prior = False
+
+    def __init__(self, selection: Selection = "all"):
+        self.selection = selection
+
+    def __repr__(self) -> str:
+        text = self.selection if isinstance(self.selection, str) else type(self.selection).__name__
+        return f"Chosen({text!r})"
+
+    @override
+    def config(self) -> dict[str, Any]:
+        return {"name": "Chosen"}  # a loaded posterior knows its entries
+
+    @override
+    def choose(self, task: Task) -> Choice:
+        network = task.candidates.network
+        chosen = {item.name: item for item in select(network.model, self.selection)}
+        pieces = []
+        for item in network.selected:
+            mine = chosen.get(item.name)
+            size = item.shape.numel()
+            mask = torch.zeros(size, dtype=torch.bool)
+            if mine is not None:
+                mask = torch.ones(size, dtype=torch.bool) if mine.mask is None else mine.mask.cpu()
+            pieces.append(mask if item.mask is None else mask[item.mask.cpu()])
+        mask = torch.cat(pieces)
+        if not mask.any():
+            raise SelectionError(
+                "None of the named entries is a candidate.",
+                expected=f"some of {', '.join(network.parameter_names[:6])} …",
+                got=", ".join(list(chosen)[:6]),
+            )
+        return Choice(mask)
+
+
+_SELECTORS: dict[str, type[Selector]] = {
+    cls.__name__: cls for cls in (LargestVariance, LargestMagnitude, Random, Chosen)
+}
+
+
+def selector_from_config(config: Mapping[str, Any]) -> Selector:
+    """Rebuild a selector from its :meth:`Selector.config`; one that is not ours comes back as the entries it chose."""
+    options = dict(config)
+    cls = _SELECTORS.get(options.pop("name"))
+    return Chosen() if cls is None else cls(**options)

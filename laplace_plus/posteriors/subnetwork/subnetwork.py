@@ -1,0 +1,231 @@
+"""Subnetwork inference (Daxberger et al., 2021): a posterior over the weights that matter, all others fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from laplace_plus.curvature import Structure
+from laplace_plus.curvature.capture import capture_batch
+from laplace_plus.distributed import broadcast_
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.registry import get_posterior, name_of
+from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, selector_from_config
+from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.selection import Selection, refine
+
+
+class Subnetwork(GaussianPosterior):
+    """A Gaussian posterior over a chosen subset of the weights; the others stay at their trained values.
+
+    Choose it where a last layer alone says too little and all weights are too many for a full covariance: a few
+    thousand well-chosen weights anywhere in the network keep their correlations. Which ones matters more than how many:
+    what is fixed adds no uncertainty, so that a poor choice is overconfident, and its evidence does not tell. Begin
+    with ``lp.LargestVariance(size, variances=lp.DiagonalSWAG())``, or :class:`LargestMagnitude`, which takes no data.
+
+    After ``fit`` everything (``n_parameters``, ``parameter_names``, samples, layer-wise priors) is about the chosen
+    entries alone; their number S decides the cost: with ``lp.Full``, S² numbers, or S times the rows of data where
+    those are fewer, and for predictions the gradients of each input's outputs in the layers that hold chosen entries.
+
+    A posterior that is fitted again chooses anew, a loaded one among the entries that it has. A layer-wise prior
+    precision stays with its layers; :meth:`fit` raises :class:`ConfigurationError` where it, or any other that is not
+    one number, says nothing of entries that it is needed for.
+
+    Args:
+        model: The trained ``nn.Module``.
+        likelihood: As for :class:`Posterior`.
+        selector: :class:`LargestVariance`, :class:`LargestMagnitude`, :class:`Random` or another
+            ``Selector``; or names, globs, a predicate or a mask of entries.
+        posterior: Class of the posterior over the chosen entries: ``lp.Full``, ``lp.KFAC`` or ``lp.Diagonal``, or the
+            name of one. ``lp.KFAC`` keeps Kronecker products for layers that were chosen whole, and an exact dense or
+            diagonal block for the chosen entries of the others.
+        posterior_options: That class's own keyword arguments.
+        parameters: The candidates.
+        **options: As for :class:`Posterior`. A prior precision or mean given here is one number; once the entries are
+            chosen, the precision may be set or tuned layer by layer or entry by entry.
+
+    Raises:
+        ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries.
+        SelectionError: By :meth:`fit`, a subnetwork larger than the candidates, or empty.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+        >>> posterior = lp.Subnetwork(net, "regression", lp.LargestVariance(10)).fit([(x, 2 * x)])
+        >>> posterior.n_parameters
+        10
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        selector: Selector | Selection | None = None,
+        posterior: type[GaussianPosterior] | str = "Full",
+        *,
+        posterior_options: dict[str, Any] | None = None,
+        parameters: Selection = "all",
+        **options: Any,
+    ):
+        loading = isinstance(selector, dict) and "name" in selector  # then the entries are known already
+        if isinstance(selector, dict) and loading:
+            selector = selector_from_config(selector)
+        if selector is None:
+            raise ConfigurationError(
+                "A subnetwork needs to be chosen.",
+                expected="a selector such as lp.LargestVariance(1000), or names or a mask of entries",
+                got="none",
+            )
+        self.selector = selector if isinstance(selector, Selector) else Chosen(selector)
+        cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
+        if not (isinstance(cls, type) and issubclass(cls, GaussianPosterior)) or issubclass(cls, Subnetwork):
+            raise ConfigurationError(
+                "A subnetwork has a Gaussian posterior.", expected="lp.Full, lp.KFAC or lp.Diagonal", got=repr(cls)
+            )
+        self.inner_class, self.inner_options = cls, dict(posterior_options or {})
+        super().__init__(model, likelihood, parameters=parameters, **options)
+        if not loading and (self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1):
+            raise ConfigurationError(
+                "Which entries a prior with many numbers belongs to is only known once the subnetwork is chosen.",
+                expected="one number for prior_precision and for prior_mean",
+                got=f"{self._prior_precision.numel()} and {self._prior_mean.numel()} of them",
+                fix="Set posterior.prior_precision after fit(), or tune it with structure='layerwise'.",
+            )
+        self._model = model
+        self._candidates = self.network
+        self._inner = self._over(self.network.selection)
+        self._choice: Choice | None = None
+
+    @property
+    @override
+    def structure(self) -> Structure:
+        return self._inner.structure
+
+    @override
+    def options(self) -> dict[str, Any]:
+        return {
+            "selector": self.selector.config(),
+            "posterior": name_of(self.inner_class),
+            "posterior_options": self._inner.options(),
+        }
+
+    def squared_wasserstein(self, variances: Tensor | None = None) -> Tensor:
+        """What is lost by fixing the other entries: the squared 2-Wasserstein distance to the posterior over all.
+
+        With both taken as diagonal, the sum of the marginal variances of the candidates that were not chosen (Daxberger
+        et al., 2021), in squared units of the parameters.
+
+        Args:
+            variances: Marginal variances of all candidates, ``[P]``, such as ``lp.Diagonal(...).fit(data).variance()``
+                of them gives; by default those that the selector looked at.
+
+        Returns:
+            0-d.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: The selector looked at no variances, or the choice was made before saving.
+            ConfigurationError: Not one variance for each candidate.
+        """
+        self._require_fit()
+        choice = self._choice
+        if choice is None or (variances is None and choice.variances is None):
+            raise UnsupportedError(
+                "The marginal variances of the entries are not known.",
+                expected="variances=lp.Diagonal(model, likelihood).fit(data).variance(), after fit()",
+                got=f"none, from {self.selector!r}",
+            )
+        known = choice.variances if variances is None else variances
+        assert known is not None
+        if known.shape != choice.mask.shape:
+            raise ConfigurationError(
+                "The variances are not those of the candidates.",
+                expected=f"{len(choice.mask)} of them",
+                got=f"shape {tuple(known.shape)}",
+            )
+        return known[~choice.mask.to(known.device)].sum()
+
+    @override
+    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
+        choice, precision = self._choice, self._prior_precision
+        if update:
+            inner = self._over(refine(self.network.selected))
+            inner.network = self.network
+            inner._adopt(self._require_sums(), self.mean)
+        else:
+            choice = self._choose(data, progress=progress, generator=generator)
+            inner = self._over(refine(self._candidates.selected, choice.mask))
+            if self._is_layerwise():
+                precision = self._precision_of(inner.layer_names)
+        inner._group = self._group
+        with inner.network.learning(afresh=not update):
+            inner._fit(data, update=update, progress=progress, generator=generator)
+        assert inner._sums is not None
+        before = self.network, self._prior_precision
+        self.network, self._prior_precision = inner.network, precision
+        try:
+            self._adopt(inner._sums, self.network.vector())
+        except BaseException:
+            self.network, self._prior_precision = before
+            raise
+        self._inner, self._choice = inner, choice
+
+    def _choose(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> Choice:
+        candidates = self._over(self._candidates.selection)
+        last_layer = candidates._is_last_layer()
+        if self.selector.needs_data or last_layer:
+            require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
+        if last_layer:
+            for batch in self._batches(data, progress=False, description=""):
+                capture_batch(candidates.network, batch)  # execution order tells which layer is the last one
+                break
+        if self._prior_precision.numel() > 1 and self.selector.needs_prior:
+            candidates.prior_precision = self._precision_of(candidates.layer_names)
+        choice = self.selector.choose(Task(candidates, data, progress, generator, self._group))
+        if self._group is not None:
+            mask = choice.mask.clone().to(torch.uint8)
+            broadcast_(self._group, [mask], 0)
+            choice = Choice(mask.bool(), choice.variances)
+        self._candidates = candidates.network
+        return choice
+
+    def _is_layerwise(self) -> bool:
+        return self._prior_groups is None and 1 < self._prior_precision.numel() == len(self.layer_names)
+
+    def _precision_of(self, layers: tuple[str, ...]) -> Tensor:
+        """The present layer-wise prior precision for entries of other layers, or of the same in another order."""
+        known = {name: number for number, name in enumerate(self.layer_names if self._is_layerwise() else ())}
+        unknown = [name for name in layers if name not in known]
+        if unknown:
+            raise ConfigurationError(
+                "The prior precision says nothing of some entries that are, or may be, chosen.",
+                expected=f"one number, or one for each of the layers {', '.join(layers)}",
+                got=f"{self._prior_precision.numel()} numbers, none of them for {', '.join(unknown)}",
+                fix="Set posterior.prior_precision to one number before fitting again.",
+            )
+        return self._prior_precision[[known[name] for name in layers]]
+
+    def _over(self, parameters: Selection) -> GaussianPosterior:
+        """The posterior over some entries, with the hyperparameters of this one."""
+        return self.inner_class(
+            self._model,
+            self.likelihood,
+            parameters=parameters,
+            prior_precision=self._prior_precision if self._prior_precision.numel() == 1 else 1.0,
+            prior_mean=self._prior_mean,
+            temperature=self._temperature,
+            backend=self.backend,
+            memory_budget=self.memory_budget,
+            **self.inner_options,
+        )
+
+    @override
+    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        GaussianPosterior._restore(self, header, tensors)
+        self._inner = self._over(self.network.selection)

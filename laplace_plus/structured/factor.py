@@ -1,0 +1,164 @@
+"""Positive definite matrices that are ready to be inverted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.errors import NotPositiveDefiniteError
+from laplace_plus.structured.bases import Basis, DenseBasis, KroneckerBasis, Rotation
+from laplace_plus.structured.parameter_slices import Placement
+from laplace_plus.structured.plateaus import Plateau, find, typical_length
+from laplace_plus.structured.stacks import OuterStack, Stack
+
+
+def not_positive_definite(smallest: float) -> NotPositiveDefiniteError:
+    """The error for a posterior precision with an eigenvalue that is not positive."""
+    return NotPositiveDefiniteError(
+        "The posterior precision is not positive definite.",
+        expected="curvature/temperature + prior precision with positive eigenvalues",
+        got=f"an eigenvalue of {smallest:.3g}",
+        fix="Raise the prior precision, or use the GGN instead of an indefinite Hessian.",
+    )
+
+
+class Factor(ABC):
+    """A positive definite matrix M over the entries of a ``[G, o, i]`` array.
+
+    Attributes:
+        basis: Prepares stacks for :meth:`weigh`; factors that share it can share what it prepared.
+    """
+
+    basis: Rotation
+
+    @abstractmethod
+    def weigh(self, rotated: Stack, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for matrices that :attr:`basis` has rotated; ``mode`` as in :meth:`Stack.quadratic`."""
+
+    @abstractmethod
+    def log_determinant(self) -> Tensor:
+        """``log det M``, 0-d float64."""
+
+    @abstractmethod
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from N(0, M⁻¹) for standard normal ``noise [n, G, o, i]``."""
+
+    @property
+    def reads_matrices(self) -> bool:
+        """Whether :meth:`sample` reads matrices larger than a draw, so that many draws at a time are quicker."""
+        return True
+
+    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: Placement) -> None:
+        """Add draws to vectors, at the places of this matrix's entries.
+
+        Args:
+            batches: Pairs of standard normal ``noise [n, G, o, i]``, which may be overwritten, and vectors ``[n, P]``.
+            placement: The places.
+        """
+        for noise, vectors in batches:
+            placement.add_(vectors, self.sample(noise))
+
+    @abstractmethod
+    def variances(self) -> Tensor:
+        """The diagonal of ``M⁻¹``, ``[G, o, i]``."""
+
+    @abstractmethod
+    def covariance(self) -> Tensor:
+        """``M⁻¹`` written out, ``[G, n, n]`` with n = o·i; only for small n."""
+
+    def quadratic(self, stack: Stack, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for the matrices of a stack; ``mode`` as in :meth:`Stack.quadratic`."""
+        return self.weigh(self.basis.rotate(stack), mode)
+
+
+@dataclass(frozen=True)
+class EigenFactor(Factor):
+    """The matrix ``M = R⁻ᵀ diag(values) R⁻¹``, whose inverse is ``R diag(1/values) Rᵀ``.
+
+    Attributes:
+        basis: R.
+        values: Positive ``[G, o, i]``.
+        log_scale: ``−2 log |det R|``, zero for orthogonal bases.
+
+    Raises:
+        NotPositiveDefiniteError: A value is zero, negative or NaN.
+    """
+
+    basis: Basis
+    values: Tensor
+    log_scale: Tensor | float = field(default=0.0)
+    _plateaus: dict[tuple[int, int, torch.dtype, str], Plateau | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        smallest = self.values.detach().min()
+        if not smallest > 0:
+            raise not_positive_definite(smallest.item())
+
+    @override
+    def log_determinant(self) -> Tensor:
+        return self.values.double().log().sum() + self.log_scale
+
+    @override
+    def weigh(self, rotated: Stack, mode: str) -> Tensor:
+        if isinstance(rotated, OuterStack):
+            rotated = rotated.without_zeros()
+            plateau = self._plateau(rotated, mode)
+            if plateau is not None:
+                return plateau.quadratic(rotated.unturned(), mode)
+        return rotated.quadratic(self.values.reciprocal().to(rotated.dtype), mode)
+
+    def _plateau(self, rotated: OuterStack, mode: str) -> Plateau | None:
+        """Where the values are the same up to rounding and fewer operations follow from that."""
+        if rotated.left_turn is None or rotated.right_turn is None or mode == "joint" or len(self.values) > 1:
+            return None
+        recording = rotated.records or (torch.is_grad_enabled() and self.values.requires_grad)
+        if rotated.n_positions == 1 or rotated.device.type != "cpu" or recording:
+            return None
+        key = rotated.n_directions, typical_length(rotated.n_positions), rotated.dtype, mode
+        if key not in self._plateaus:
+            self._plateaus[key] = find(rotated, self.values, mode)
+        return self._plateaus[key]
+
+    @override
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.basis.expand(noise * self.values.rsqrt())
+
+    @property
+    @override
+    def reads_matrices(self) -> bool:
+        return isinstance(self.basis, DenseBasis)
+
+    @override
+    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: Placement) -> None:
+        deviations, basis = self.values.rsqrt(), self.basis
+        for noise, vectors in batches:
+            noise *= deviations
+            if isinstance(basis, KroneckerBasis) and noise.shape[:2] == (1, 1) and placement.is_contiguous:
+                # One large matrix: the second product is added in place, without a result of its own.
+                rows = basis.left[0] @ noise[0, 0]
+                for columns, view in placement.views(vectors):
+                    if basis.right is None:
+                        view[0, 0] += rows[:, columns]
+                    else:
+                        view[0, 0].addmm_(rows, basis.right[0, columns].mT)
+            else:
+                placement.add_(vectors, basis.expand(noise))
+
+    @override
+    def variances(self) -> Tensor:
+        return self.basis.spread(self.values.reciprocal())
+
+    @override
+    def covariance(self) -> Tensor:
+        groups, rows, columns = self.values.shape
+        n = rows * columns
+        identity = torch.eye(n, dtype=self.values.dtype, device=self.values.device).view(n, 1, rows, columns)
+        columns_of = self.basis.expand(identity.expand(n, groups, rows, columns) * self.values.rsqrt()).flatten(2)
+        return torch.einsum("kgi,kgj->gij", columns_of, columns_of)

@@ -1,0 +1,1 @@
+"""The exact curvature of a softmax output layer with many classes."""

@@ -1,0 +1,159 @@
+"""A linear head's curvature as a block that holds the data's rows until a dense matrix is the smaller of the two."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.structured.blocks import Block, DenseBlock
+from laplace_plus.structured.factor import Factor
+from laplace_plus.structured.softmax_head.determinant import HeadLogDeterminant
+from laplace_plus.structured.softmax_head.precision import HeadFactor
+from laplace_plus.structured.softmax_head.rows import HeadRows
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
+
+
+def require_dense(n_entries: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise :class:`ConfigurationError` where a dense matrix over so many entries does not fit into memory."""
+    needed = 3 * n_entries**2 * torch.finfo(dtype).bits / 8  # the matrix, its eigenvectors and work space
+    available = device_memory(device)
+    if needed > available:
+        raise ConfigurationError(
+            f"A full covariance of {n_entries:,} parameters does not fit into memory.",
+            expected=f"at most about {int((available / needed) ** 0.5 * n_entries):,} selected entries",
+            got=f"{n_entries:,}, for which {needed / 2**30:,.0f} GiB would be needed",
+            fix="Use lp.KFAC or lp.Diagonal, or select fewer parameters, such as parameters='last_layer'.",
+        )
+
+
+class HeadBlock(Block):
+    """``H = Σ_n (diag p_n − p_n p_nᵀ) ⊗ φ_n φ_nᵀ``, exactly, or without the outer products ``p pᵀ``.
+
+    With fewer rows N than the matrix has columns, ``C·i``, features and probabilities say everything about it, in
+    ``N·(C + i)`` numbers, and :class:`HeadFactor` inverts it through matrices of N × N. Beyond that the block turns
+    into a dense one.
+
+    Args:
+        rows: Features and probabilities, or the dense block that they have become.
+        shape: ``(1, C, i)``.
+    """
+
+    storage: ClassVar[str] = "head"
+
+    def __init__(self, rows: HeadRows | DenseBlock, shape: tuple[int, int, int]):
+        self.shape = shape
+        self.n_components = 1
+        self._pieces: list[HeadRows] = []
+        self._dense: DenseBlock | None = None
+        if isinstance(rows, DenseBlock):
+            self._dense = rows
+        else:
+            self._pieces.append(rows)
+            self._settle()
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> HeadBlock:
+        """The block that :meth:`tensors` described."""
+        if "matrix" in tensors:
+            return cls(DenseBlock(tensors["matrix"], shape), shape)
+        return cls(HeadRows(tensors["features"], tensors["scales"], bool(tensors["coupled"])), shape)
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """What the block is, for summaries."""
+        if self._dense is not None:
+            return self._dense.kind
+        return f"dense, from {self.n_rows} rows of data"
+
+    @property
+    def n_rows(self) -> int:
+        """N, the number of rows that are held."""
+        return sum(len(piece.features) for piece in self._pieces)
+
+    @property
+    def rows(self) -> HeadRows:
+        """The rows of all data so far."""
+        if len(self._pieces) > 1:
+            features = torch.cat([piece.features for piece in self._pieces])
+            scales = torch.cat([piece.scales for piece in self._pieces])
+            self._pieces = [HeadRows(features, scales, self._pieces[0].coupled)]
+        return self._pieces[0]
+
+    @override
+    def add_(self, other: Block) -> None:
+        assert isinstance(other, HeadBlock)
+        if self._dense is None and other._dense is None:
+            self._pieces.extend(other._pieces)
+            self._settle()
+            return
+        mine, theirs = self._as_dense(), other._as_dense()
+        mine.add_(theirs)
+        self._dense, self._pieces = mine, []
+
+    def _settle(self) -> None:
+        """Turn into a dense matrix where there are more rows than that has columns.
+
+        Raises:
+            ConfigurationError: Neither fits into memory.
+        """
+        entries, features = self.shape[1] * self.shape[2], self._pieces[0].features
+        if self.n_rows > entries:
+            self._dense, self._pieces = self._as_dense(), []
+            return
+        needed, available = 3 * 8 * self.n_rows**2, device_memory(features.device)
+        if needed > available:
+            raise ConfigurationError(
+                f"A full covariance of {entries:,} parameters does not fit into memory.",
+                expected=f"at most about {int((available / 24) ** 0.5):,} rows of data, "
+                f"or {int((available / 12) ** 0.5):,} parameters",
+                got=f"{self.n_rows:,} rows and {entries:,} parameters",
+                fix="Use lp.KFAC or lp.Diagonal, or fit to fewer data.",
+            )
+
+    def _as_dense(self) -> DenseBlock:
+        if self._dense is not None:
+            return self._dense
+        rows = self.rows
+        require_dense(self.shape[1] * self.shape[2], rows.features.dtype, rows.features.device)
+        return DenseBlock(rows.dense()[None, None], self.shape)
+
+    @override
+    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
+        if self._dense is not None:
+            return self._dense.factor(weights, diagonal)
+        return HeadFactor(self.rows, weights[0], diagonal)
+
+    @override
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        if self._dense is not None:
+            return self._dense.log_determinant(weights, diagonal)
+        value: Tensor = HeadLogDeterminant.apply(self.rows, weights[0], diagonal)
+        return value
+
+    @override
+    def dense(self, weights: Tensor) -> Tensor:
+        if self._dense is not None:
+            return self._dense.dense(weights)
+        return (self.rows.dense() * weights[0].to(self.rows.features))[None].to(weights.dtype)
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        if self._dense is not None:
+            return self._dense.tensors()
+        rows = self.rows
+        return {"features": rows.features, "scales": rows.scales, "coupled": torch.tensor(rows.coupled)}
+
+    @override
+    def clone(self) -> HeadBlock:
+        return HeadBlock(self.rows if self._dense is None else self._dense.clone(), self.shape)

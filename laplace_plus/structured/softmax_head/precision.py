@@ -1,0 +1,481 @@
+"""The exact curvature of a linear head with many outputs, block-diagonal minus a matrix of low rank.
+
+With features ``φ_n ∈ R^i`` and output Hessians ``diag p_n − p_n p_nᵀ`` (softmax), the curvature of the layer is
+
+    H = Σ_n (diag p_n − p_n p_nᵀ) ⊗ φ_n φ_nᵀ = blockdiag_c(Φᵀ P_c Φ) − U Uᵀ,   U_n = p_n ⊗ φ_n,
+
+with ``P_c = diag_n(p_nc)``. So ``H + D`` is inverted by Woodbury's identity from C matrices of N × N and one more,
+and never takes ``(C·i)²``. With ``G_c = Φ D_c⁻¹ Φᵀ`` and
+
+    E_c = (G_c + P_c⁻¹)⁻¹ = P_c^½ (I + P_c^½ G_c P_c^½)⁻¹ P_c^½,   K = Σ_c E_c,
+
+the matrix that Woodbury's identity inverts is K, a sum of positive semi-definite terms without any cancellation, and
+
+    log det (H + D) = Σ_c [log det D_c + log det (I + P_c^½ G_c P_c^½)] + log det K,
+    φᵀ [(H + D)⁻¹]_cc' φ' = δ_cc' φᵀ (D_c⁻¹ − D_c⁻¹ Φᵀ E_c Φ D_c⁻¹) φ' + (E_c k_c)ᵀ K⁻¹ (E_c' k'_c'),   k_c = Φ D_c⁻¹ φ.
+
+These are the formulas of Laplace's method for Gaussian process classification with a linear kernel (Williams and
+Barber, 1998; Rasmussen and Williams, 2006, section 3.5). Without ``p pᵀ`` (many binary outputs) only the blocks remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus import _memory
+from laplace_plus.kernels import symmetric_update, symmetrize_
+from laplace_plus.linalg.symmetric import symmetric_eigen
+from laplace_plus.structured.bases import Rotation
+from laplace_plus.structured.blocks import clamp_rounding
+from laplace_plus.structured.factor import Factor, not_positive_definite
+from laplace_plus.structured.softmax_head.gradients import HeadStack
+from laplace_plus.structured.softmax_head.inverses import inverse_by_blocks, log_determinant_of, raised
+from laplace_plus.structured.softmax_head.rows import HeadRows
+from laplace_plus.structured.softmax_head.series import HeadSeries
+from laplace_plus.structured.softmax_head.variances import HeadVariances
+from laplace_plus.structured.stacks import OuterStack, Stack
+
+CACHE_BYTES = 4 * 2**20
+"""N × N matrices are worked on so many bytes at a time, which stay in a processor's caches."""
+
+SINGLE_CONDITION = 2e3
+"""Up to this condition number matrices that need no more are inverted in float32."""
+
+
+@dataclass(frozen=True)
+class _Inverses:
+    """For some classes c: ``E_c``, and what else came with it.
+
+    Attributes:
+        classes: Which.
+        matrices: ``E_c [c, N, N]``.
+        log_determinant: ``Σ_c log det (I + S_c)`` with ``S_c = P_c^½ G_c P_c^½``, 0-d float64.
+        trace: ``Σ_c tr T_c`` with ``T_c = (I + S_c)⁻¹``, 0-d float64.
+        squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``, where derivatives are wanted; its lower triangle.
+    """
+
+    classes: slice
+    matrices: Tensor
+    log_determinant: Tensor
+    trace: Tensor
+    squares: Tensor | None
+
+
+class HeadRotation(Rotation):
+    """Leaves stacks as they are: a head works on features."""
+
+    @override
+    def rotate(self, stack: Stack) -> Stack:
+        return stack
+
+
+class HeadFactor(Factor):
+    """``M = w H + D`` for a head's curvature H, inverted by Woodbury's identity.
+
+    Args:
+        rows: What H is made of.
+        weight: w, 0-d.
+        diagonal: D, 0-d or ``[1, C, i]``.
+        dtype: The type that inverses are computed in; by default float64, unless float32 is as good and what the rows
+            have.
+        derivatives: Whether :meth:`trace_of_inverse` will be asked for.
+
+    Raises:
+        NotPositiveDefiniteError: An entry of D is zero, negative or NaN.
+    """
+
+    def __init__(
+        self,
+        rows: HeadRows,
+        weight: Tensor,
+        diagonal: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        derivatives: bool = False,
+    ):
+        smallest = diagonal.detach().min()
+        if not smallest > 0:
+            raise not_positive_definite(smallest.item())
+        self.basis = HeadRotation()
+        self.rows, self.weight = rows, weight.detach().double()
+        self.diagonal = (diagonal[0] if diagonal.ndim else diagonal).detach().double()
+        self.n_rows, self.n_outputs = rows.scales.shape
+        self.n_features = rows.features.shape[1]
+        self.dtype = self._sufficient() if dtype is None else dtype
+        self.derivatives = derivatives
+        self._kept: list[_Inverses] | None = None
+        self._variances: HeadVariances | None = None
+        self._n_asked = 0
+        self._series: HeadSeries | None = None
+        # In float64 the series would have to be as good as float64.
+        self._try_series = rows.coupled and (rows.features.dtype if dtype is None else dtype) != torch.float64
+
+    # -- the matrices of each class ------------------------------------------------------------------------------------
+
+    def _sufficient(self) -> torch.dtype:
+        if self.rows.features.dtype == torch.float64:
+            return torch.float64
+        squares = self.rows.features.double().square().sum(1) / self.diagonal.min()
+        condition = self.weight * (squares @ self.rows.scales.double()).max()
+        return torch.float32 if condition <= SINGLE_CONDITION else torch.float64
+
+    @cached_property
+    def _features(self) -> Tensor:
+        return self.rows.features.to(self.dtype)
+
+    def _scaled(self, classes: slice) -> Tensor:
+        """``Φ D_c⁻¹`` for some classes, ``[c, N, i]`` (or ``[1, N, i]`` where they are all alike)."""
+        inverse = self.diagonal.reciprocal().to(self.dtype)
+        return self._features[None] * (inverse[classes][:, None] if inverse.ndim else inverse)
+
+    @cached_property
+    def _gram(self) -> Tensor | None:
+        """``Φ D⁻¹ Φᵀ [1, N, N]``, where all classes share it."""
+        return None if self.diagonal.ndim else self._scaled(slice(0, 1)) @ self._features.T
+
+    def _roots(self, classes: slice) -> Tensor:
+        """``(w P_c)^½`` for some classes, ``[c, N, 1]``."""
+        return (self.weight * self.rows.scales[:, classes].double()).sqrt().to(self.dtype).T[:, :, None]
+
+    def _shifted(self, classes: slice) -> tuple[Tensor, Tensor]:
+        """``I + S_c [c, N, N]`` and :meth:`_roots`."""
+        gram, root = self._gram, self._roots(classes)
+        if gram is None:
+            gram = self._scaled(classes) @ self._features.T
+        shifted = gram * root
+        shifted *= root.mT
+        shifted.diagonal(dim1=-2, dim2=-1).add_(1)
+        return shifted, root
+
+    def _unscaled(self, classes: slice) -> tuple[Tensor, Tensor]:
+        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, see :func:`~.head_inverses.raised`."""
+        gram = self._gram
+        if gram is None:
+            gram = self._scaled(classes) @ self._features.T
+        scales = raised(self.weight * self.rows.scales[:, classes].double(), gram, self.dtype)
+        matrices = gram.repeat(len(scales) // len(gram), 1, 1)
+        matrices.diagonal(dim1=-2, dim2=-1).add_(scales.reciprocal())
+        return matrices, scales
+
+    def _lower(self, shifted: Tensor) -> Tensor:
+        """A root L of ``I + S_c = L Lᵀ``: triangular, unless rounding has made S_c indefinite."""
+        lower, failed = torch.linalg.cholesky_ex(shifted)
+        if not failed.any():
+            return lower
+        wrong = failed.nonzero().squeeze(-1)
+        values, vectors = symmetric_eigen(shifted[wrong].double())
+        values = clamp_rounding(values - 1).clamp(min=0) + 1
+        root = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
+        # Of a positive definite symmetric root the triangular one is the other factor of a QR decomposition.
+        upper = torch.linalg.qr(root, mode="r").R
+        signs = upper.diagonal(dim1=-2, dim2=-1).sign()
+        lower[wrong] = (upper * signs[..., None]).mT.to(lower.dtype)
+        return lower
+
+    def _slices(self) -> Iterator[slice]:
+        item = torch.finfo(self.dtype).bits // 8
+        ceiling = min(CACHE_BYTES, _memory.budget(self._features.device) // 8)
+        width = max(self.n_rows, self.n_features) if self.diagonal.ndim else self.n_rows
+        step = max(1, ceiling // (item * self.n_rows * width))
+        for start in range(0, self.n_outputs, step):
+            yield slice(start, min(start + step, self.n_outputs))
+
+    def _invert(self, classes: slice) -> _Inverses:
+        # G_c + (w P_c)⁻¹ is I + S_c but for a scaling of rows and columns, of which rounding knows nothing.
+        matrices, scales = self._unscaled(classes)
+        inverse, log_determinant, failed = inverse_by_blocks(matrices)
+        log_determinant += scales.log().sum()
+        if failed:
+            shifted, root = self._shifted(classes)
+            lower = self._lower(shifted)
+            inverse, log_determinant = torch.cholesky_inverse(lower) * root * root.mT, log_determinant_of(lower)
+        trace = (inverse.diagonal(dim1=-2, dim2=-1) / scales).sum()
+        squares = None
+        if self.derivatives:
+            flat = (inverse * scales.rsqrt().to(self.dtype)[:, :, None]).flatten(0, 1)  # T_c P_c^½, [c·N, N]
+            squares = symmetric_update(inverse.new_zeros(inverse.shape[1:]), flat)
+        return _Inverses(classes, inverse, log_determinant, trace, squares)
+
+    def inverses(self) -> Iterator[_Inverses]:
+        """``E_c`` of all classes, some at a time; kept where they fit into the memory budget."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        size = self.n_outputs * self.n_rows**2 * torch.finfo(self.dtype).bits // 8
+        fits = not self.derivatives and size <= _memory.budget(self._features.device) // 2
+        kept: list[_Inverses] | None = [] if fits else None
+        for classes in self._slices():
+            found = self._invert(classes)
+            if kept is not None:
+                kept.append(found)
+            yield found
+        self._kept = kept
+
+    @cached_property
+    def _totals(self) -> _Inverses:
+        """The sums over all classes, with K ``[N, N]`` in place of its terms, float64."""
+        total = torch.zeros(self.n_rows, self.n_rows, dtype=torch.float64, device=self._features.device)
+        log_determinant, trace, squares = total.new_zeros(()), total.new_zeros(()), torch.zeros_like(total)
+        for part in self.inverses():
+            total += part.matrices.sum(0)
+            log_determinant += part.log_determinant
+            trace += part.trace
+            if part.squares is not None:
+                squares += part.squares
+        symmetrize_(squares)
+        return _Inverses(slice(0, self.n_outputs), total, log_determinant, trace, squares)
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ``[N]`` of ``K / w``, at most one, and eigenvectors, float64."""
+        values, vectors = symmetric_eigen(self._totals.matrices / self.weight)
+        return clamp_rounding(values), vectors
+
+    @cached_property
+    def _exact_whitener(self) -> Tensor | None:
+        """``R [N, N]`` with ``R Rᵀ = K⁻¹``, float64 and mostly upper triangular; None without ``p pᵀ``."""
+        if not self.rows.coupled:
+            return None
+        lower, failed = torch.linalg.cholesky_ex(self._totals.matrices)
+        if not failed:
+            identity = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
+            return torch.linalg.solve_triangular(lower, identity, upper=False).mT
+        values, vectors = self._spectrum
+        kept = torch.where(values > 0, values, torch.inf)
+        return vectors * (self.weight * kept).rsqrt()
+
+    @cached_property
+    def _whitener(self) -> Tensor | None:
+        """R in the type that inverses are computed in."""
+        white = self._exact_whitener
+        return None if white is None else white.to(self.dtype)
+
+    # -- determinants --------------------------------------------------------------------------------------------------
+
+    @override
+    def log_determinant(self) -> Tensor:
+        size = self.n_outputs * self.n_features
+        own = self._totals.log_determinant + (
+            self.diagonal.log().sum() if self.diagonal.ndim else size * self.diagonal.log()
+        )
+        if not self.rows.coupled:
+            return own
+        lower, failed = torch.linalg.cholesky_ex(self._totals.matrices / self.weight)
+        if failed:
+            values = self._spectrum[0]
+            return own + torch.where(values > 0, values, 1.0).log().sum()
+        return own + log_determinant_of(lower)
+
+    def trace_of_inverse(self) -> Tensor:
+        """``tr M⁻¹`` for a diagonal D that is one number, 0-d float64; needs ``derivatives``."""
+        totals, white = self._totals, self._whitener
+        own = self.n_outputs * (self.n_features - self.n_rows) + totals.trace
+        if white is not None:
+            # E_c G E_c = E_c − (w P_c)^½ T_c² (w P_c)^½, and the rest is tr K⁻¹ Σ_c E_c G E_c.
+            assert totals.squares is not None
+            own = own + (white * ((totals.matrices - totals.squares).to(white.dtype) @ white)).sum()
+        return own / self.diagonal
+
+    # -- covariances ---------------------------------------------------------------------------------------------------
+
+    @override
+    def weigh(self, rotated: Stack, mode: str) -> Tensor:
+        if isinstance(rotated, OuterStack):
+            rotated = HeadStack.of(rotated) or rotated
+        if isinstance(rotated, HeadStack) and rotated.is_shared:
+            return self._of_outputs(rotated.features, rotated.outputs, mode).to(rotated.dtype)
+        if mode == "joint":
+            return self._of_matrices(rotated.dense(slice(0, rotated.n_examples)), mode).to(rotated.dtype)
+        if isinstance(rotated, HeadStack):
+            examples = zip(rotated.features[:, None], rotated.outputs, strict=True)
+            parts = [self._of_outputs(features, outputs, mode) for features, outputs in examples]
+        else:
+            parts = [self._of_matrices(values, mode) for _, values in rotated.chunks()]
+        return torch.cat(parts).to(rotated.dtype)
+
+    def _of_outputs(self, features: Tensor, outputs: Tensor, mode: str) -> Tensor:
+        """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
+        features = features.to(self.dtype)
+        if mode == "diagonal" and self._is_every(outputs):
+            found = self._by_series(features)
+            if found is not None:
+                return found
+            forms = self._forms(len(features))
+            if forms is not None:
+                return forms(features)
+        own, shared = [], []
+        for inverse, columns in self._chosen(outputs):
+            quadratic, pulled = self._pull(features, outputs[columns], inverse, joint=mode == "joint")
+            own.append(quadratic)
+            if self._whitener is not None:
+                white = (pulled.flatten(0, 1) @ self._whitener).unflatten(0, pulled.shape[:2])  # [v, B, N]
+                shared.append(white.square().sum(-1) if mode == "diagonal" else white)
+        values = torch.cat(own)  # [V, B], joint [V, B, B]
+        if mode == "diagonal":
+            return (values + torch.cat(shared) if shared else values).clamp(min=0).T
+        same = (outputs[:, None] == outputs).to(values.dtype)
+        if mode == "joint":
+            result = values.permute(1, 0, 2)[..., None] * same[:, None]  # [B, V, B, V]
+            rest = [torch.cat(shared).transpose(0, 1).flatten(0, 1)] if shared else []
+            return result + (rest[0] @ rest[0].T).view_as(result) if rest else result
+        result = values.T[:, :, None] * same
+        if shared:
+            white = torch.cat(shared).transpose(0, 1)  # [B, V, N]
+            result = result + white @ white.mT
+        return result
+
+    def _is_every(self, outputs: Tensor) -> bool:
+        """Whether all outputs are chosen, in their order."""
+        return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
+
+    def _by_series(self, features: Tensor) -> Tensor | None:
+        """All outputs' variances where no class needs a matrix of its own; None where one does, and from then on.
+
+        The series has no derivatives.
+        """
+        fits = HeadSeries.n_bytes(self.n_outputs, self.n_rows) <= _memory.budget(self._features.device) // 2
+        wanted = torch.is_grad_enabled() and features.requires_grad
+        if not self._try_series or self.diagonal.ndim or not fits or wanted:
+            return None
+        if self._series is None:
+            own = self.rows.features.dtype
+            self._series = HeadSeries.create(self.rows.features, self.rows.scales, self.weight, self.diagonal, own)
+        found = None if self._series is None else self._series(features)
+        if found is None:
+            self._try_series, self._series = False, None
+        return found
+
+    def _forms(self, n_examples: int) -> HeadVariances | None:
+        """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off.
+
+        To prepare them costs as much as about N examples cost without.
+        """
+        if self._variances is None and not self.diagonal.ndim:
+            self._n_asked += n_examples
+            size = HeadVariances.n_bytes(self.n_outputs, self.n_rows, self.dtype)
+            if 4 * self._n_asked >= self.n_rows and size <= _memory.budget(self._features.device) // 2:
+                self._variances = self._prepare_variances()
+        return self._variances
+
+    def _prepare_variances(self) -> HeadVariances:
+        rows = self.rows
+        result = HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
+        white = self._exact_whitener
+        result.fill(((part.classes, part.matrices) for part in self.inverses()), white)
+        return result
+
+    def _chosen(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor | slice]]:
+        """``E_c [v, N, N]`` of chosen outputs, some at a time and in their order, with their places in ``outputs``."""
+        _ = self._whitener  # if the matrices are kept, they are from now on
+        if self._is_every(outputs):
+            for part in self.inverses():
+                yield part.matrices, part.classes
+            return
+        step = next(self._slices()).stop
+        for start in range(0, len(outputs), step):
+            columns = slice(start, start + step)
+            yield torch.stack([self._one(int(c)) for c in outputs[columns]]), columns
+
+    def _one(self, c: int) -> Tensor:
+        """``E_c [N, N]`` of one class."""
+        if self._kept is None:
+            return self._invert(slice(c, c + 1)).matrices[0]
+        width = self._kept[0].classes.stop
+        return self._kept[c // width].matrices[c % width]
+
+    def _pull(self, features: Tensor, outputs: Tensor, inverse: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        """``φᵀ (Φᵀ w P_c Φ + D_c)⁻¹ φ'`` of chosen outputs, ``[v, B(, B)]``, and ``E_c k_c [v, B, N]``."""
+        reciprocal = self.diagonal.reciprocal().to(features.dtype)
+        scaled = features * (reciprocal[outputs][:, None] if reciprocal.ndim else reciprocal)  # [(v,) B, i]
+        keys = scaled @ self._features.T  # [(v,) B, N]
+        pulled = keys @ inverse
+        if joint:
+            return scaled @ features.T - pulled @ keys.mT, pulled
+        return (scaled * features).sum(-1) - (pulled * keys).sum(-1), pulled
+
+    def _of_matrices(self, values: Tensor, mode: str) -> Tensor:
+        """Covariances of any linear functions ``[V, b, 1, C, i]`` of the weights."""
+        v, b = values.shape[:2]
+        matrices = values[:, :, 0].flatten(0, 1).to(self.dtype)  # [Vb, C, i]
+        prior = matrices * self.diagonal.reciprocal().to(self.dtype)
+        total = torch.einsum("xci,yci->xy", prior, matrices)
+        pulled = total.new_zeros(v * b, self.n_rows)
+        _ = self._whitener
+        for part in self.inverses():
+            keys = prior[:, part.classes].transpose(0, 1) @ self._features.T  # [c, Vb, N]
+            products = keys @ part.matrices
+            total -= torch.einsum("cxn,cyn->xy", products, keys)
+            pulled += products.sum(0)
+        if self._whitener is not None:
+            white = pulled @ self._whitener
+            total = total + white @ white.T
+        whole = total.view(v, b, v, b)
+        if mode == "joint":
+            return whole.permute(1, 0, 3, 2)
+        own = whole.diagonal(dim1=1, dim2=3)  # [V, V, b]
+        return own.diagonal(dim1=0, dim2=1) if mode == "diagonal" else own.permute(2, 0, 1)
+
+    # -- samples and variances of the weights --------------------------------------------------------------------------
+
+    @override
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from N(0, M⁻¹).
+
+        ``D^-½ (I − Xᵀ L⁻ᵀ (L + I)⁻¹ X)`` with ``X = (w P_c)^½ Φ D_c^-½`` and ``L Lᵀ = I + X Xᵀ`` is a root of a block's
+        inverse (Andrews, 1968), and the part of low rank follows from K's eigenvectors.
+        """
+        flat = noise[:, 0].to(self.dtype)  # [n, C, i]
+        deviation = self.diagonal.rsqrt().to(self.dtype)
+        result = flat * deviation
+        drawn = result.new_zeros(len(flat), self.n_rows)
+        for classes in self._slices():
+            shifted, root = self._shifted(classes)
+            lower = self._lower(shifted)
+            keys = root * (self._features @ result[:, classes].permute(1, 2, 0))  # X ε, [c, N, n]
+            unit = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
+            inner = torch.linalg.solve_triangular(lower + unit, keys, upper=False)
+            inner = torch.linalg.solve_triangular(lower.mT, inner, upper=True)
+            back = ((root * inner).mT @ self._features).transpose(0, 1)  # [n, c, i]
+            result[:, classes] -= back / self._own(classes)
+            scales = self.rows.scales[:, classes].to(self.dtype)
+            drawn += (result[:, classes] @ self._features.T * scales.T).sum(1)
+        if not self.rows.coupled:
+            return result[:, None].to(noise.dtype)
+        values, vectors = self._spectrum
+        root_value = torch.where(values > 0, values, torch.inf).sqrt()
+        gain = 1 / (root_value * (1 + root_value))
+        mixed = ((drawn.double() @ vectors) * gain @ vectors.mT).to(self.dtype)  # [s, N]
+        for part in self.inverses():
+            back = ((mixed @ part.matrices) @ self._features).transpose(0, 1)  # [s, c, i]
+            result[:, part.classes] += back / self._own(part.classes)
+        return result[:, None].to(noise.dtype)
+
+    def _own(self, classes: slice) -> Tensor:
+        """D of some classes, 0-d or ``[c, i]``."""
+        return (self.diagonal[classes] if self.diagonal.ndim else self.diagonal).to(self.dtype)
+
+    @override
+    def variances(self) -> Tensor:
+        result = torch.empty(self.n_outputs, self.n_features, dtype=self.dtype, device=self._features.device)
+        white = self._whitener
+        for part in self.inverses():
+            scaled = self._scaled(part.classes)
+            products = part.matrices @ scaled  # [c, N, i]
+            taken = (products * scaled).sum(1)
+            if white is not None:
+                taken = taken - (white.mT @ products).square().sum(1)
+            result[part.classes] = self._own(part.classes).reciprocal() - taken
+        return result.clamp(min=0)[None].to(self.rows.features.dtype)
+
+    @override
+    def covariance(self) -> Tensor:
+        n = self.n_outputs * self.n_features
+        identity = torch.eye(n, dtype=self.dtype, device=self._features.device)
+        values = identity.view(n, 1, 1, self.n_outputs, self.n_features)
+        return self._of_matrices(values, "full")[:1].to(self.rows.features.dtype)

@@ -1,0 +1,308 @@
+"""Tuning by leave-one-out against leave-one-out predictions themselves, point by point."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError
+from laplace_plus.leave_one_out import LeaveOneOutTuning
+
+
+@cache
+def classifier(n=40):
+    torch.manual_seed(0)
+    x = torch.randn(n, 3, dtype=torch.float64)
+    y = (x[:, 0] + 0.8 * torch.randn(n, dtype=torch.float64) > 0).long()
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    return train(net, nn.functional.cross_entropy, x, y, 0.01), x, y
+
+
+@cache
+def regressor(n=40, outputs=2):
+    torch.manual_seed(1)
+    x = torch.randn(n, 3, dtype=torch.float64)
+    y = (x @ torch.randn(3, outputs, dtype=torch.float64)).sin() + 0.3 * torch.randn(n, outputs, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    return train(net, nn.functional.mse_loss, x, y, 0.01), x, y
+
+
+def train(net, loss, x, y, decay):
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, weight_decay=decay)
+    for _ in range(600):
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_every_loss_is_that_of_leaving_out(link):
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification", prior_precision=1.0).fit([(x[:15], y[:15]), (x[15:], y[15:])])
+    generator = torch.Generator().manual_seed(5)
+    options = {"training_prior_precision": 0.4, "kappa": 1.5, "link": link, "n_samples": 50}
+    posterior.fit_prior_precision("leave_one_out", generator=generator, **options)
+    tuning = posterior.tuning
+    assert isinstance(tuning, LeaveOneOutTuning)
+    assert tuning.method == "leave_one_out"
+    assert tuning.converged
+    assert tuning.noise_std is None
+    assert len(tuning.precisions) == len(tuning.losses) == tuning.n_evaluations == 40
+    assert (tuning.precisions.diff() >= 0).all()
+    if link == "probit":
+        for number in (0, 7, 20, 33, 39):
+            asked = lp.Full(net, "classification", prior_precision=float(tuning.precisions[number])).fit([(x, y)])
+            left = asked.leave_one_out(prior_precision=0.4, kappa=1.5)
+            torch.testing.assert_close(left.nll(link=link), tuning.losses[number], rtol=1e-8, atol=1e-8)
+    best = int(tuning.losses.argmin())
+    assert float(posterior.prior_precision) == pytest.approx(float(tuning.precisions[best]), rel=1e-12)
+    assert tuning.value == -float(tuning.losses[best])
+    left = posterior.leave_one_out(prior_precision=0.4, kappa=1.5)
+    assert tuning.largest_leverage == pytest.approx(float(left.leverages.max()))
+
+
+def test_the_training_precision_outlives_the_tuning():
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
+    first, tuned = posterior.tuning, float(posterior.prior_precision)
+    assert float(first.training_prior_precision) == 0.4
+    assert abs(math.log(tuned / 0.4)) > 0.1
+    posterior.fit_prior_precision("leave_one_out")  # the displacement is still that of training
+    assert float(posterior.tuning.training_prior_precision) == 0.4
+    assert float(posterior.prior_precision) == pytest.approx(tuned, rel=0.1)
+    posterior.fit_prior_precision("leave_one_out", weight_decay=0.02)
+    assert float(posterior.tuning.training_prior_precision) == pytest.approx(40 * 0.02)
+
+
+@pytest.mark.parametrize("before", ["nothing", "set", "marginal_likelihood"])
+def test_the_training_precision_is_never_guessed(before):
+    """Whatever the posterior's own precision is, it need not be that of training."""
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    if before == "set":
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
+        posterior.prior_precision = 0.9
+    if before == "marginal_likelihood":
+        posterior.fit_prior_precision()
+    precision = float(posterior.prior_precision)
+    for options in ({}, {"weight_decay": 0.0}):
+        with pytest.raises(ConfigurationError, match=r"training_prior_precision=, or weight_decay="):
+            posterior.fit_prior_precision("leave_one_out", **options)
+    assert float(posterior.prior_precision) == precision
+
+
+def test_weight_decay_is_that_of_the_mean_loss():
+    """Over examples, times the outputs for several binary ones, at the posterior's temperature."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4, dtype=torch.float64), torch.randint(0, 2, (30, 3))
+    net = nn.Linear(4, 3).double()
+    posterior = lp.Full(net, "binary", temperature=2.0).fit([(x[:11], y[:11]), (x[11:], y[11:])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        posterior.fit_prior_precision("leave_one_out", weight_decay=0.02, grid=[1.0, 2.0, 4.0])
+    assert float(posterior.tuning.training_prior_precision) == pytest.approx(30 * 3 * 0.02 / 2.0)
+    net, x, y = regressor()
+    with pytest.raises(UnsupportedError, match="training_prior_precision="):
+        lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision("leave_one_out", weight_decay=0.01)
+
+
+def test_leave_one_out_reproduces_the_value_of_the_tuning():
+    """With the precision and the noise of training, after both were tuned."""
+    net, x, y = regressor()
+    for noise, leverages in ((0.5, "own"), (torch.tensor([0.4, 0.8]), "full"), (0.5, "last_layer")):
+        posterior = lp.Full(net, lp.Gaussian(noise)).fit([(x, y)])
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, leverages=leverages)
+        tuning = posterior.tuning
+        options = {"prior_precision": 0.8, "kappa": 2.0, "leverages": leverages}
+        left = posterior.leave_one_out(noise_std=tuning.training_noise_std, **options)
+        assert float(left.nll()) == pytest.approx(-tuning.value, rel=1e-8)
+        assert float(left.leverages.max()) == pytest.approx(tuning.largest_leverage)
+        assert abs(float(posterior.leave_one_out(**options).nll()) + tuning.value) > 1e-3
+    for wrong in (-1.0, torch.ones(3)):
+        with pytest.raises(ConfigurationError):
+            posterior.leave_one_out(noise_std=wrong)
+    classes = lp.Full(classifier()[0], "classification").fit([classifier()[1:]])
+    with pytest.raises(UnsupportedError, match="noise"):
+        classes.leave_one_out(noise_std=1.0)
+
+
+@pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
+def test_only_links_that_sample_use_random_numbers(link):
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    state = torch.get_rng_state()
+    options = {"training_prior_precision": 0.4, "link": link, "grid": [1.0, 2.0, 4.0]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        posterior.fit_prior_precision("leave_one_out", **options)
+    assert torch.equal(state, torch.get_rng_state()) == (link != "mc")
+
+
+def test_unknown_options_are_named():
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    for options in ({"method": "leave_one_out"}, {"evidence": "tangent"}, {"method": "validation", "data": [(x, y)]}):
+        for name in ("foo", "network"):
+            with pytest.raises(ConfigurationError, match=name):
+                posterior.fit_prior_precision(**options, **{name: 1})
+
+
+@pytest.mark.parametrize("noise", [0.5, torch.tensor([0.4, 0.8])])
+def test_noise_is_tuned_with_it(noise):
+    """In closed form, and where the loss is least in both together, the displacement of training being kept."""
+    net, x, y = regressor()
+    noise = torch.as_tensor(noise, dtype=torch.float64)
+    posterior = lp.Full(net, lp.Gaussian(noise), prior_precision=0.8).fit([(x, y)])
+    before = posterior.leave_one_out(kappa=2.0)
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8)
+    tuning = posterior.tuning
+    factor = float((tuning.noise_std / noise).mean())
+    torch.testing.assert_close(tuning.noise_std, noise * factor)
+    torch.testing.assert_close(posterior.noise_std, tuning.noise_std)
+
+    def loss(precision, scale):
+        asked = lp.Full(net, lp.Gaussian(noise * factor * scale), prior_precision=precision)
+        # with another noise, the same displacement belongs to another precision
+        left = asked.fit([(x, y)]).leave_one_out(prior_precision=2 * 0.8 / (factor * scale) ** 2)
+        torch.testing.assert_close(left.mean, before.mean, rtol=1e-8, atol=1e-8)
+        return float(left.nll())
+
+    found = float(posterior.prior_precision)
+    assert loss(found, 1.0) == pytest.approx(-tuning.value, rel=1e-8)
+    around = [loss(found * 2.0**a, 1.1**b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+    assert min(around) > -tuning.value - 1e-3
+    posterior.fit_prior_precision("leave_one_out")
+    assert posterior.tuning.value == pytest.approx(tuning.value, abs=5e-3)
+
+
+def test_noise_may_stay():
+    net, x, y = regressor()
+    posterior = lp.Full(net, lp.Gaussian(0.5), prior_precision=0.8).fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.8, tune_noise=False)
+    assert float(posterior.noise_std) == 0.5
+    left = posterior.leave_one_out(prior_precision=0.8, kappa=2.0)
+    assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-8)
+
+
+def test_several_precisions_are_multiplied_together():
+    net, x, y = classifier()
+    layers = torch.tensor([0.4, 1.2], dtype=torch.float64)
+    posterior = lp.Full(net, "classification", prior_precision=layers).fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=layers)
+    assert float(posterior.prior_precision[1] / posterior.prior_precision[0]) == pytest.approx(3.0)
+    left = posterior.leave_one_out(prior_precision=layers, kappa=2.0)
+    assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-8)
+
+
+def test_any_chunks_give_the_same():
+    net, x, y = classifier()
+    found = []
+    for size in (40, 17):
+        posterior = lp.Full(net, "classification", prior_precision=0.4)
+        posterior.fit(list(zip(x.split(size), y.split(size), strict=True)))
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
+        found.append(posterior.tuning.losses)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+def test_kfac_with_displacements_of_the_exact_matrix():
+    net, x, y = classifier()
+    posterior = lp.KFAC(net, "classification", prior_precision=0.4).fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4, leverages="full")
+    left = posterior.leave_one_out(prior_precision=0.4, kappa=2.0, leverages="full")
+    assert float(left.nll()) == pytest.approx(-posterior.tuning.value, rel=1e-6)
+
+
+def test_points_where_the_posterior_is_no_use_are_left_out():
+    """KFAC's leverages exceed one at small precisions only; a grid of nothing else is refused."""
+    net, x, y = classifier()
+    posterior = lp.KFAC(net, "classification", prior_precision=1.0).fit([(x, y)])
+    options = {"training_prior_precision": 50.0}
+    with pytest.warns(ConvergenceWarning, match="the last point that can be used"):
+        posterior.fit_prior_precision("leave_one_out", grid=[1e-6, 1e-5, 60.0], **options)
+    assert posterior.tuning.losses.isinf().tolist() == [True, True, False]
+    posterior.prior_precision = 1.0
+    with pytest.raises(NotPositiveDefiniteError, match="up to 1e-06"):
+        posterior.fit_prior_precision("leave_one_out", grid=[1e-7, 1e-6], **options)
+    assert float(posterior.prior_precision) == 1.0
+
+
+def test_an_end_of_the_grid_where_the_loss_still_falls():
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification", prior_precision=0.4).fit([(x, y)])
+    posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
+    best = float(posterior.prior_precision)
+    with pytest.warns(ConvergenceWarning, match="leave_one_out"):
+        posterior.fit_prior_precision("leave_one_out", grid=[best / 1000, best / 100, best / 30])
+    assert not posterior.tuning.converged
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"structure": "layerwise"}, ConfigurationError),
+        ({"grid": []}, ConfigurationError),
+        ({"grid": [1.0, -1.0]}, ConfigurationError),
+        ({"grid": [1.0, math.nan]}, ConfigurationError),
+        ({"kappa": 0}, ConfigurationError),
+        ({"training_prior_precision": -1.0}, ConfigurationError),
+        ({"weight_decay": 0.1}, ConfigurationError),
+        ({"weight_decay": -0.1, "training_prior_precision": None}, ConfigurationError),
+        ({"tune_noise": True}, ConfigurationError),
+        ({"link": "exact"}, ConfigurationError),
+        ({"leverages": "all"}, ConfigurationError),
+    ],
+)
+def test_refusals(options, error):
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    with pytest.raises(error):
+        posterior.fit_prior_precision("leave_one_out", **{"training_prior_precision": 1.0, **options})
+    assert float(posterior.prior_precision) == 1.0
+
+
+def test_noise_by_monte_carlo_is_refused():
+    net, x, y = regressor()
+    posterior = lp.Full(net, "regression").fit([(x, y)])
+    with pytest.raises(UnsupportedError, match="tune_noise=False"):
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=1.0, link="mc")
+
+
+@pytest.mark.parametrize("options", [{"evidence": "tangent"}, {"scaling": "g_prior"}, {"predictive_mean": "tangent"}])
+def test_there_is_no_evidence_in_it(options):
+    net, x, y = classifier()
+    with pytest.raises(ConfigurationError, match="leave-one-out"):
+        lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision("leave_one_out", **options)
+
+
+def test_predictions_around_the_tangent_optimum_are_refused():
+    net, x, y = classifier()
+    posterior = lp.Full(net, "classification", prior_precision=0.4).fit([(x, y)])
+    posterior.fit_prior_precision(evidence="tangent", predictive_mean="tangent")
+    for call in (posterior.leave_one_out, lambda: posterior.fit_prior_precision("leave_one_out")):
+        with pytest.raises(UnsupportedError, match="predictive_mean"):
+            call()
+    posterior.predictive_mean = "network"
+    assert posterior.leave_one_out().mean.shape == (40, 2)
+
+
+def test_interpolation_is_named():
+    """Gradients vanish where the data are fitted all but perfectly, and leaving out is blind."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 3, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    net = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[-400.0, 0, 0], [400.0, 0, 0]]))
+        net.bias.zero_()
+    posterior = lp.Full(net, "classification", prior_precision=0.1).fit([(x, y)])
+    with pytest.warns(ConvergenceWarning, match="all but perfectly"):
+        posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.1)

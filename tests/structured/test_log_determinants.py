@@ -1,0 +1,146 @@
+"""Determinants from prepared spectra equal the sums over all eigenvalues, and so do all their derivatives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from laplace_plus.errors import NotPositiveDefiniteError
+from laplace_plus.structured import log_determinants
+from laplace_plus.structured.log_determinants import JoinedSpectra, Spectrum, log_determinant
+
+WEIGHTS = [1e-8, 0.3, 1e6]
+SHIFTS = [1e-12, 1e-3, 1.0, 1e8]
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def spread_out(*shape, seed=0):
+    """Positive numbers over some twenty orders of magnitude, and zeros."""
+    values = (6 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).exp()
+    return torch.where(values < 1e-3, 0.0, values)
+
+
+def assert_agrees(found, values, weight, shift):
+    """Value and both derivatives against the sum over all eigenvalues in float64."""
+    terms = weight * values.double() + shift
+    scale = terms.detach().log().abs().sum()
+    assert abs(found.item() - terms.log().sum().item()) <= 1e-13 * scale
+    want = torch.autograd.grad(terms.log().sum(), (weight, shift))
+    got = torch.autograd.grad(found, (weight, shift))
+    for mine, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_nodes_stand_for_all_eigenvalues(weight, shift):
+    values = spread_out(30_000)
+    spectrum = Spectrum(values)
+    assert len(spectrum.nodes()[0]) < 1500
+    weight, shift = number(weight), number(shift)
+    assert_agrees(spectrum.log_determinant(weight, shift), values, weight, shift)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_products_are_never_written_out(weight, shift):
+    rows, columns = spread_out(90), spread_out(2000, seed=1)
+    spectrum = Spectrum.of_products(rows, columns)
+    assert spectrum.size == 180_000
+    assert len(spectrum.nodes()[0]) < 2000
+    weight, shift = number(weight), number(shift)
+    assert_agrees(spectrum.log_determinant(weight, shift), rows[:, None] * columns, weight, shift)
+
+
+def test_long_spectra_are_prepared_once_it_pays(monkeypatch):
+    monkeypatch.setattr(log_determinants, "CHUNK", 1000)
+    values = spread_out(20_500).float()
+    spectrum = Spectrum(values)
+    weight, shift = number(0.7), number(2.0)
+    for _ in range(log_determinants.WORTHWHILE):
+        assert_agrees(spectrum.log_determinant(weight, shift), values, weight, shift)
+        assert spectrum._nodes is None
+    assert_agrees(spectrum.log_determinant(weight, shift), values, weight, shift)
+    assert spectrum._nodes is not None
+
+
+def test_extreme_eigenvalues():
+    """All of one size, all zero, none at all, and the ends of what float32 holds."""
+    weight, shift = number(2.0), number(0.5)
+    for values in (torch.full((5000,), 3.0), torch.zeros(7), torch.tensor([1e-45, 1e-38, 3e38] * 2000)):
+        assert_agrees(Spectrum(values).log_determinant(weight, shift), values, weight, shift)
+    assert Spectrum(torch.zeros(0)).log_determinant(weight, shift) == 0
+
+
+def test_further_derivatives():
+    weight, shift = number(1.3), number(0.4)
+    values = spread_out(6000)[None]
+    assert torch.autograd.gradcheck(Spectrum(values).log_determinant, (weight, shift))
+    assert torch.autograd.gradgradcheck(Spectrum(values).log_determinant, (weight, shift))
+    few = spread_out(2, 5).clamp(1e-2, 1e2)
+    shifts = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 0.5
+    weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    for inputs in ((weights, shift.detach()), (weights, shifts)):
+        inputs = tuple(x.clone().requires_grad_() for x in inputs)
+        assert torch.autograd.gradcheck(lambda w, d: log_determinant(few, w, d), inputs)
+        assert torch.autograd.gradgradcheck(lambda w, d: log_determinant(few, w, d), inputs)
+
+
+@pytest.mark.parametrize("per_entry", [False, True])
+@pytest.mark.parametrize("components", [1, 3])
+def test_one_pass_over_float32_eigenvalues(components, per_entry, monkeypatch):
+    monkeypatch.setattr(log_determinants, "CHUNK", 777)
+    generator = torch.Generator().manual_seed(3)
+    values = torch.rand(components, 5000, generator=generator)
+    weights = torch.rand(components, generator=generator, dtype=torch.float64).requires_grad_()
+    shift = torch.rand(5000 if per_entry else (), generator=generator, dtype=torch.float64).requires_grad_()
+    want = (weights @ values.double() + shift).log().sum()
+    found = log_determinant(values, weights, shift)
+    torch.testing.assert_close(found, want, rtol=1e-13, atol=0)
+    for mine, exact in zip(
+        torch.autograd.grad(found, (weights, shift)), torch.autograd.grad(want, (weights, shift)), strict=True
+    ):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=0)
+
+
+def test_only_the_derivatives_that_are_asked_for():
+    values, shift = spread_out(3, 50), number(1.0)
+    log_determinant(values, torch.ones(3), shift).backward()
+    torch.testing.assert_close(shift.grad, (values.sum(0) + 1).reciprocal().sum(), rtol=1e-13, atol=0)
+
+
+def test_what_is_not_positive_is_named():
+    indefinite = Spectrum(torch.tensor([-1.0, 2.0]))
+    assert not indefinite.is_definite
+    assert indefinite.nodes() is None
+    assert indefinite.log_determinant(torch.tensor(2.0), torch.tensor(3.0)).item() == pytest.approx(math.log(7))
+    with pytest.raises(NotPositiveDefiniteError, match="-1"):
+        indefinite.log_determinant(torch.tensor(2.0), torch.tensor(1.0))
+    with pytest.raises(NotPositiveDefiniteError, match="nan"):
+        log_determinant(torch.tensor([[1.0, torch.nan]]), torch.ones(1), torch.ones(()))
+    with pytest.raises(NotPositiveDefiniteError, match="0"):
+        Spectrum(torch.ones(3)).log_determinant(torch.ones(()), torch.zeros(()))
+
+
+def test_joined_spectra_share_their_shifts():
+    values = [spread_out(3000, seed=s) for s in range(4)]
+    groups = [0, 2, 1, 0]
+    joined = JoinedSpectra([Spectrum(v) for v in values], groups)
+    weight = number(0.2)
+    shifts = torch.tensor([0.1, 5.0, 1e4], dtype=torch.float64, requires_grad=True)
+    terms = [(weight * v + shifts[g]).log().sum() for v, g in zip(values, groups, strict=True)]
+    found, want = joined.log_determinant(weight, shifts), sum(terms)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+    for mine, exact in zip(
+        torch.autograd.grad(found, (weight, shifts)), torch.autograd.grad(want, (weight, shifts)), strict=True
+    ):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=0)
+    one = JoinedSpectra([Spectrum(v) for v in values], [0] * 4)
+    assert len(one._places) < 2000  # the nodes of all four fall upon each other
+    want = sum((weight * v + shifts[0]).log().sum() for v in values)
+    torch.testing.assert_close(one.log_determinant(weight, shifts[:1]), want, rtol=1e-12, atol=0)
