@@ -23,9 +23,7 @@ class Full(GaussianPosterior):
     (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
     N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (``softmax_head.precision``).
     The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
-    ``C·N²/2`` operations for each input (``softmax_head.variances``). Where no class's
-    probability differs much from row to row, as before a network is sure of any, float32 takes neither: a series gives
-    the variances with ``N·C`` numbers and few products for all classes (``softmax_head.series``).
+    ``C·N²/2`` operations for each input (``softmax_head.variances``).
 
     Raises:
         ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.

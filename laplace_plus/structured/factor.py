@@ -13,7 +13,6 @@ from typing_extensions import override
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.structured.bases import Basis, DenseBasis, KroneckerBasis, Rotation
 from laplace_plus.structured.parameter_slices import Placement
-from laplace_plus.structured.plateaus import Plateau, find, typical_length
 from laplace_plus.structured.stacks import OuterStack, Stack
 
 
@@ -92,9 +91,6 @@ class EigenFactor(Factor):
     basis: Basis
     values: Tensor
     log_scale: Tensor | float = field(default=0.0)
-    _plateaus: dict[tuple[int, int, torch.dtype, str], Plateau | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         smallest = self.values.detach().min()
@@ -109,22 +105,7 @@ class EigenFactor(Factor):
     def weigh(self, rotated: Stack, mode: str) -> Tensor:
         if isinstance(rotated, OuterStack):
             rotated = rotated.without_zeros()
-            plateau = self._plateau(rotated, mode)
-            if plateau is not None:
-                return plateau.quadratic(rotated.unturned(), mode)
         return rotated.quadratic(self.values.reciprocal().to(rotated.dtype), mode)
-
-    def _plateau(self, rotated: OuterStack, mode: str) -> Plateau | None:
-        """Where the values are the same up to rounding and fewer operations follow from that."""
-        if rotated.left_turn is None or rotated.right_turn is None or mode == "joint" or len(self.values) > 1:
-            return None
-        recording = rotated.records or (torch.is_grad_enabled() and self.values.requires_grad)
-        if rotated.n_positions == 1 or rotated.device.type != "cpu" or recording:
-            return None
-        key = rotated.n_directions, typical_length(rotated.n_positions), rotated.dtype, mode
-        if key not in self._plateaus:
-            self._plateaus[key] = find(rotated, self.values, mode)
-        return self._plateaus[key]
 
     @override
     def sample(self, noise: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from laplace_plus import kernels
 from laplace_plus.linalg.symmetric import require_finite, symmetric_eigen
-from laplace_plus.structured.stacks.contractions import times
 
 STACKED_UP_TO = 256
 """Larger matrices are decomposed one by one."""
@@ -46,10 +45,6 @@ class ThinEigen:
         scale = torch.where(self.roots > 0, self.roots, 1.0).reciprocal() * (self.roots > 0)
         return ((self.rows.double().mT @ self.inner) * scale[:, None, :]).to(self.rows.dtype)
 
-    def own(self) -> Tensor:
-        """What the vectors make of the rows, ``[G, n, r]``."""
-        return (self.inner * self.roots[:, None, :]).to(self.rows.dtype)
-
 
 class EigenPairs:
     """An eigendecomposition whose vectors are only written out when they are asked for.
@@ -73,7 +68,6 @@ class EigenPairs:
     ):
         self.values = values
         self._given, self._vectors, self._thin = leading, vectors, thin
-        self._reflections: tuple[Tensor, Tensor] | None = None
 
     @property
     def vectors(self) -> Tensor:
@@ -83,8 +77,8 @@ class EigenPairs:
             leading = self._leading
             assert leading is not None
             identity = torch.eye(size, dtype=leading.dtype, device=leading.device).expand(groups, size, size)
-            self._vectors = self._reflect(identity, transpose=False)
-            self._given = self._thin = self._reflections = None
+            self._vectors = torch.ormqr(*torch.geqrf(leading), identity)
+            self._given = self._thin = None
         return self._vectors
 
     @property
@@ -92,29 +86,6 @@ class EigenPairs:
         if self._given is None and self._thin is not None:
             self._given = self._thin.leading()
         return self._given
-
-    def rotate(self, rows: Tensor) -> Tensor:
-        """``x U`` for rows ``[m, G, d]``; few of them do not have the vectors written out."""
-        if self._vectors is not None or len(rows) >= rows.shape[-1]:
-            return times(rows, self.vectors)
-        columns = rows.expand(-1, len(self.values), -1).permute(1, 2, 0)
-        return self._reflect(columns, transpose=True).permute(2, 0, 1)
-
-    def own_coordinates(self, count: int) -> Tensor | None:
-        """``|X U| [n, G, r]`` for the n rows X that were decomposed, short of columns of zeros.
-
-        None where they were not as many as ``count``, or are no longer at hand.
-        """
-        if self._thin is None or self._thin.rows.shape[1] != count:
-            return None
-        return self._thin.own().abs().transpose(0, 1)
-
-    def _reflect(self, columns: Tensor, *, transpose: bool) -> Tensor:
-        """``U x``, or ``Uᵀ x``, for columns ``[G, d, m]``."""
-        if self._reflections is None:
-            assert self._leading is not None
-            self._reflections = torch.geqrf(self._leading)
-        return torch.ormqr(*self._reflections, columns, left=True, transpose=transpose)
 
 
 class FactorSum:
@@ -196,13 +167,6 @@ class FactorSum:
         empty = torch.zeros(self.groups, 0, self.size, dtype=self.dtype, device=self.device)
         rows = torch.cat([empty, *self._rows], 1)
         return rows if isinstance(weight, float) and weight == 1.0 else rows * weight**0.5
-
-    def holds(self, rows: Tensor) -> bool:
-        """Whether the rows ``[G, n, d]`` are all that was ever added, in the same order, and none is multiplied yet."""
-        if self._total is not None or rows.shape != (self.groups, self._n_rows, self.size):
-            return False
-        given = rows.split([part.shape[1] for part in self._rows], 1)
-        return all(torch.equal(part, own) for part, own in zip(self._rows, given, strict=True))
 
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where only rows are there, eigenvalues are not negative."""

@@ -12,10 +12,9 @@ from typing_extensions import override
 
 from laplace_plus.structured.bases import Basis, KroneckerBasis
 from laplace_plus.structured.blocks import Block, Diagonalised, EigenBlock, OnceDiagonalised
-from laplace_plus.structured.corrections import PendingSquares
 from laplace_plus.structured.gram_sum import EigenPairs, FactorSum, combine, restored, stored
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant
-from laplace_plus.structured.stacks import OuterStack, Stack
+from laplace_plus.structured.stacks import Stack
 
 
 class _KroneckerForm(Diagonalised):
@@ -53,8 +52,7 @@ class KroneckerBlock(OnceDiagonalised):
     ):
         self.left_sums = [FactorSum.of(part) for part in left] if isinstance(left, Tensor) else list(left)
         self.right_sum = right if isinstance(right, FactorSum) or right.ndim == 2 else FactorSum.of(right)
-        self.count, self._corrected, self.basis_weights = count, corrected, basis_weights
-        self._pending: PendingSquares | None = None
+        self.count, self.corrected, self.basis_weights = count, corrected, basis_weights
         self.kind = "Kronecker" if corrected is None else "eigenvalue-corrected Kronecker"
         self.n_components = len(self.left_sums)
         first = self.left_sums[0]
@@ -74,13 +72,6 @@ class KroneckerBlock(OnceDiagonalised):
         """The sum of ``a aᵀ``, ``[G, i, i]``, or ``[G, i]`` where it is diagonal."""
         return self.right_sum if isinstance(self.right_sum, Tensor) else self.right_sum.dense()
 
-    @property
-    def corrected(self) -> Tensor | None:
-        """The corrected eigenvalues ``[K, G, o, i]``, or None."""
-        if self._pending is not None and self._corrected is not None:
-            self._pending.multiply_into_(self._corrected)
-        return self._corrected
-
     @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, KroneckerBlock)
@@ -98,8 +89,8 @@ class KroneckerBlock(OnceDiagonalised):
 
     def add_corrected_(self, squares: Tensor) -> None:
         """Add squared gradients ``[K, G, o, i]``, measured in :meth:`kronecker_basis`, to the corrected eigenvalues."""
-        assert self._corrected is not None
-        self._corrected += squares
+        assert self.corrected is not None
+        self.corrected += squares
 
     def correct_(self, stack: Stack, components: Tensor) -> None:
         """Add the squares of a stack's matrices in :meth:`kronecker_basis` to the corrected eigenvalues.
@@ -108,11 +99,9 @@ class KroneckerBlock(OnceDiagonalised):
             stack: Matrices ``[G, o, i]``.
             components: ``[V]``: the component that each direction belongs to.
         """
-        assert self._corrected is not None
-        if isinstance(stack, OuterStack) and self._puts_off(stack, components):
-            return
+        assert self.corrected is not None
         rotated = self.kronecker_basis().rotate(stack)
-        for number, total in enumerate(self._corrected):
+        for number, total in enumerate(self.corrected):
             part = rotated
             if self.n_components > 1:
                 part = rotated.select((components == number).nonzero().squeeze(-1))
@@ -120,22 +109,6 @@ class KroneckerBlock(OnceDiagonalised):
                 part.add_squares_(total)
             else:
                 total += part.squares()
-
-    def _puts_off(self, stack: OuterStack, components: Tensor) -> bool:
-        """Keep the two sides of outer products until there are as many as a factor has rows, if that is possible."""
-        form, enough = self._form(), max(self.shape[1:])
-        if form.right is None or self._corrected is None or stack.dtype != self.dtype:
-            return False
-        if stack.n_positions > 1 or stack.is_shared or stack.n_directions * stack.n_examples >= enough:
-            return False
-        if self._pending is None:
-            assert isinstance(self.right_sum, FactorSum)
-            left = self.left_sums[0] if self.n_components == 1 else None  # otherwise a weighted sum is decomposed
-            self._pending = PendingSquares((form.left, form.right), (left, self.right_sum))
-        self._pending.append(stack, components)
-        if self._pending.n_rows >= enough:
-            self._pending.multiply_into_(self._corrected)
-        return True
 
     def with_correction(self, weights: Tensor) -> KroneckerBlock:
         """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
@@ -154,7 +127,7 @@ class KroneckerBlock(OnceDiagonalised):
 
     @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        basis = self.kronecker_basis() if self._corrected is not None else self._diagonalised(weights).basis
+        basis = self.kronecker_basis() if self.corrected is not None else self._diagonalised(weights).basis
         return basis, self.eigenvalues(weights)
 
     @override

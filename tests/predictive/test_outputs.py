@@ -12,8 +12,6 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.linearized import functional_samples, samples_rather
-from laplace_plus.structured import plateaus
-from laplace_plus.structured.factor import EigenFactor
 from laplace_plus.structured.stacks import contractions
 from laplace_plus.structured.stacks import sizes as chunking
 
@@ -122,25 +120,6 @@ def check_all(posterior, x, mean, dense):
 
 def test_structured_covariances_are_the_dense_ones(case):
     check_all(*case)
-
-
-def test_few_data_leave_most_directions_to_the_prior(monkeypatch):
-    monkeypatch.setattr(plateaus, "_LEAST", 0)
-    monkeypatch.setattr(plateaus, "_STEP", 1)
-    torch.manual_seed(0)
-    net, x = Sentences(pool=True, width=12).double().eval(), torch.randint(0, 7, (1, 4))
-    posterior = lp.KFAC(net, "classification", prior_precision=10.0).fit([(x, torch.zeros(1, dtype=torch.long))])
-    x = torch.randint(0, 7, (3, 6))
-    assert any(any(factor._plateaus.values()) for factor in used_factors(posterior, x))
-    with sdpa_kernel(SDPBackend.MATH):
-        jacobians = jacobian(net, x, list(posterior.parameter_names)).flatten(0, 1)
-    check_all(posterior, x, net(x).detach(), jacobians @ posterior.covariance_matrix() @ jacobians.T)
-
-
-def used_factors(posterior, x):
-    """The factors of the precision that have eigenvalues, after a prediction."""
-    posterior.functional_posterior(x)
-    return [factor for factor in posterior._factors().values() if isinstance(factor, EigenFactor)]
 
 
 @pytest.mark.parametrize("form", ["stream", "gram"])

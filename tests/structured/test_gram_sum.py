@@ -116,38 +116,12 @@ def test_large_factors_keep_their_accuracy(dtype):
     assert ((pairs.values[0, :90].double() - exact_values).abs() <= 2 * rounding).all()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("count", [1, 7])
-@pytest.mark.parametrize("n_turned", [0, 3, SIZE, 2 * SIZE])
-def test_rotations_without_written_vectors(n_turned, count, groups):
-    total = sum_of(rows_of(count, groups=groups))
-    turned = rows_of(n_turned, groups=groups, seed=1).transpose(0, 1)
-    pairs = total.eigen()
-    found, own = pairs.rotate(turned), pairs.own_coordinates(count)
-    assert (own is not None) == (n_turned < SIZE)
-    assert pairs.own_coordinates(count + 1) is None
-    vectors = pairs.vectors
-    torch.testing.assert_close(found, torch.einsum("ngd,gde->nge", turned, vectors))
-    torch.testing.assert_close(pairs.rotate(turned), found)
-    assert pairs.own_coordinates(count) is None
-    if own is not None:
-        everything = (rows_of(count, groups=groups) @ vectors).transpose(0, 1)
-        torch.testing.assert_close(everything[..., :count].abs(), own)
-        torch.testing.assert_close(everything[..., count:], torch.zeros_like(everything[..., count:]))
-
-
 def test_no_vector_depends_on_the_order_of_the_rows():
     """The complement of the rows is empty of data, but not of what further data will bring."""
     rows = rows_of(6)
     rows[:, 4:] = 0
     pairs, others = sum_of(rows).eigen(), sum_of(rows.flip(1)).eigen()
     torch.testing.assert_close(pairs.vectors.abs(), others.vectors.abs())
-
-
-def test_one_side_for_several_groups():
-    pairs = sum_of(rows_of(4, groups=2)).eigen()
-    shared = rows_of(3, seed=1).transpose(0, 1)  # [3, 1, d]
-    torch.testing.assert_close(pairs.rotate(shared), torch.einsum("nd,gde->nge", shared[:, 0], pairs.vectors))
 
 
 def test_leading_vectors_are_enough():
@@ -225,14 +199,3 @@ def test_weighted_sums(counts):
     weights = torch.tensor([0.5, 3.0], dtype=torch.float64)
     expected = sum(w * (rows.mT @ rows) for w, rows in zip(weights, parts, strict=True))
     torch.testing.assert_close(combine([sum_of(rows) for rows in parts], weights).matrix(), expected)
-
-
-def test_what_a_sum_holds():
-    rows, total = rows_of(6), empty()
-    for part in rows.split(4, 1):
-        total.add_rows(part)
-    assert total.holds(rows)
-    assert not total.holds(rows.flip(1))
-    assert not total.holds(rows[:, :5])
-    total.matrix()
-    assert not total.holds(rows)

@@ -37,7 +37,6 @@ from laplace_plus.structured.factor import Factor, not_positive_definite
 from laplace_plus.structured.softmax_head.gradients import HeadStack
 from laplace_plus.structured.softmax_head.inverses import inverse_by_blocks, log_determinant_of, raised
 from laplace_plus.structured.softmax_head.rows import HeadRows
-from laplace_plus.structured.softmax_head.series import HeadSeries
 from laplace_plus.structured.softmax_head.variances import HeadVariances
 from laplace_plus.structured.stacks import OuterStack, Stack
 
@@ -112,9 +111,6 @@ class HeadFactor(Factor):
         self._kept: list[_Inverses] | None = None
         self._variances: HeadVariances | None = None
         self._n_asked = 0
-        self._series: HeadSeries | None = None
-        # In float64 the series would have to be as good as float64.
-        self._try_series = rows.coupled and (rows.features.dtype if dtype is None else dtype) != torch.float64
 
     # -- the matrices of each class ------------------------------------------------------------------------------------
 
@@ -303,9 +299,6 @@ class HeadFactor(Factor):
         """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
         features = features.to(self.dtype)
         if mode == "diagonal" and self._is_every(outputs):
-            found = self._by_series(features)
-            if found is not None:
-                return found
             forms = self._forms(len(features))
             if forms is not None:
                 return forms(features)
@@ -333,23 +326,6 @@ class HeadFactor(Factor):
     def _is_every(self, outputs: Tensor) -> bool:
         """Whether all outputs are chosen, in their order."""
         return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
-
-    def _by_series(self, features: Tensor) -> Tensor | None:
-        """All outputs' variances where no class needs a matrix of its own; None where one does, and from then on.
-
-        The series has no derivatives.
-        """
-        fits = HeadSeries.n_bytes(self.n_outputs, self.n_rows) <= _memory.budget(self._features.device) // 2
-        wanted = torch.is_grad_enabled() and features.requires_grad
-        if not self._try_series or self.diagonal.ndim or not fits or wanted:
-            return None
-        if self._series is None:
-            own = self.rows.features.dtype
-            self._series = HeadSeries.create(self.rows.features, self.rows.scales, self.weight, self.diagonal, own)
-        found = None if self._series is None else self._series(features)
-        if found is None:
-            self._try_series, self._series = False, None
-        return found
 
     def _forms(self, n_examples: int) -> HeadVariances | None:
         """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off.

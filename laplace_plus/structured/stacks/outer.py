@@ -156,10 +156,6 @@ class OuterStack(Stack):
         """Whether gradients flow to a side."""
         return torch.is_grad_enabled() and (self.raw_left.requires_grad or self.raw_right.requires_grad)
 
-    def unturned(self) -> OuterStack:
-        """The stack as it was before :meth:`turned`."""
-        return replace(self, compute_dtype=self.dtype, left_turn=None, right_turn=None)
-
     def _costs(self, costs: dict[Form, int]) -> dict[Form, int]:
         if self.left_turn is not None or self.right_turn is not None:
             turning = contractions.turning_costs(self.n_directions, self.n_positions, *self.shape[1:])
