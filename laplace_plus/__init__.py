@@ -7,7 +7,17 @@ prediction = posterior.predictive(x)
 
 from typing import TYPE_CHECKING, Any
 
-from laplace_plus import curvature, distributed, errors, geometry, leave_one_out, linalg, structured, testing
+from laplace_plus import (
+    curvature,
+    distributed,
+    errors,
+    geometry,
+    integrations,
+    leave_one_out,
+    linalg,
+    structured,
+    testing,
+)
 from laplace_plus._version import __version__
 from laplace_plus.calibration import CalibratedPosterior, calibrate
 from laplace_plus.curvature import Backend, Native
@@ -53,7 +63,8 @@ from laplace_plus.priors import Groups
 from laplace_plus.training import train_marginal_likelihood
 
 if TYPE_CHECKING:
-    from laplace_plus.curvature import BackPack, Curvlinops
+    from laplace_plus.integrations.backpack import BackPack
+    from laplace_plus.integrations.curvlinops import Curvlinops
 
 __all__ = [
     "BackPack",
@@ -99,6 +110,7 @@ __all__ = [
     "errors",
     "geometry",
     "get_posterior",
+    "integrations",
     "leave_one_out",
     "linalg",
     "load",

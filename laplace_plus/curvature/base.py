@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -176,3 +176,64 @@ def _alternative(kind: str, structure: str) -> str:
     if kind == "hessian" and structure == "KFAC":
         return 'A Hessian has no Kronecker form: use lp.Full or lp.Diagonal with Native(kind="hessian"), or kind="ggn".'
     return f'The native backend can: backend=Native(kind="{kind}").'
+
+
+_backends: dict[str, type[Backend] | Callable[[], type[Backend]]] = {}
+
+
+def register_backend(name: str, backend: type[Backend] | Callable[[], type[Backend]]) -> None:
+    """Make a backend known by name, to ``backend="name"`` and to :func:`laplace_plus.load`.
+
+    Args:
+        name: The name; the class's own attribute ``name``.
+        backend: The class, or a function without arguments that imports and returns it on first use. Loading calls the
+            class with the entries of its :meth:`Backend.config`.
+
+    Raises:
+        ConfigurationError: The name belongs to another backend already, or ``backend`` is neither of the two.
+    """
+    if isinstance(backend, type) and not issubclass(backend, Backend) or not callable(backend):
+        raise ConfigurationError(
+            f"What is to be called {name!r} is not a backend.",
+            expected="a subclass of laplace_plus.Backend, or a function that returns one",
+            got=repr(backend),
+        )
+    if _backends.get(name, backend) is not backend:
+        raise ConfigurationError(f"The backend name {name!r} is taken.", expected="a new name", got=repr(name))
+    _backends[name] = backend
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The registered backend of that name.
+
+    Raises:
+        ConfigurationError: No such backend.
+    """
+    if name not in _backends:
+        raise ConfigurationError(
+            "Unknown backend.",
+            expected=", ".join(_backends),
+            got=repr(name),
+            fix="Register it with laplace_plus.curvature.register_backend(name, cls).",
+        )
+    backend = _backends[name]
+    return backend if isinstance(backend, type) else backend()
+
+
+def resolve_backend(backend: str | Backend) -> Backend:
+    """The backend of that name with its defaults, or the instance itself.
+
+    Raises:
+        ConfigurationError: No such backend.
+    """
+    return backend if isinstance(backend, Backend) else backend_class(backend)()
+
+
+def backend_from_config(config: dict) -> Backend:
+    """Rebuild a backend from :meth:`Backend.config`.
+
+    Raises:
+        ConfigurationError: No such backend.
+    """
+    options = {key: value for key, value in config.items() if key != "name"}
+    return backend_class(config["name"])(**options)

@@ -22,9 +22,9 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS
 from laplace_plus.curvature.calls import EmbeddingCall
 from laplace_plus.curvature.capture import Capture, capture_batch
-from laplace_plus.curvature.foreign import ForeignBackend, Loss, loss_targets
 from laplace_plus.curvature.layouts import whole_layout
 from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure
+from laplace_plus.integrations.foreign import ForeignBackend, Loss, loss_targets
 from laplace_plus.likelihoods import Categorical, Likelihood
 from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.sampling import draw_seed

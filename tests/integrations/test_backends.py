@@ -25,6 +25,7 @@ from laplace_plus.curvature import (
     KroneckerStructure,
     Native,
     Structure,
+    register_backend,
     resolve_backend,
 )
 from laplace_plus.curvature.structures import block_from_tensors
@@ -780,6 +781,28 @@ def test_backends_are_found_by_name():
     assert resolve_backend(instance) is instance
     with pytest.raises(ConfigurationError, match="native, backpack, curvlinops"):
         resolve_backend("asdl")
+
+
+def test_a_backend_of_another_package_is_found_by_name_and_survives_saving(tmp_path):
+    class Doubled(Native):
+        name = "doubled"
+
+        def accumulate(self, total, *args, **kwargs):
+            once, outputs = super().accumulate(None, *args, **kwargs)
+            once = once.add_(once.clone())
+            return once if total is None else total.add_(once), outputs
+
+    register_backend("doubled", lambda: Doubled)
+    model, data = nn.Linear(4, 3), [(torch.randn(N, 4), torch.randint(3, (N,)))]
+    posterior = lp.Diagonal(model, "classification", backend="doubled").fit(data)
+    plain = lp.Diagonal(model, "classification").fit(data)
+    torch.testing.assert_close(1 / posterior.variance() - 1, 2 * (1 / plain.variance() - 1))
+    posterior.save(tmp_path / "doubled")
+    assert isinstance(lp.load(tmp_path / "doubled", model).backend, Doubled)
+    with pytest.raises(ConfigurationError, match="taken"):
+        register_backend("doubled", Native)
+    with pytest.raises(ConfigurationError, match="not a backend"):
+        register_backend("mine", nn.Linear)
 
 
 def test_the_libraries_are_imported_when_they_are_wanted():
