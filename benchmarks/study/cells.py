@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import lzma
 import multiprocessing
 import resource
 import sys
@@ -193,7 +194,7 @@ def _finished(running: list[_Running], seconds: float) -> Iterator[tuple[_Runnin
 
 
 class Results:
-    """JSON lines of a folder, ``study-SET.jsonl`` for each set.
+    """The cells of a folder: JSON lines in ``study-SET.jsonl``, or in ``study-SET.jsonl.xz`` once they are packed.
 
     Args:
         folder: Made if need be.
@@ -204,14 +205,34 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
-        """The file of a set."""
+        """The file of a set that new cells are written to."""
         return self.folder / f"study-{name}.jsonl"
+
+    def packed(self, name: str) -> Path:
+        """The compressed file of a set."""
+        return self.folder / f"study-{name}.jsonl.xz"
+
+    def names(self) -> list[str]:
+        """The sets that have cells."""
+        files = self.folder.glob("study-*.jsonl*")
+        return sorted({file.name.removeprefix("study-").split(".jsonl")[0] for file in files})
+
+    def text(self, name: str) -> str:
+        """The JSON lines of a set; the uncompressed file wins."""
+        if self.path(name).exists():
+            return self.path(name).read_text()
+        return lzma.decompress(self.packed(name).read_bytes()).decode() if self.packed(name).exists() else ""
+
+    def pack(self, name: str) -> None:
+        """Replace the JSON lines of a set by one compressed file."""
+        if self.path(name).exists():
+            self.packed(name).write_bytes(lzma.compress(self.path(name).read_bytes(), preset=9))
+            self.path(name).unlink()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The last row of each cell of a set; a line that an interruption cut off is none."""
-        path = self.path(name)
         found: dict[tuple[int, str], dict[str, Any]] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in self.text(name).splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
@@ -251,7 +272,9 @@ class Results:
         head["version"] = __version__
         path = self.path(name)
         # A line that was cut off would swallow the next one.
-        before = path.read_text() if path.exists() else ""
+        before = self.text(name)
+        if not path.exists():
+            path.write_text(before)
         torn = bool(before) and not before.endswith("\n")
         with path.open("a") as file:
             file.write(("\n" if torn else "") + json.dumps(head | row) + "\n")

@@ -2,13 +2,12 @@
 
     python benchmarks/study/published.py --results benchmarks/results --output benchmarks/results/study-published.md
 
-Reads the JSON lines of the study and published.yaml beside this file; a set that was not run has an empty column.
+Reads the cells of the study and published.yaml beside this file; a set that was not run has an empty column.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.study.cells import Results
 from benchmarks.study.report import Table, markdown_line, markdown_rule, shown
 
 INTRODUCTION = """
@@ -41,9 +41,7 @@ def page(folder: Path, published: dict[str, Any]) -> str:
     """The Markdown page."""
     tables: dict[str, Table] = {}
     for name in published["sets"]:
-        path = folder / f"study-{name}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        tables[name] = Table([json.loads(line) for line in lines], [])
+        tables[name] = Table(Results(folder).rows(name), [])
     lines = [INTRODUCTION.strip(), "", *markdown_rule(["", "", *published["sets"].values()])]
     for label, row in published["rows"].items():
         theirs = [f"{mean:.2f} ± {error:.2f}" for mean, error in (row["nll"][name] for name in tables)]
@@ -73,7 +71,7 @@ def _measured(table: Table, labels: list[str]) -> str:
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="folder of study-SET.jsonl")
+    parser.add_argument("--results", type=Path, required=True, help="folder of study-SET.jsonl or .jsonl.xz")
     parser.add_argument("--output", type=Path, required=True, help="the page")
     arguments = parser.parse_args()
     published = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())

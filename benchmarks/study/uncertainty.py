@@ -2,13 +2,12 @@
 
     python benchmarks/study/uncertainty.py --results benchmarks/results --output benchmarks/results
 
-Reads the JSON lines of the study, and writes study-uncertainty.md and .png; sets that were not run are left out.
+Reads the cells of the study, and writes study-uncertainty.md and .png; sets that were not run are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.study.cells import Results
 from benchmarks.study.report import MAP, Table, draw, markdown_line, markdown_rule, ranking
 from benchmarks.study.settings import Settings
 
@@ -66,9 +66,8 @@ def read(folder: Path, names: tuple[str, ...], labels: list[str]) -> dict[str, T
     """Tables of the sets that were run."""
     found = {}
     for name in names:
-        path = folder / f"study-{name}.jsonl"
-        if path.exists():
-            found[name] = Table([json.loads(line) for line in path.read_text().splitlines()], labels)
+        if rows := Results(folder).rows(name):
+            found[name] = Table(rows, labels)
     return found
 
 
@@ -161,7 +160,7 @@ def picture(found: list[Column], labels: list[str]) -> Figure:
 def main() -> None:
     """Write the page and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="folder of study-SET.jsonl")
+    parser.add_argument("--results", type=Path, required=True, help="folder of study-SET.jsonl or .jsonl.xz")
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     arguments = parser.parse_args()
     labels = list(Settings.read(CONFIG).content["methods"])
