@@ -2,8 +2,10 @@
 
     python benchmarks/study/check.py --results benchmarks/results
     python benchmarks/study/check.py --results benchmarks/results --pack
+    python benchmarks/study/check.py --results benchmarks/results --write
 
 Prints each page that differs and exits with 1 if there is one. ``--pack`` first compresses JSON lines that are not packed.
+``--write`` writes the page of every set: the repository keeps only those that the documentation links.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ def differences(folder: Path, settings: Settings) -> Iterator[str]:
         if any(row["stamp"] != section.stamp_of(row["method"]) or not row["data"] for row in rows):
             yield f"study-{name}: cells of other settings"
         tables[name] = report.Table(rows, labels)
-        if not _same(folder / f"study-{name}.md", tables[name].markdown(name)):
-            yield f"study-{name}.md: not the page of its cells"
+        page = folder / f"study-{name}.md"
+        if page.exists() and not _same(page, tables[name].markdown(name)):
+            yield f"{page.name}: not the page of its cells"
     for page, names in SUITES.items():
         if not set(names) <= tables.keys():
             yield f"{page}.md: cells of {', '.join(sorted(set(names) - tables.keys()))} are missing"
@@ -70,11 +73,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, help="folder of cells and pages")
     parser.add_argument("--config", type=Path, default=CONFIGURATION)
     parser.add_argument("--pack", action="store_true", help="compress JSON lines first")
+    parser.add_argument("--write", action="store_true", help="write the page of every set")
     arguments = parser.parse_args(argv)
     results = Results(arguments.results)
+    settings = Settings.read(arguments.config)
     for name in results.names() if arguments.pack else ():
         results.pack(name)
-    found = list(differences(arguments.results, Settings.read(arguments.config)))
+    for name in results.names() if arguments.write else ():
+        table = report.Table(results.rows(name), list(settings.content["methods"]))
+        (arguments.results / f"study-{name}.md").write_text(table.markdown(name))
+    found = list(differences(arguments.results, settings))
     sys.stdout.writelines(f"{line}\n" for line in found)
     sys.stdout.write(f"{len(results.names())} sets, {len(found)} differences\n")
     return 1 if found else 0
