@@ -4,7 +4,7 @@
     python benchmarks/study/check.py --results benchmarks/results --pack
     python benchmarks/study/check.py --results benchmarks/results --write
 
-Prints each page that differs and exits with 1 if there is one. ``--pack`` first compresses JSON lines that are not packed.
+Prints each page that differs and exits with 1 if there is one. ``--pack`` first compresses JSON lines.
 ``--write`` writes the page of every set: the repository keeps only those that the documentation links.
 """
 
