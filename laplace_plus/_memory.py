@@ -1,8 +1,8 @@
-"""How much memory intermediate results may take: one budget for everything that is computed in chunks.
+"""The memory budget of intermediate results: one for everything that is computed in chunks.
 
-Public methods set the budget with :func:`memory_budget`; whatever writes out stacks of gradients, patches or directions
-asks :func:`budget` and cuts its work accordingly. The budget bounds what is computed on the way. What a method returns
-or keeps (factors, outputs), the network and its data come on top.
+Public methods set the budget with :func:`memory_budget`. Code that computes gradients, patches or cotangents reads it
+with :func:`budget` and cuts its work accordingly. What a method returns or keeps (factors, outputs), the network and
+its data come on top.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from laplace_plus.errors import ConfigurationError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SHARE = 4
-"""One part in so many of the memory that is free may go to intermediate results."""
+"""Intermediate results may take one part in four of the free memory: factors, outputs and the data need room, too."""
 _ceiling: ContextVar[int | None] = ContextVar("memory_budget", default=None)
 
 
 def parse_bytes(value: int | str) -> int:
-    """A number of bytes, or a text such as ``"500 MB"`` or ``"2GiB"`` (units of 1024).
+    """Parse a number of bytes, or a text such as ``"500 MB"`` or ``"2GiB"`` (units of 1024).
 
     Raises:
         ConfigurationError: Neither.
@@ -42,7 +42,7 @@ def parse_bytes(value: int | str) -> int:
         number = value
     if number < 1:
         raise ConfigurationError(
-            "There is no such memory budget.",
+            "The memory budget must be a positive number of bytes.",
             expected='a positive number of bytes, or a text such as "500 MiB" or "2 GiB"',
             got=repr(value),
         )
@@ -50,7 +50,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def in_words(n_bytes: int) -> str:
-    """A number of bytes in a unit that suits it.
+    """A number of bytes as text, in a suitable unit.
 
     Example:
         >>> in_words(3 * 2**29)
@@ -71,9 +71,9 @@ def default_budget(device: torch.device) -> int:
 
 
 @contextmanager
-def memory_budget(n_bytes: int) -> Iterator[None]:
-    """Set the budget for what runs inside."""
-    token = _ceiling.set(n_bytes)
+def memory_budget(n_bytes: int | None, device: torch.device | None = None) -> Iterator[None]:
+    """Set the budget for what runs inside; None keeps the one in force."""
+    token = _ceiling.set(budget(device) if n_bytes is None else n_bytes)
     try:
         yield
     finally:
@@ -81,6 +81,6 @@ def memory_budget(n_bytes: int) -> Iterator[None]:
 
 
 def budget(device: torch.device | None = None) -> int:
-    """The budget in bytes: the one that was set, or the device's default."""
+    """The budget in bytes: the one in force, or the device's default."""
     set_by_caller = _ceiling.get()
     return default_budget(torch.device("cpu") if device is None else device) if set_by_caller is None else set_by_caller

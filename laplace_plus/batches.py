@@ -1,4 +1,4 @@
-"""What a data loader yields, brought to one form: inputs for the network, and a target.
+"""Batches of a data loader in one form: inputs for the network, and a target.
 
 A loader is any iterable of batches. A batch is one of
 
@@ -6,9 +6,9 @@ A loader is any iterable of batches. A batch is one of
   target;
 * a mapping with the target under one of :data:`TARGET_KEYS`, such as a Hugging Face ``BatchEncoding``.
 
-Inputs are trees: tensors in nested tuples, lists, named tuples and mappings. Anything else in them, and a
-``torch.nn.utils.rnn.PackedSequence``, is a leaf that is handed through as it is. Mappings come out as plain
-dictionaries. The caller's own objects are never changed.
+Inputs are trees: tensors in nested tuples, lists, named tuples and mappings. Everything else in them, including a
+``torch.nn.utils.rnn.PackedSequence``, is a leaf and passes through unchanged. Mappings become plain dictionaries. The
+caller's own objects never change.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Batch:
 
 
 def split(item: Any) -> Batch:
-    """Separates what a loader yields into the network's inputs and the target.
+    """Separate what a loader yields into the network's inputs and the target.
 
     Args:
         item: A tuple or list whose last entry is the target, or a mapping that holds it under one of
@@ -117,12 +117,11 @@ def split(item: Any) -> Batch:
 def iterate(
     data: Iterable[Any], *, device: torch.device | str, progress: bool = False, description: str = ""
 ) -> Iterator[Batch]:
-    """Runs once over any iterable of batches.
+    """Run once over any iterable of batches.
 
-    Tensors are moved to ``device``, their dtypes are kept. Batches without any example are left out. Nothing is asked
-    of ``data`` but to be iterable: it may have no length, sample with replacement, or end with a shorter batch.
-    Trailing shapes, such as the number of tokens, may differ between batches; the structure of the inputs and their
-    dtypes may not.
+    Tensors move to ``device`` and keep their dtypes. Batches without examples are left out. ``data`` need only be
+    iterable: it may have no length, sample with replacement, or end with a shorter batch. Trailing shapes, such as the
+    number of tokens, may differ between batches; the structure of the inputs and their dtypes may not.
 
     Args:
         data: The loader.
@@ -131,34 +130,67 @@ def iterate(
         description: The words before the bar.
 
     Returns:
-        An iterator over the batches. What cannot be a loader is refused at once, a bad batch when it comes.
+        An iterator over the batches. An invalid loader is refused at once, an invalid batch when it comes.
 
     Raises:
         EmptyDataError: If no batch holds an example.
         DataError: If ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), if a
             batch is of no known form, or if its structure differs from the first one's.
     """
-    _check_source(data)
-    return _iterate(data, torch.device(device), progress, description)
+    expected, fix = "an iterable of batches", "pass a DataLoader, or a list of batches: [(x, y)]"
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise DataError(
+            "A dataset yields single examples, not batches.",
+            expected=expected,
+            got=f"the dataset {type(data).__name__}",
+            fix="wrap it in a DataLoader: DataLoader(dataset, batch_size=...)",
+        )
+    # A bare tensor is never a batch, so a tuple or list that holds one is a batch itself.
+    holds_tensor = isinstance(data, (tuple, list)) and any(map(torch.is_tensor, data))
+    if holds_tensor or isinstance(data, (Tensor, Mapping)):
+        raise DataError("One batch was given in place of a loader.", expected=expected, got=describe(data), fix=fix)
+    if isinstance(data, (str, bytes)):
+        raise DataError("Text is not data.", expected=expected, got=f"a {type(data).__name__}", fix=fix)
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise DataError("The data cannot be iterated over.", expected=expected, got=describe(data), fix=fix)
+    if progress:
+        data = progress_bar(data, enabled=True, description=description)
+    return _iterate(data, torch.device(device))
 
 
-def _iterate(data: Iterable[Any], device: torch.device, progress: bool, description: str) -> Iterator[Batch]:
-    first: str | None = None
-    for index, item in enumerate(progress_bar(data, enabled=progress, description=description)):
+def _iterate(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+    first: Any = None
+    for index, item in enumerate(data):
         batch = split(item)
-        if _is_empty(batch, index):
+        inputs, target = batch.inputs, batch.target
+        if target.ndim == 0:
+            raise DataError(
+                f"Batch {index} is a single example.",
+                expected="a target of shape [B, ...]",
+                got="a target without dimensions",
+                fix="wrap the dataset in a DataLoader, or add a batch dimension to inputs and target",
+            )
+        n_inputs, n_targets = batch_size(inputs), len(target)
+        if (n_inputs == 0) != (n_targets == 0):
+            raise DataError(
+                f"Batch {index} is half empty.",
+                expected="as many inputs as targets",
+                got=f"{n_inputs} inputs and {n_targets} targets",
+                fix="check the function that collates the batch",
+            )
+        if n_targets == 0:
             continue
-        structure = _structure(batch.inputs)
+        structure = str(inputs.dtype) if isinstance(inputs, Tensor) else _structure(inputs)
         if first is None:
             first = structure
         elif structure != first:
             raise DataError(
-                f"The inputs of batch {index} are of another structure than those before.",
-                expected=first,
-                got=structure,
+                f"The inputs of batch {index} have another structure than those before.",
+                expected=first.replace("torch.", ""),
+                got=structure.replace("torch.", ""),
                 fix="let the loader yield the same number, names and dtypes of inputs every time",
             )
-        yield Batch(to_device(batch.inputs, device), to_device(batch.target, device))
+        yield Batch(to_device(inputs, device), to_device(target, device))
     if first is None:
         raise EmptyDataError(
             "The loader yielded no data.",
@@ -168,53 +200,15 @@ def _iterate(data: Iterable[Any], device: torch.device, progress: bool, descript
         )
 
 
-def _check_source(data: Any) -> None:
-    expected, fix = "an iterable of batches", "pass a DataLoader, or a list of batches: [(x, y)]"
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        raise DataError(
-            "A dataset yields single examples, not batches.",
-            expected=expected,
-            got=f"the dataset {type(data).__name__}",
-            fix="wrap it in a DataLoader: DataLoader(dataset, batch_size=...)",
-        )
-    # A bare tensor is never a batch, so that a tuple or list that holds one is a batch itself.
-    holds_tensor = isinstance(data, (tuple, list)) and any(isinstance(entry, Tensor) for entry in data)
-    if holds_tensor or isinstance(data, (Tensor, Mapping)):
-        raise DataError("One batch was given in place of a loader.", expected=expected, got=describe(data), fix=fix)
-    if isinstance(data, (str, bytes)):
-        raise DataError("Text is not data.", expected=expected, got=f"a {type(data).__name__}", fix=fix)
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise DataError("The data cannot be iterated over.", expected=expected, got=describe(data), fix=fix)
-
-
-def _is_empty(batch: Batch, index: int) -> bool:
-    if batch.target.ndim == 0:
-        raise DataError(
-            f"Batch {index} is a single example.",
-            expected="a target of shape [B, ...]",
-            got="a target without dimensions",
-            fix="wrap the dataset in a DataLoader, or add a batch dimension to inputs and target",
-        )
-    n_inputs, n_targets = batch.size, len(batch.target)
-    if (n_inputs == 0) != (n_targets == 0):
-        raise DataError(
-            f"Batch {index} is half empty.",
-            expected="as many inputs as targets",
-            got=f"{n_inputs} inputs and {n_targets} targets",
-            fix="check the function that collates the batch",
-        )
-    return n_targets == 0
-
-
 # -- from a batch to the network --------------------------------------------------------------------------------------
 
 
 def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Decides how inputs are passed to a network, from the signature of its ``forward``.
+    """Decide how to pass inputs to a network, from the signature of its ``forward``.
 
     * A mapping is passed by keyword if ``forward`` takes exactly such keywords. Otherwise, if none of its keys is a
       parameter of ``forward``, it is passed whole, as the one argument. A mapping of which only some keys are known is
-      refused rather than cut: dropping inputs would change what the network computes.
+      refused, because dropping inputs would change what the network computes.
     * A tuple or list is spread over the positional parameters if ``forward`` takes that many, else it is passed whole.
     * Everything else is the one argument.
 
@@ -239,21 +233,21 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
     """
     forward = source.forward if isinstance(source, nn.Module) else source
     candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    if isinstance(inputs, Mapping):
+    keyed = isinstance(inputs, Mapping)
+    if keyed:
         if all(isinstance(key, str) for key in inputs):
             candidates.append(((), dict(inputs)))
-    elif _is_sequence(inputs):
+    elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         candidates.append((tuple(inputs), {}))
     try:
         signature = inspect.signature(forward)
-    except (TypeError, ValueError):  # compiled code may have none; then the natural way is the only one
+    except (TypeError, ValueError):  # compiled code may have none
         return candidates[0] if candidates else ((inputs,), {})
-    named = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
-    if not isinstance(inputs, Mapping) or not any(key in named for key in inputs):
+    named = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            named.append(name)
+    if not keyed or not set(named) & set(inputs):
         candidates.append(((inputs,), {}))
     for args, kwargs in candidates:
         try:
@@ -266,13 +260,13 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
     raise DataError(
         f"The inputs do not fit {owner}.",
         expected=f"inputs for the parameters ({', '.join(shown)})",
-        got=f"the keys {_names(inputs)}" if isinstance(inputs, Mapping) else describe(inputs),
+        got=f"the keys {_names(inputs)}" if keyed else describe(inputs),
         fix="let the loader yield just the inputs that the network takes, under the names of its parameters",
     )
 
 
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
-    """Runs a network on a batch's inputs, passed in the way that its signature asks for; see :func:`bind`.
+    """Run a network on a batch's inputs, passed as its signature requires; see :func:`bind`.
 
     Args:
         model: The network.
@@ -289,7 +283,7 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
 
 
 def output_tensor(raw: Any) -> Tensor:
-    """Finds the one tensor of outputs in what a network returns.
+    """Find the tensor of outputs in what a network returns.
 
     Args:
         raw: A tensor; a mapping with ``"logits"`` (Hugging Face) or ``"out"`` (torchvision's segmentation networks); or
@@ -322,13 +316,13 @@ def output_tensor(raw: Any) -> Tensor:
 
 
 def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Takes a tree apart into its leaves, for instance to hand them to ``torch.func.vmap`` one by one.
+    """Take a tree apart into its leaves, for instance to map ``torch.func.vmap`` over them.
 
     Args:
         inputs: Nested tuples, lists, named tuples and mappings.
 
     Returns:
-        The leaves, tensors and others (``None`` is a leaf), and a function that makes the same tree out of as many new
+        The leaves, tensors and others (``None`` is a leaf), and a function that builds the same tree from as many new
         leaves. Named tuples keep their type, mappings become plain dictionaries. The function raises ``DataError`` when
         it is given another number of leaves.
 
@@ -357,7 +351,7 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
-    """Moves all tensors of a tree to a device.
+    """Move all tensors of a tree to a device.
 
     Args:
         tree: A tensor, or nested tuples, lists, named tuples and mappings.
@@ -366,20 +360,18 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
     Returns:
         A new tree; dtypes and everything that is not a tensor stay as they are.
     """
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
-            return leaf.to(device)  # type: ignore[arg-type]  # torch declares only a part of what it takes
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # Tensors made in inference mode can take no part in derivatives; copies of them can.
-        return leaf.to(device, copy=leaf.is_inference())
-
-    return _map(move, tree)
+    if isinstance(tree, Tensor):
+        # Tensors made in inference mode cannot take part in derivatives; copies of them can.
+        return tree.to(device, copy=tree.is_inference())
+    if isinstance(tree, PackedSequence):
+        return tree.to(device)  # type: ignore[arg-type]  # torch declares only some of the types it takes
+    if isinstance(tree, (Mapping, tuple, list)):
+        return _map(lambda leaf: to_device(leaf, device), tree)
+    return tree
 
 
 def batch_size(inputs: Any) -> int:
-    """Counts the examples of a batch.
+    """Count the examples of a batch.
 
     Args:
         inputs: A tensor or a tree of tensors.
@@ -390,8 +382,7 @@ def batch_size(inputs: Any) -> int:
     Raises:
         DataError: If there is no such tensor.
     """
-    leaves, _ = flatten(inputs)
-    for leaf in leaves:
+    for leaf in [inputs] if isinstance(inputs, Tensor) else flatten(inputs)[0]:
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
@@ -405,26 +396,27 @@ def batch_size(inputs: Any) -> int:
 
 
 def can_be_cut(inputs: Any, size: int) -> bool:
-    """Whether every tensor of the inputs has its ``size`` examples along the first axis, single numbers apart."""
-    leaves, _ = flatten(inputs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-    return (
-        size > 0
-        and bool(tensors)
-        and all(leaf.shape[0] == size for leaf in tensors)
-        and all(leaf is None or isinstance(leaf, (bool, int, float, str)) for leaf in others)
-    )
+    """Whether every tensor of the inputs, except single numbers, has its ``size`` examples along the first axis."""
+    found = False
+    for leaf in [inputs] if isinstance(inputs, Tensor) else flatten(inputs)[0]:
+        if isinstance(leaf, Tensor):
+            if leaf.ndim and leaf.shape[0] != size:
+                return False
+            found = found or leaf.ndim > 0
+        elif leaf is not None and not isinstance(leaf, (bool, int, float, str)):
+            return False
+    return found and size > 0
 
 
 def cut(inputs: Any, examples: slice | list[int]) -> Any:
     """Some examples of inputs that :func:`can_be_cut`."""
-    leaves, rebuild = flatten(inputs)
-    return rebuild([leaf[examples] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves])
+    if isinstance(inputs, Tensor):
+        return inputs[examples] if inputs.ndim else inputs
+    return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def describe(tree: Any) -> str:
-    """Describes a tree for an error message, by dtypes and shapes.
+    """Describe a tree for an error message, by dtypes and shapes.
 
     Args:
         tree: Anything.
@@ -437,7 +429,7 @@ def describe(tree: Any) -> str:
         '(float32 [2, 3], {mask: NoneType})'
     """
     if isinstance(tree, Tensor):
-        return f"{_dtype_name(tree)} {list(tree.shape)}"
+        return f"{str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in tree.items()) + "}"
     if _is_sequence(tree):
@@ -453,30 +445,26 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
         children = [_map(function, child) for child in tree]
         if isinstance(tree, list):
             return children
-        # `torch.Size` and the structured results of torch's functions are tuples that cannot be made from new entries.
+        # torch.Size and the structured results of torch's functions cannot be built from new entries.
         return type(tree)._make(children) if hasattr(tree, "_make") else tuple(children)
     return function(tree)
 
 
 def _structure(tree: Any) -> str:
-    """What has to stay the same from batch to batch; lists of strings and the like count as one thing."""
+    """The part of the inputs that must not change from batch to batch; lists of strings and the like are one leaf."""
     if isinstance(tree, Tensor):
-        return _dtype_name(tree)
+        return str(tree.dtype)
     if not any(isinstance(leaf, (Tensor, PackedSequence)) for leaf in flatten(tree)[0]):
         return "no tensor"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{key}: {_structure(tree[key])}" for key in sorted(tree, key=str)) + "}"
     if _is_sequence(tree):
         return "(" + ", ".join(_structure(child) for child in tree) + ")"
-    return f"packed {_dtype_name(tree.data)}"
+    return f"packed {tree.data.dtype}"
 
 
 def _is_sequence(tree: Any) -> bool:
     return isinstance(tree, (tuple, list)) and not isinstance(tree, PackedSequence)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _names(mapping: Any) -> str:

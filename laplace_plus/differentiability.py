@@ -1,4 +1,4 @@
-"""Operations that torch cannot differentiate twice, or in forward mode, replaced by the same ones written out."""
+"""Replacements for operations that torch cannot differentiate twice, or in forward mode."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from laplace_plus.modes import without_cudnn, written_out_attention
 
 @contextmanager
 def differentiable_kernels(model: nn.Module) -> Iterator[None]:
-    """Kernels that can be differentiated twice: neither fused attention nor cuDNN's recurrent layers."""
+    """Use only kernels that can be differentiated twice: no fused attention, no recurrent layers of cuDNN."""
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     with written_out_attention, without_cudnn if recurrent else nullcontext(), _WrittenOut():
         yield
 
 
-@contextmanager
-def checkpointing_refused() -> Iterator[None]:
-    """Name activation checkpointing: its second forward pass runs without the weights that were put in place."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "torch.utils.checkpoint" not in str(error):
-            raise
+def refuse_checkpointing(error: RuntimeError) -> None:
+    """Raise a clear error if ``error`` comes from activation checkpointing.
+
+    The second forward pass of checkpointing runs without the substituted weights.
+    """
+    if "torch.utils.checkpoint" in str(error):
         raise UnsupportedError(
-            "The network checkpoints activations on the way from the selected parameters to its outputs.",
+            "The network checkpoints activations between the selected parameters and its outputs.",
             expected="a forward pass that keeps what its derivatives need",
             got="torch.utils.checkpoint.checkpoint",
             fix="Switch checkpointing off in evaluation mode: call it only where self.training is true.",
@@ -52,7 +50,7 @@ class _WrittenOut(TorchFunctionMode):
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    # As for torch, -1 stands for one norm over everything, and not for the last axis.
+    # In torch._weight_norm, -1 means one norm over all entries, not the last axis.
     axes = None if dim == -1 else [axis for axis in range(v.ndim) if axis != dim]
     return v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=dim != -1))
 

@@ -1,15 +1,17 @@
-"""How a user's model is run without leaving a trace: in evaluation mode, and by one thread at a time.
+"""How a user's model runs without a trace: in evaluation mode, and in one thread at a time.
 
-While the package runs a model, other weights, hooks and modes take the place of the model's own. Whatever looks at a
-model or runs it therefore holds the model's lock, so that calls from several threads come one after the other.
+While the package runs a model, other weights, hooks and modes replace the model's own. Code that reads or runs a model
+therefore holds the model's lock, so that calls from several threads come one after the other.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ _registering = threading.Lock()
 
 
 def turn(model: nn.Module) -> threading.RLock:
-    """The re-entrant lock of a model, which it has in common with models that hold some of the same modules."""
+    """The re-entrant lock of a model; models that share modules share it."""
     with _registering:
         lock = _locks.get(model)
         if lock is None:
@@ -33,24 +35,26 @@ def turn(model: nn.Module) -> threading.RLock:
 
 
 class Shared:
-    """A setting of the whole process, which holds while anybody is inside, and which the last to leave puts back.
+    """A setting of the whole process that holds while any thread is inside; the last one to leave restores it.
 
-    Threads that run different models do not wait for each other: were each to put back what it had found, the last
-    might find the setting of another one, and leave it behind.
+    Threads that run different models do not wait for each other. If each restored what it had found, the last one
+    might find another thread's setting and leave it behind.
 
     Args:
-        make: Gives the context that makes the setting.
+        make: Returns the context that makes the setting.
+        module: Python module without which the setting has no effect; while it is not imported, nothing is done.
     """
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]], module: str = "torch"):
         self._make = make
+        self._module = module
         self._lock = threading.Lock()
         self._inside = 0
         self._context: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._inside == 0:
+            if self._context is None and self._module in sys.modules:
                 self._context = self._make()
                 self._context.__enter__()
             self._inside += 1
@@ -63,49 +67,56 @@ class Shared:
                 self._context = None
 
 
-eager = Shared(lambda: torch.compiler.set_stance("force_eager"))
-"""Compiled parts of a module hide their operations, and do not compile under the modes that are active here."""
+eager = Shared(partial(torch.compiler.set_stance, "force_eager"), module="torch._dynamo")
+"""Runs compiled parts of a module eagerly: they hide their operations, and do not compile under the active modes.
 
-written_out_attention = Shared(lambda: sdpa_kernel(SDPBackend.MATH))
-"""Fused attention cannot be differentiated twice."""
+Nothing is compiled before ``torch._dynamo`` is imported, which takes a second.
+"""
 
-without_cudnn = Shared(lambda: torch.backends.cudnn.flags(enabled=False))
-"""Nor can cuDNN's recurrent layers."""
+written_out_attention = Shared(partial(sdpa_kernel, SDPBackend.MATH))
+"""Runs attention unfused: the fused kernels cannot be differentiated twice."""
+
+without_cudnn = Shared(partial(torch.backends.cudnn.flags, enabled=False))
+"""Runs recurrent layers without cuDNN, whose kernels cannot be differentiated twice."""
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode, and afterwards with the mode and the tensors that it had.
+    """Put every submodule into evaluation mode, and restore its mode and its tensors afterwards.
 
-    ``training`` is set directly: a user's own ``train()`` may do more than that, e.g. merge adapter weights. Tensors
-    among a module's attributes are put back because a forward pass may set some to what only this call substituted:
-    recurrent layers keep a list of their weights, weight normalisation sets the weight, and some networks remember
-    activations. What else a network counts or notes is its own business.
+    ``training`` is set directly, because a custom ``train()`` may do more, e.g. merge adapter weights. A forward pass
+    may store tensors that exist in this call only: recurrent layers keep a list of their weights, weight normalisation
+    sets the weight, and some networks remember activations. Attributes that hold tensors are therefore restored; other
+    attributes, such as counters, stay as the network left them.
     """
     with turn(model):
-        before = [(module, module.training, dict(vars(module)), _lists(module)) for module in model.modules()]
+        before = []
+        for module in model.modules():
+            attributes = dict(vars(module))
+            lists = {}
+            for name, value in attributes.items():
+                if type(value) is list and _holds_tensors(value):
+                    lists[name] = list(value)
+            before.append((module, attributes, lists))
+            module.training = False
         try:
-            for module, *_ in before:
-                module.training = False
             yield
         finally:
-            for module, training, attributes, lists in before:
+            for module, attributes, lists in before:
+                module.training = attributes["training"]
                 now = vars(module)
-                for name in [name for name in now if name not in attributes and _holds_tensors(now[name])]:
-                    del now[name]
+                for name in [*now]:
+                    if name not in attributes and _holds_tensors(now[name]):
+                        del now[name]
                 for name, value in attributes.items():
                     if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
                         now[name] = value
                 for name, content in lists.items():
                     now[name][:] = content
-                module.training = training
 
 
 def _holds_tensors(value: Any) -> bool:
-    kinds = (Tensor, weakref.ReferenceType)  # recurrent layers keep both
-    return isinstance(value, Tensor) or (type(value) in (list, tuple) and any(isinstance(v, kinds) for v in value))
-
-
-def _lists(module: nn.Module) -> dict[str, list[Any]]:
-    """Copies of a module's lists of tensors."""
-    return {name: list(value) for name, value in vars(module).items() if type(value) is list and _holds_tensors(value)}
+    """Whether an attribute is a tensor, or a list or tuple of tensors or (in recurrent layers) weak references."""
+    if type(value) not in (list, tuple):
+        return isinstance(value, Tensor)
+    return any(isinstance(entry, (Tensor, weakref.ReferenceType)) for entry in value)

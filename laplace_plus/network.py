@@ -1,14 +1,15 @@
 """The trained module as a pure function ``f(θ, x)`` of its parameters and inputs.
 
-The user's model is never touched: it runs through ``torch.func.functional_call`` in evaluation mode, on detached views
-of its parameters and on copies of its buffers, and every mode is put back, also when the network fails.
+The user's model stays as it is: it runs through ``torch.func.functional_call`` in evaluation mode, on detached views of
+its parameters and on copies of its buffers. Every mode is restored, also when the network fails.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,18 +19,19 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
-from laplace_plus.differentiability import checkpointing_refused, differentiable_kernels
+from laplace_plus._memory import memory_budget
+from laplace_plus.differentiability import differentiable_kernels, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
-from laplace_plus.kernels import all_finite, checksums
+from laplace_plus.kernels import checksums
 from laplace_plus.modes import eager, evaluation_mode, turn
 from laplace_plus.selection import Selected, Selection, select
 
 
 class _ReferencePath(TorchFunctionMode):
-    """Keeps modules off their fused inference kernels, which have no derivatives.
+    """Keeps transformer modules off their fused inference kernels, which have no derivatives.
 
-    Transformer modules look for exactly this: whether some function mode is active.
+    These modules check whether any function mode is active.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,31 +39,38 @@ class _ReferencePath(TorchFunctionMode):
 
 
 @contextmanager
-def exact_arithmetic(network: Network) -> Iterator[None]:
-    """Linear algebra and derivatives as they should be, whatever the caller's context.
+def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[None]:
+    """Run a public method without the caller's autocast and inference mode, one thread at a time.
 
-    Autocast is put aside, for everything but the network's own forward pass, and so is inference mode, under which
-    nothing can be differentiated. Checkpointed activations, which only fail deep inside of torch, are refused. Other
-    threads wait for their turn; see :mod:`laplace_plus.modes`.
+    Only the network's own forward pass runs under the caller's autocast. Derivatives do not exist in inference mode, so
+    it is switched off. Checkpointed activations, which fail deep inside torch, raise a clear error. Nested calls do
+    nothing.
+
+    Args:
+        network: The network; other threads wait for its lock, see :mod:`laplace_plus.modes`.
+        memory: Budget for intermediate results in bytes; None for the one in force, or else the device's default.
     """
     with turn(network.model):
-        if network.ambient_autocast is not None:  # inside of another call, of this thread as it is its turn
+        if network.ambient_autocast is not None:  # inside another public method of the same thread
             yield
             return
-        kind = network.device.type
+        device = network.device
+        kind = device.type
         network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         try:
-            with torch.inference_mode(False), torch.autocast(kind, enabled=False), checkpointing_refused():
+            with torch.inference_mode(False), torch.autocast(kind, enabled=False), memory_budget(memory, device):
                 yield
+        except RuntimeError as error:
+            refuse_checkpointing(error)
+            raise
         finally:
-            network.ambient_autocast = network._dtype = None
-            network._looked = False
+            network.ambient_autocast = network._dtype = network._seen = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside of ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations.
+    """The module inside ``torch.compile`` and data-parallel wrappers, which hide or scatter its operations.
 
-    Of a model whose parameters are sharded over ranks it is a copy with whole ones.
+    For a model whose parameters are sharded over ranks, a copy with whole parameters.
     """
     wrapper = "module" if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else "_orig_mod"
     inner = getattr(model, wrapper, None)
@@ -69,12 +78,19 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class Network:
-    """A trained network, seen as a function of some of its parameters.
+    """A trained network as a function of some of its parameters.
 
     Args:
         model: The trained module; it stays as it is.
         parameters: Which parameters; see :mod:`laplace_plus.selection`.
-        arrange: Puts the network's raw output into the shape ``[B, *, C]``, usually a likelihood's ``arrange``.
+        arrange: Brings the network's raw output to the shape ``[B, *, C]``, usually a likelihood's ``arrange``.
+
+    Attributes:
+        model: The module, without wrappers.
+        selected: The selected parameters.
+        parameter_names: Their names, in the order in which they fill the parameter vector.
+        n_parameters: P, the number of selected entries.
+        layers: Names of the modules that own selected parameters, in order; one precision each in a layer-wise prior.
 
     Raises:
         ConfigurationError: ``model`` is not an ``nn.Module``.
@@ -88,76 +104,63 @@ class Network:
             raise ConfigurationError(
                 "The model is not a module.", expected="a trained torch.nn.Module", got=type(model).__name__
             )
-        # A compiled module hides its operations; what it wraps is the same function of the same parameters.
+        # A compiled module hides its operations; the module inside is the same function of the same parameters.
         self.model: nn.Module = unwrap(model)
         self._sharded = sharded_source(model)
         self.selection = parameters
         self.arrange = arrange
+        self._dtype: torch.dtype | None = None
         with turn(self.model):
             _refuse_unsuitable(self.model)
             self._select(None)
-        # What curvature.gradients learns about the network: the axis of each call that runs over examples, and where
-        # each block lies in the parameter vector.
+        # What curvature.gradients learns about the network: the example axis of each call, and each block's positions
+        # in the parameter vector.
         self.example_axes: dict[str, Any] = {}
         self.layouts: dict[Any, Any] = {}
         # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
         self.reached: dict[str, bool] = {}
-        # What one example's forward pass and one direction's gradients take; None before any were seen.
+        # Memory of one example's forward pass and of one cotangent's gradients; None before the first batch.
         self.bytes_per_example: int | None = None
-        # Whether a batch's examples may be run apart from each other; None before anybody looked.
+        # Whether a batch's examples may run apart from each other; None while unknown.
         self.can_cut: bool | None = None
-        # By the form of a batch: of how many examples the pieces were that gave its outputs, and the memory for them.
+        # By the form of a batch: the micro-batch size that reproduced its outputs, and the memory at that time.
         self.apart: dict[Any, tuple[int, int]] = {}
-        # The caller's autocast, while a public method runs; None outside.
+        # The caller's autocast while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
+        # State of the weights at the last remember(), and in the public method that runs.
         self._known: tuple[Any, ...] = ()
-        # Whether the public method that is running has found the weights unchanged.
-        self._looked = False
+        self._seen: tuple[Any, ...] | None = None
 
     def _select(self, last_layer: str | None) -> None:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
+        self.parameter_names = tuple([item.name for item in self.selected])
+        self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
+        self._offsets, self.n_parameters = {}, 0
+        for item in self.selected:
+            self._offsets[item.name] = self.n_parameters
+            self.n_parameters += item.size
         self._layer_index: Tensor | None = None
-        self._dtype: torch.dtype | None = None
 
     def select_last_layer(self, layer: str) -> None:
-        """Correct the ``"last_layer"`` selection, once execution order has shown which layer is last."""
+        """Correct the ``"last_layer"`` selection once execution order has shown which layer is last."""
         self._select(layer)
         self.example_axes.clear()
         self.layouts.clear()
 
     def twin(self) -> Network:
-        """Another view of the same model, which remembers its weights by itself."""
+        """Another view of the same model that remembers the state of the weights on its own."""
         other = copy.copy(self)
-        other.ambient_autocast, other._looked = None, False
+        other.ambient_autocast = other._seen = None
         return other
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of the selected parameters, in the order in which they fill the parameter vector."""
-        return tuple(item.name for item in self.selected)
-
-    @property
-    def n_parameters(self) -> int:
-        """P, the number of selected entries."""
-        return sum(item.size for item in self.selected)
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the modules that own selected parameters, in order; one precision each in a layer-wise prior."""
-        return tuple(dict.fromkeys(item.layer for item in self.selected))
-
     def offsets(self) -> dict[str, int]:
-        """Where each selected parameter starts in the parameter vector."""
-        result, position = {}, 0
-        for item in self.selected:
-            result[item.name] = position
-            position += item.size
-        return result
+        """Start of each selected parameter in the parameter vector."""
+        return dict(self._offsets)
 
     def layer_index(self) -> Tensor:
-        """For each entry of the parameter vector, the number of its layer: ``[P]`` integers."""
+        """The layer number of each entry of the parameter vector: ``[P]`` integers."""
         if self._layer_index is None:
             number = {layer: i for i, layer in enumerate(self.layers)}
             self._layer_index = torch.cat([torch.full((item.size,), number[item.layer]) for item in self.selected])
@@ -166,24 +169,30 @@ class Network:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Detached views of all parameters, selected or not."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        result = {}
+        for name, parameter in self.model.named_parameters():
+            result[name] = parameter.detach()
+        return result
 
     def vector(self) -> Tensor:
-        """The selected entries as they are in the network, ``[P]``, in at least float32."""
-        parameters = self.parameters
-        pieces = [_masked(parameters[item.name].flatten(), item.mask) for item in self.selected]
-        return torch.cat([piece.to(self.dtype) for piece in pieces])
+        """The network's current selected entries, ``[P]``, at least float32."""
+        parameters, slices = self.parameters, []
+        for item in self.selected:
+            flat = parameters[item.name].flatten()
+            flat = flat if item.mask is None else flat[item.mask.to(flat.device)]
+            slices.append(flat.to(self.dtype))
+        return torch.cat(slices)
 
     def substitute(self, vector: Tensor) -> dict[str, Tensor]:
         """Parameter tensors with the selected entries taken from ``vector [P]``; differentiable."""
         parameters, result = self.parameters, {}
-        for item, piece in zip(self.selected, vector.split([item.size for item in self.selected]), strict=True):
+        for item, entries in zip(self.selected, vector.split([item.size for item in self.selected]), strict=True):
             original = parameters[item.name]
-            piece = piece.to(original.dtype)
+            entries = entries.to(original.dtype)
             if item.mask is not None:
                 index = item.mask.to(original.device).nonzero().squeeze(-1)
-                piece = original.flatten().index_copy(0, index, piece)
-            result[item.name] = piece.view(item.shape)
+                entries = original.flatten().index_copy(0, index, entries)
+            result[item.name] = entries.view(item.shape)
         return result
 
     @property
@@ -201,12 +210,12 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where the first selected parameter lives; batches are moved there."""
-        return dict(self.model.named_parameters())[self.selected[0].name].device
+        """The device of the first selected parameter; batches are moved there."""
+        return dict(self.model.named_parameters())[self.parameter_names[0]].device
 
     @contextmanager
     def learning(self, *, afresh: bool) -> Iterator[None]:
-        """What is learnt about the network meanwhile is kept unless something fails."""
+        """Keep what is learnt about the network inside this context, unless something fails."""
         known = dict(self.example_axes)
         if afresh:
             self.example_axes.clear()
@@ -226,48 +235,43 @@ class Network:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
-        """What the model returns, with some parameters substituted."""
-        with evaluation_mode(self.model), eager:
-            return self._run(inputs, dict(parameters or {}))
+        """What the model returns, with some parameters substituted.
 
-    def _run(self, inputs: Any, parameters: dict[str, Tensor]) -> Any:
-        arguments, keywords = batches.bind(self.model, inputs)
-        # Buffers are handed over as copies: some modules write to them even in evaluation mode.
-        state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        state |= self.parameters | parameters
-        enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
-        autocast = torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext()
-        with autocast:
-            try:
-                return functional_call(self.model, self._everywhere(state), arguments, keywords, tie_weights=False)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise InputError(
-                    f"The network failed on a batch: {error}.",
-                    expected="inputs that model(inputs) takes",
-                    got=batches.describe(inputs),
-                    fix="Look at the error above this one, and call the model on such a batch yourself.",
-                ) from error
-
-    def _everywhere(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values under one name for each tensor, as values for each place where a module object holds it.
-
-        torch's own ``tie_weights=True`` looks for places by name. A module object that the model holds twice has two
-        names for the same place; torch then replaces it twice, and puts the first replacement back for the original.
+        Raises:
+            InputError: The network fails on these inputs.
         """
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        values = {id(tensor): state[name] for name, tensor in named if name in state}
-        places: dict[str, Tensor] = {}
-        for prefix, module in self.model.named_modules():  # each object once
-            own = [  # under all of its names
-                *module.named_parameters(recurse=False, remove_duplicate=False),
-                *module.named_buffers(recurse=False, remove_duplicate=False),
-            ]
-            for name, tensor in own:
-                if id(tensor) in values:
-                    places[f"{prefix}.{name}" if prefix else name] = values[id(tensor)]
-        return places
+        model = self.model
+        with evaluation_mode(model), eager:
+            arguments, keywords = batches.bind(model, inputs)
+            values: dict[int, Tensor] = {}  # by identity: tied tensors have one value
+            for name, parameter in model.named_parameters():
+                values[id(parameter)] = parameter.detach()
+                if parameters and name in parameters:
+                    values[id(parameter)] = parameters[name]
+            for name, buffer in model.named_buffers():  # copies: some modules write to them even in evaluation mode
+                values[id(buffer)] = parameters[name] if parameters and name in parameters else buffer.clone()
+            # torch's own tie_weights=True looks tensors up by name. If the model holds a module object twice, torch
+            # then replaces its tensors twice, and restores the first replacement instead of the original.
+            state: dict[str, Tensor] = {}
+            for prefix, module in model.named_modules():  # each object once
+                prefix = f"{prefix}." if prefix else ""
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    state[prefix + name] = values[id(parameter)]
+                for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                    state[prefix + name] = values[id(buffer)]
+            enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
+            with torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext():
+                try:
+                    return functional_call(model, state, arguments, keywords, tie_weights=False)
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                    raise InputError(
+                        f"The network failed on a batch: {error}.",
+                        expected="inputs that model(inputs) takes",
+                        got=batches.describe(inputs),
+                        fix="Look at the error above this one, and call the model on such a batch yourself.",
+                    ) from error
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
@@ -279,8 +283,8 @@ class Network:
         with torch.no_grad():
             return self.arrange(batches.output_tensor(self.raw(inputs)))
 
-    def tangent(self, inputs: Any, direction: Tensor) -> Tensor:
-        """``J(x) v`` for a direction ``v [P]`` in parameter space, ``[B, *, C]``."""
+    def tangent(self, inputs: Any, tangent: Tensor) -> Tensor:
+        """``J(x) v`` for a tangent ``v [P]`` in parameter space, ``[B, *, C]``."""
         vector = self.vector()
         # Two backward passes, since many operations (fused attention, recurrent layers) have no forward derivative.
         with torch.enable_grad(), differentiable_kernels(self.model):
@@ -288,18 +292,17 @@ class Network:
             outputs = self(inputs, self.substitute(point))
             dummy = torch.zeros_like(outputs, requires_grad=True)
             (pulled,) = torch.autograd.grad(outputs, point, dummy, create_graph=True)
-            (pushed,) = torch.autograd.grad(pulled, dummy, direction.to(pulled))
+            (pushed,) = torch.autograd.grad(pulled, dummy, tangent.to(pulled))
         return pushed.detach()
 
     def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
         """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
 
         The general path for parameters whose use in the network no rule describes. It maps over examples where the
-        network's operations allow it and loops over them otherwise (recurrent layers). Neither is trusted blindly:
-        batching rules can be wrong, and a batch cannot always be cut into examples (graphs that share one table of
-        nodes, time as the leading axis, a ``squeeze`` in the network). Both must therefore reproduce a random
-        combination of the gradients that one backward pass of the whole batch gives; else each example's output is
-        differentiated within the whole batch.
+        network's operations allow it, and loops over them otherwise (recurrent layers). Batching rules can be wrong,
+        and some batches cannot be cut into examples (graphs that share one table of nodes, time as the leading axis, a
+        ``squeeze`` in the network). Both results must therefore reproduce a fixed combination of the gradients from one
+        backward pass of the whole batch; otherwise each example's output is differentiated within the whole batch.
 
         Args:
             inputs: A batch's inputs.
@@ -307,11 +310,10 @@ class Network:
             cotangents: ``[V, B, *, C]``.
         """
         chosen = {name: self.parameters[name] for name in names}
-        differentiable = torch.is_grad_enabled() and _requires_grad(inputs)
         with torch.enable_grad():
             leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
             together = self(inputs, leaves)
-        # Fixed, and of different size for every direction and example.
+        # Fixed, and different for every cotangent and example.
         weights = [torch.linspace(0.5, 1.5, n, device=cotangents.device) for n in cotangents.shape[:2]]
         combination = torch.outer(*weights).to(cotangents.dtype)  # [V, B]
         combined = torch.einsum("vb,vb...->b...", combination, cotangents)
@@ -323,20 +325,15 @@ class Network:
                 continue
             if _agree(result, combination, expected):
                 return result
-        result = {name: p.new_zeros(*cotangents.shape[:2], *p.shape) for name, p in chosen.items()}
         with torch.enable_grad():
             separate = together.unbind()
-        for n, value in enumerate(separate):
-            for v in range(len(cotangents)):
-                one = _gradients(value, leaves, cotangents[v, n], retain_graph=True, create_graph=differentiable)
-                for name, gradient in one.items():
-                    result[name][v, n] = gradient
-        return result
+        pairs = [(value, leaves) for value in separate]
+        return _one_by_one(pairs, chosen, cotangents, differentiable=_requires_grad(inputs))
 
     def _single_outputs(
         self, inputs: Any, size: int
     ) -> tuple[Callable[[dict[str, Tensor], list[Tensor]], Tensor], list[Tensor]]:
-        """The network as a function of parameters and one example, and the leaves that hold one entry per example."""
+        """The network as a function of parameters and one example, and the leaves with one entry for each example."""
         leaves, rebuild = batches.flatten(inputs)
         mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
 
@@ -359,61 +356,63 @@ class Network:
             return torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)(chosen, examples, cotangents)
 
     def _looped_gradients(self, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor) -> dict[str, Tensor]:
-        n_directions, size = cotangents.shape[:2]
-        outputs, examples = self._single_outputs(inputs, size)
-        differentiable = torch.is_grad_enabled() and _requires_grad(inputs)
-        result = {name: p.new_zeros(n_directions, size, *p.shape) for name, p in chosen.items()}
-        for n in range(size):
-            with torch.enable_grad():
-                leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
-                value = outputs(leaves, [example[n] for example in examples])
-            for v in range(n_directions):
-                one = _gradients(value, leaves, cotangents[v, n], retain_graph=True, create_graph=differentiable)
-                for name, gradient in one.items():
-                    result[name][v, n] = gradient
-        return result
+        outputs, examples = self._single_outputs(inputs, cotangents.shape[1])
+
+        def values() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+            for n in range(cotangents.shape[1]):
+                with torch.enable_grad():
+                    leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
+                    value = outputs(leaves, [example[n] for example in examples])
+                yield value, leaves
+
+        return _one_by_one(values(), chosen, cotangents, differentiable=_requires_grad(inputs))
 
     def refresh(self) -> None:
         """Take up the present weights of a model that is sharded over ranks; to be called on all of them."""
         refresh_(self.model, self._sharded)
+        self._seen = None
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
+        if math.isfinite(sum(self._state()[1])):
+            return
         for name, parameter in self.parameters.items():
-            if not all_finite(parameter):
+            finite = torch.isfinite(parameter.float())  # eight-bit floats cannot be compared
+            if not bool(finite.all()):
                 raise NonFiniteError(
                     f"Parameter {name!r} is not finite.",
                     expected="a trained network with finite weights",
-                    got=f"{int((~torch.isfinite(parameter)).sum())} NaN or Inf among {parameter.numel()} entries",
+                    got=f"{int((~finite).sum())} NaN or Inf among {parameter.numel()} entries",
                     fix="The training diverged; train again, e.g. with a smaller learning rate.",
                 )
 
     def remember(self) -> None:
         """Note the state of all weights and buffers, for :meth:`has_changed`."""
-        with turn(self.model):
-            self._known = self._state()
+        self._known = self._state()
 
-    def has_changed(self, *, once: bool = False) -> bool:
+    def has_changed(self) -> bool:
         """Whether weights or buffers may differ from those at the last :meth:`remember`.
 
-        Costs one pass over them, a small part of a forward pass: what writes through ``.data``, NumPy or a kernel of
-        one's own leaves no other trace. A different device or number of threads may also show, by rounding.
-
-        Args:
-            once: Whether one look is enough for the public method that is running, which changes nothing itself.
+        Costs one pass over them in each public method, a small part of a forward pass. Writes through ``.data``, NumPy
+        or a custom kernel leave no other trace. Another device or number of threads may also show, by rounding.
         """
-        with turn(self.model):
-            if once and self._looked:
-                return False
-            changed = self._state() != self._known
-            self._looked = not changed and self.ambient_autocast is not None
-            return changed
+        return self._state() != self._known
 
     def _state(self) -> tuple[Any, ...]:
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return [(name, id(tensor)) for name, tensor in tensors.items()], checksums(list(tensors.values()))
+        """Names, identities and checksums of all tensors; computed once in each public method."""
+        with turn(self.model):
+            if self._seen is not None:
+                return self._seen
+            names, tensors = [], []
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                names.append((name, id(tensor)))
+                tensors.append(tensor)
+            state = names, checksums(tensors)
+            if self.ambient_autocast is not None:  # nothing changes the model while a public method runs
+                self._seen = state
+            return state
 
 
 def _requires_grad(inputs: Any) -> bool:
@@ -430,6 +429,24 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor], cotangent: Tensor, **op
     return dict(zip(leaves, gradients, strict=True))
 
 
+def _one_by_one(
+    values: Iterable[tuple[Tensor, dict[str, Tensor]]],
+    chosen: dict[str, Tensor],
+    cotangents: Tensor,
+    *,
+    differentiable: bool,
+) -> dict[str, Tensor]:
+    """Gradients ``[V, B, *shape]`` of each example's outputs in its leaves, one backward pass each."""
+    create_graph = differentiable and torch.is_grad_enabled()
+    result = {name: p.new_zeros(*cotangents.shape[:2], *p.shape) for name, p in chosen.items()}
+    for n, (value, leaves) in enumerate(values):
+        for v, cotangent in enumerate(cotangents[:, n]):
+            gradients = _gradients(value, leaves, cotangent, retain_graph=True, create_graph=create_graph)
+            for name, gradient in gradients.items():
+                result[name][v, n] = gradient
+    return result
+
+
 def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, Tensor]) -> bool:
     """Whether per-example gradients ``[V, B, *shape]`` combine to the expected ones, up to rounding.
 
@@ -442,10 +459,6 @@ def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, T
         if not bool(error <= max(1e-3, torch.finfo(wanted.dtype).eps ** 0.5) * scale):
             return False
     return True
-
-
-def _masked(flat: Tensor, mask: Tensor | None) -> Tensor:
-    return flat if mask is None else flat[mask.to(flat.device)]
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:

@@ -372,7 +372,7 @@ def test_bad_batches_are_refused(data, message):
 )
 def test_a_change_of_structure_is_refused_and_located(first, second, expected, got):
     empty = (X[:0], Y[:0])
-    message = f"batch 2 are of another structure.*Expected: {expected}\\. Got: {got}\\."
+    message = f"batch 2 have another structure.*Expected: {expected}\\. Got: {got}\\."
     target = Y[:1]
     iterator = batches.iterate([(first, target), empty, (second, target)], device="cpu")
     next(iterator)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from laplace_plus import io
-from laplace_plus._memory import default_budget, memory_budget
 from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError
 from laplace_plus.modes import turn
 from laplace_plus.network import Network, exact_arithmetic
@@ -38,12 +37,8 @@ def exactly(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concaten
 
     @wraps(method)
     def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        with turn(self.network.model):
-            if self.network.ambient_autocast is not None:  # inside of another public method
-                return method(self, *args, **kwargs)
-            allowed = default_budget(self.network.device) if self.memory_budget is None else self.memory_budget
-            with exact_arithmetic(self.network), memory_budget(allowed):
-                return method(self, *args, **kwargs)
+        with exact_arithmetic(self.network, self.memory_budget):
+            return method(self, *args, **kwargs)
 
     return wrapped
 
@@ -56,7 +51,7 @@ def require_unchanged(posterior: Posterior) -> None:
     """
     network = posterior.network
     with turn(network.model):
-        if not network.has_changed(once=True):
+        if not network.has_changed():
             return
         try:
             io.compare_fingerprint(posterior._fingerprint, network.model)
