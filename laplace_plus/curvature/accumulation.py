@@ -34,14 +34,14 @@ from laplace_plus.structured import (
     Block,
     DenseBlock,
     DiagonalBlock,
-    FactorSum,
+    EmbeddingGradients,
+    ExampleGradients,
+    GramSum,
     KroneckerBlock,
-    OneHotStack,
-    OuterStack,
-    Stack,
+    OuterGradients,
 )
-from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
-from laplace_plus.structured.stacks import slices
+from laplace_plus.structured.chunks import slices
+from laplace_plus.structured.kronecker import DiagonalOutputBlock
 
 B = TypeVar("B", bound=Block)
 
@@ -97,11 +97,11 @@ class Accumulation(ABC):
             raise used_differently([layout.key])
         return block, is_new
 
-    def parts(self, stack: Stack, components: Tensor) -> list[Stack]:
+    def parts(self, stack: ExampleGradients, components: Tensor) -> list[ExampleGradients]:
         """The directions of each component."""
         return by_component(stack, components, self.n_components)
 
-    def add_squares(self, layout: Layout, stack: Stack, components: Tensor) -> None:
+    def add_squares(self, layout: Layout, stack: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
         network = self.gradients.network
 
@@ -116,7 +116,7 @@ class Accumulation(ABC):
             else:
                 block.values[number] += part.squares()
 
-    def add_outer_products(self, layout: Layout, stack: Stack, components: Tensor) -> None:
+    def add_outer_products(self, layout: Layout, stack: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""
         groups, rows, columns = layout.shape
         block, _ = self.block(
@@ -127,12 +127,12 @@ class Accumulation(ABC):
             for _, values in part.chunks():
                 total.add_rows(values.flatten(3).flatten(0, 1).movedim(1, 0))  # [G, Vb, n]
 
-    def _sums(self, groups: int, size: int, device: torch.device) -> list[FactorSum]:
+    def _sums(self, groups: int, size: int, device: torch.device) -> list[GramSum]:
         dtype = self.gradients.network.dtype
-        return [FactorSum(groups, size, dtype=dtype, device=device) for _ in range(self.n_components)]
+        return [GramSum(groups, size, dtype=dtype, device=device) for _ in range(self.n_components)]
 
 
-def by_component(stack: Stack, components: Tensor, n_components: int) -> list[Stack]:
+def by_component(stack: ExampleGradients, components: Tensor, n_components: int) -> list[ExampleGradients]:
     """The directions of each component."""
     if n_components == 1:
         return [stack]
@@ -178,7 +178,7 @@ class KroneckerAccumulation(Accumulation):
     def add(self, cotangents: Tensor, components: Tensor) -> None:
         assert isinstance(self.structure, KroneckerStructure)
         for layout, stack in self.gradients.stacks(cotangents):
-            if layout.rule in (MATRIX, EMBEDDING) and isinstance(stack, (OuterStack, OneHotStack)):
+            if layout.rule in (MATRIX, EMBEDDING) and isinstance(stack, (OuterGradients, EmbeddingGradients)):
                 self._add_products(layout, stack, components, self.structure.weight_sharing)
             elif layout.rule == CHANNELS or layout.n_entries <= self.structure.dense_limit:
                 self.add_outer_products(layout, stack, components)
@@ -186,17 +186,17 @@ class KroneckerAccumulation(Accumulation):
                 self.add_squares(layout, stack, components)
 
     def _add_products(
-        self, layout: Layout, stack: OuterStack | OneHotStack, components: Tensor, weight_sharing: str
+        self, layout: Layout, stack: OuterGradients | EmbeddingGradients, components: Tensor, weight_sharing: str
     ) -> None:
         groups, rows, columns = layout.shape
-        if isinstance(stack, OuterStack) and self._keeps_diagonal(layout):
+        if isinstance(stack, OuterGradients) and self._keeps_diagonal(layout):
             self._add_diagonal_outputs(layout, stack, components, weight_sharing)
             return
 
         def create() -> KroneckerBlock:
             nothing = torch.zeros((), dtype=torch.float64)
             left = self._sums(groups, rows, stack.device)
-            if isinstance(stack, OneHotStack):
+            if isinstance(stack, EmbeddingGradients):
                 counts = torch.zeros(groups, columns, dtype=self.gradients.network.dtype, device=stack.device)
                 return KroneckerBlock(left, counts, nothing)
             # Groups that share their input (attention's projections) share its factor.
@@ -215,7 +215,9 @@ class KroneckerAccumulation(Accumulation):
         is_last = groups == 1 and rows == capture.output_shape[-1] and capture.last_used in layout.names
         return is_last and self.structure.keeps_diagonal(rows)
 
-    def _add_diagonal_outputs(self, layout: Layout, stack: OuterStack, components: Tensor, weight_sharing: str) -> None:
+    def _add_diagonal_outputs(
+        self, layout: Layout, stack: OuterGradients, components: Tensor, weight_sharing: str
+    ) -> None:
         """Add ``Σ g²`` and ``Σ a aᵀ`` to the block of a last layer with many outputs."""
 
         def create() -> DiagonalOutputBlock:
@@ -226,7 +228,7 @@ class KroneckerAccumulation(Accumulation):
         block, is_new = self.block(layout, DiagonalOutputBlock, create)
         block.changed()
         for number, part in enumerate(self.parts(stack, components)):
-            assert isinstance(part, OuterStack)
+            assert isinstance(part, OuterGradients)
             for examples in part.side_chunks():
                 left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, 1, o]
                 left = left.sum(2, keepdim=True) if weight_sharing == "reduce" else left
@@ -234,7 +236,11 @@ class KroneckerAccumulation(Accumulation):
         self._add_inputs(block, stack, layout, is_new)
 
     def _add_inputs(
-        self, block: KroneckerBlock | DiagonalOutputBlock, stack: OuterStack | OneHotStack, layout: Layout, is_new: bool
+        self,
+        block: KroneckerBlock | DiagonalOutputBlock,
+        stack: OuterGradients | EmbeddingGradients,
+        layout: Layout,
+        is_new: bool,
     ) -> None:
         """Add the inputs with the first directions, or, where tokens are masked, keep them for :meth:`finish`."""
         if is_new and (self._tokens is None or not self._has_tokens(layout, stack)):
@@ -245,22 +251,22 @@ class KroneckerAccumulation(Accumulation):
         if layout.key in self._waiting:
             self._waiting[layout.key].padding.note(stack)
 
-    def _has_tokens(self, layout: Layout, stack: OuterStack | OneHotStack) -> bool:
+    def _has_tokens(self, layout: Layout, stack: OuterGradients | EmbeddingGradients) -> bool:
         assert self._tokens is not None
-        n_positions = stack.index.shape[1] if isinstance(stack, OneHotStack) else stack.n_positions
+        n_positions = stack.index.shape[1] if isinstance(stack, EmbeddingGradients) else stack.n_positions
         return has_tokens(layout, self.gradients.capture.calls, n_positions, self._tokens.shape[1])
 
     def _add_right(
         self,
         block: KroneckerBlock | DiagonalOutputBlock,
-        stack: OuterStack | OneHotStack,
+        stack: OuterGradients | EmbeddingGradients,
         layout: Layout,
         kept: Tensor | None = None,
     ) -> None:
         """Add ``Σ a aᵀ`` and its count, over all positions of used examples, or over those ``kept [B, S]``."""
         assert isinstance(self.structure, KroneckerStructure)
         expand = self.structure.weight_sharing == "expand"
-        if isinstance(stack, OneHotStack):
+        if isinstance(stack, EmbeddingGradients):
             assert isinstance(block.right_sum, Tensor)
             index = _checked(stack, self.structure.weight_sharing, layout)
             index = index[self.used] if kept is None else index[kept & self.used[:, None]]
@@ -268,7 +274,7 @@ class KroneckerAccumulation(Accumulation):
             block.count = block.count + index.numel()
             return
         total = block.right_sum
-        assert isinstance(total, FactorSum)
+        assert isinstance(total, GramSum)
         groups, width = stack.right_shape
         every = bool(self.used.all())
         for examples in slices(stack.n_examples, stack.n_positions * groups * width * 4):
@@ -296,14 +302,14 @@ class _Inputs:
     """A layer's inputs, to be added when it is known which of them are padding."""
 
     block: KroneckerBlock | DiagonalOutputBlock
-    stack: OuterStack | OneHotStack
+    stack: OuterGradients | EmbeddingGradients
     layout: Layout
     padding: Padding
 
 
-def _without_left(stack: OuterStack | OneHotStack) -> OuterStack | OneHotStack:
+def _without_left(stack: OuterGradients | EmbeddingGradients) -> OuterGradients | EmbeddingGradients:
     """The stack in no direction, which holds on to its right side alone."""
-    if isinstance(stack, OneHotStack):
+    if isinstance(stack, EmbeddingGradients):
         return replace(stack, left=stack.left.new_empty(0, *stack.left.shape[1:]))
     return replace(stack, raw_left=stack.raw_left.new_empty(0, *stack.raw_left.shape[1:]))
 
@@ -315,12 +321,12 @@ def _means(right: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
     return (sums / counts.clamp(min=1))[kept.any(1)]
 
 
-def _add_left(total: FactorSum, stack: Stack, weight_sharing: str) -> None:
+def _add_left(total: GramSum, stack: ExampleGradients, weight_sharing: str) -> None:
     """Add ``Σ g gᵀ``, ``[G, o, o]``."""
-    if isinstance(stack, OneHotStack):
+    if isinstance(stack, EmbeddingGradients):
         total.add_rows(stack.left.flatten(0, 2)[None])
         return
-    assert isinstance(stack, OuterStack)
+    assert isinstance(stack, OuterGradients)
     for examples in stack.side_chunks():
         left = stack.expand_left(stack.raw_left[:, examples])  # [V, b, S, G, o]
         if weight_sharing == "reduce":
@@ -333,7 +339,7 @@ def _add_left(total: FactorSum, stack: Stack, weight_sharing: str) -> None:
             total.add_rows(left.flatten(0, 2).movedim(1, 0))
 
 
-def _checked(stack: OneHotStack, weight_sharing: str, layout: Layout) -> Tensor:
+def _checked(stack: EmbeddingGradients, weight_sharing: str, layout: Layout) -> Tensor:
     """The look-ups ``[B, S]``, of which KFAC-reduce allows one for each example."""
     if weight_sharing == "reduce" and stack.index.shape[1] > 1:
         raise UnsupportedError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.structured.stacks import DenseStack, OneHotStack, OuterStack, Stack
+from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Call(ABC):
         """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``."""
 
     @abstractmethod
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         """Per-example gradients of the ``[G, o, i]`` array.
 
         Args:
@@ -151,10 +151,10 @@ class LinearCall(Call):
         return torch.cat(parts, 1).unflatten(0, (self.groups, -1))
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
         left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
-        return OuterStack(
+        return OuterGradients(
             value,
             left.unflatten(-1, (self.groups, -1)),
             expand_right=lambda x: self._columns(x)[:, :, None],
@@ -182,10 +182,10 @@ class ConvolutionCall(Call):
         return torch.cat(parts, 2)
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         value, left = by_example(self.value, n_examples, where), by_example(gradient, n_examples, where, lead=1)
         patch = value.shape[2] // self.groups * math.prod(self.kernel)
-        return OuterStack(
+        return OuterGradients(
             value,
             left,
             expand_right=self._patches,
@@ -245,12 +245,12 @@ class EmbeddingCall(Call):
         return positions[self.weight.name].T[None]
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         index = by_example(self.value, n_examples, where).flatten(1)
         left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)
         if self.padding is not None:  # the padding row is never updated
             left = left * (index != self.padding)[None, :, :, None]
-        return OneHotStack(index, left, self.n_rows)
+        return EmbeddingGradients(index, left, self.n_rows)
 
 
 @dataclass
@@ -270,7 +270,7 @@ class NormalisationCall(Call):
         return torch.stack([positions[rows.name].flatten() for rows in self.rows], -1)[:, None]
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         value = by_example(self.value, n_examples, where)  # [B, r, …]
         gradient = by_example(gradient, n_examples, where, lead=1)
         if self.channels_last:
@@ -284,7 +284,7 @@ class NormalisationCall(Call):
             parts.append((gradient * value).sum(2))
         if self.bias is not None:
             parts.append(gradient.sum(2))
-        return DenseStack(torch.stack(parts, -1)[:, :, :, None])
+        return DenseGradients(torch.stack(parts, -1)[:, :, :, None])
 
 
 @dataclass
@@ -308,7 +308,7 @@ class BroadcastCall(Call):
         return positions[self.weight.name].flatten()[None, None]
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> Stack:
+    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         gradient = gradient.to(dtype) * self.value if self.scales else gradient.to(dtype)
         values = by_example(gradient, n_examples, where, lead=1).sum(2)  # [V, B, …], without the examples' own axis
@@ -317,4 +317,4 @@ class BroadcastCall(Call):
         values = values.sum(tuple(range(2, 2 + missing))) if missing else values
         spread = [2 + d for d, size in enumerate(self.shape) if size == 1 and values.shape[2 + d] != 1]
         values = values.sum(spread, keepdim=True) if spread else values
-        return DenseStack(values.reshape(*values.shape[:2], 1, 1, -1))
+        return DenseGradients(values.reshape(*values.shape[:2], 1, 1, -1))

@@ -4,7 +4,7 @@ A :class:`torch.overrides.TorchFunctionMode` watches the functions that a networ
 embeddings, normalisations) rather than its module types, so that tied and re-used weights, functional calls and modules
 of other libraries are seen alike. Gradients are taken with respect to the *outputs* of these calls and never with
 respect to weights: a weight's gradient for one example is the outer product of a call's input and output gradient, and
-:mod:`laplace_plus.structured.stacks` keeps it as one.
+:mod:`laplace_plus.structured.gradients` keeps it as one.
 """
 
 from __future__ import annotations

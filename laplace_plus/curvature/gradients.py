@@ -24,13 +24,13 @@ from laplace_plus.curvature.layouts import CHANNELS, EMBEDDING, GENERAL, MATRIX,
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
-from laplace_plus.structured.stacks import (
-    DenseStack,
-    JoinedStack,
-    OneHotStack,
-    OuterStack,
-    Stack,
-    SubsetStack,
+from laplace_plus.structured.gradients import (
+    DenseGradients,
+    EmbeddingGradients,
+    ExampleGradients,
+    JoinedGradients,
+    OuterGradients,
+    SelectedGradients,
     concatenate,
 )
 
@@ -220,7 +220,7 @@ class Gradients:
 
     # -- stacks --------------------------------------------------------------------------------------------------------
 
-    def stacks(self, cotangents: Tensor) -> Iterator[tuple[Layout, Stack]]:
+    def stacks(self, cotangents: Tensor) -> Iterator[tuple[Layout, ExampleGradients]]:
         """Each block's gradients for cotangents ``[V, B, *, C]``.
 
         Blocks of which only some entries are selected come as ``[1, 1, n]`` matrices of those.
@@ -233,14 +233,14 @@ class Gradients:
             values = self._general_gradients(cotangents)
             for name in self.general:
                 flat = values[name].reshape(*cotangents.shape[:2], 1, 1, -1)  # a parameter may be 0-d
-                yield self._selected(self._layouts[name], DenseStack(flat), name)
+                yield self._selected(self._layouts[name], DenseGradients(flat), name)
 
-    def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedStack]:
+    def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
         parts = [(stack, layout.index) for layout, stack in self.stacks(cotangents)]
-        return whole_layout(self.network), JoinedStack(parts, self.network.n_parameters)
+        return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
-    def _use(self, number: int, gradient: Tensor) -> Stack:
+    def _use(self, number: int, gradient: Tensor) -> ExampleGradients:
         call = self.capture.calls[number]
         if call.value._version != call.version:
             raise UnsupportedError(
@@ -254,10 +254,10 @@ class Gradients:
         if not self.capture.pointwise:
             return call.stack(gradient, self.capture.n_examples, axis)
         stack = call.stack(gradient, self.capture.output_shape[0], axis)
-        if isinstance(stack, OuterStack):
+        if isinstance(stack, OuterGradients):
             # Every position is an example of its own.
             left, right = stack.sides(slice(0, stack.n_examples))
-            return OuterStack(right.flatten(0, 1)[:, None], left.flatten(1, 2)[:, :, None])
+            return OuterGradients(right.flatten(0, 1)[:, None], left.flatten(1, 2)[:, :, None])
         return stack
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
@@ -272,15 +272,17 @@ class Gradients:
             values |= self.network.per_example_gradients(self.capture.inputs, used, cotangents)
         return values
 
-    def _selected(self, layout: Layout, stack: Stack, general: str | None = None) -> tuple[Layout, Stack]:
+    def _selected(
+        self, layout: Layout, stack: ExampleGradients, general: str | None = None
+    ) -> tuple[Layout, ExampleGradients]:
         if general is not None:
             mask = next(item.mask for item in self.network.selected if item.name == general)
             if mask is None:
                 return layout, stack
-            return layout, SubsetStack(stack, mask.to(stack.device).nonzero().squeeze(-1))
+            return layout, SelectedGradients(stack, mask.to(stack.device).nonzero().squeeze(-1))
         if layout.is_whole:
             return layout, stack
-        return layout.selected, SubsetStack(stack, layout.chosen.to(stack.device))
+        return layout.selected, SelectedGradients(stack, layout.chosen.to(stack.device))
 
     def direction_chunks(self, n_directions: int) -> Iterator[slice]:
         """Slices of the directions whose gradients, all calls together, are of bounded size."""
@@ -338,19 +340,19 @@ def _rule_of(call: Call) -> str:
     return CHANNELS if isinstance(call, NormalisationCall) else MATRIX
 
 
-def _sum(stacks: list[Stack]) -> Stack:
+def _sum(stacks: list[ExampleGradients]) -> ExampleGradients:
     """The gradient of a weight that is used several times."""
     if len(stacks) == 1:
         return stacks[0]
-    if all(isinstance(stack, OuterStack) for stack in stacks):
-        return concatenate([stack for stack in stacks if isinstance(stack, OuterStack)])
-    if all(isinstance(stack, OneHotStack) for stack in stacks):
-        hot = [stack for stack in stacks if isinstance(stack, OneHotStack)]
-        return OneHotStack(
+    if all(isinstance(stack, OuterGradients) for stack in stacks):
+        return concatenate([stack for stack in stacks if isinstance(stack, OuterGradients)])
+    if all(isinstance(stack, EmbeddingGradients) for stack in stacks):
+        hot = [stack for stack in stacks if isinstance(stack, EmbeddingGradients)]
+        return EmbeddingGradients(
             torch.cat([stack.index for stack in hot], 1), torch.cat([stack.left for stack in hot], 2), hot[0].n_columns
         )
     every = slice(None)
-    return DenseStack(torch.stack([stack.dense(every) for stack in stacks]).sum(0))
+    return DenseGradients(torch.stack([stack.dense(every) for stack in stacks]).sum(0))
 
 
 class _AxisSearch:

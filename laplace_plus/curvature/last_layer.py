@@ -23,12 +23,11 @@ from laplace_plus.curvature.structures import (
 )
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import OutputCurvature
-from laplace_plus.structured import DiagonalBlock, KroneckerBlock, OuterStack
+from laplace_plus.structured import DiagonalBlock, KroneckerBlock, OuterGradients
 from laplace_plus.structured.blocks import Block
-from laplace_plus.structured.softmax_head.block import HeadBlock, require_dense
-from laplace_plus.structured.softmax_head.gradients import HeadStack
-from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
-from laplace_plus.structured.softmax_head.rows import HeadRows
+from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
+from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows, require_dense
 
 
 def head_features(gradients: Gradients) -> tuple[Layout, Tensor] | None:
@@ -41,12 +40,12 @@ def head_features(gradients: Gradients) -> tuple[Layout, Tensor] | None:
     if len(blocks) != 1:
         return None
     layout, stack = blocks[0]
-    if layout.rule != MATRIX or not isinstance(stack, OuterStack) or layout.shape[0] != 1 or stack.n_positions != 1:
+    if layout.rule != MATRIX or not isinstance(stack, OuterGradients) or layout.shape[0] != 1 or stack.n_positions != 1:
         return None
     return layout, stack.right(slice(0, stack.n_examples))[:, 0, 0]
 
 
-def head_stack(gradients: Gradients, outputs: Tensor) -> tuple[Layout, HeadStack] | None:
+def head_stack(gradients: Gradients, outputs: Tensor) -> tuple[Layout, OutputLayerGradients] | None:
     """The gradients of chosen outputs of a linear head, without any cotangents; None for other selections.
 
     Args:
@@ -57,7 +56,7 @@ def head_stack(gradients: Gradients, outputs: Tensor) -> tuple[Layout, HeadStack
     if head is None:
         return None
     layout, features = head
-    return layout, HeadStack(features, outputs.to(features.device), layout.shape[1])
+    return layout, OutputLayerGradients(features, outputs.to(features.device), layout.shape[1])
 
 
 def last_layer_curvature(
@@ -95,7 +94,9 @@ def _block(
     structure: Structure, hessian: OutputCurvature, features: Tensor, layout: Layout, dtype: torch.dtype
 ) -> Block | None:
     if isinstance(structure, FullStructure):
-        return HeadBlock(HeadRows(features.detach().to(dtype), hessian.scales.to(dtype), hessian.coupled), layout.shape)
+        return SoftmaxOutputBlock(
+            SoftmaxOutputRows(features.detach().to(dtype), hessian.scales.to(dtype), hessian.coupled), layout.shape
+        )
     if isinstance(structure, DiagonalStructure):
         squares = hessian.diagonal.to(features.dtype).T @ features.square()
         return DiagonalBlock(squares[None, None].to(dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.network import Network
-from laplace_plus.structured.parameter_slices import Placement
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
 
@@ -46,9 +46,9 @@ class Layout:
         return self._index if isinstance(self._index, Tensor) else self._index()
 
     @cached_property
-    def placement(self) -> Placement:
+    def parameter_slices(self) -> ParameterSlices:
         """Reads and writes the block's entries, which are all selected, in parameter vectors."""
-        return Placement(self.index)
+        return ParameterSlices(self.index)
 
     @property
     def n_entries(self) -> int:
@@ -75,11 +75,11 @@ class Layout:
 
     def gather(self, vector: Tensor) -> Tensor:
         """The block's part of ``[…, P]`` vectors, ``[…, G, o, i]``."""
-        return self.placement.gather(vector)
+        return self.parameter_slices.gather(vector)
 
     def scatter_(self, vector: Tensor, values: Tensor) -> None:
         """Write ``[…, G, o, i]`` values to their places in ``[…, P]`` vectors."""
-        self.placement.scatter_(vector, values)
+        self.parameter_slices.scatter_(vector, values)
 
     def __repr__(self) -> str:
         return f"Layout({self.key!r}, {list(self.shape)})"

@@ -12,8 +12,8 @@ from laplace_plus.curvature.layouts import Layout
 from laplace_plus.errors import DataError
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
 from laplace_plus.structured.gram_sum import restored
-from laplace_plus.structured.softmax_head.block import HeadBlock
-from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
 DENSE_OUTPUTS = 4096
 """With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise."""
@@ -150,8 +150,8 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[
     if storage == LowRankBlock.storage:
         rest = SampledSpectrum(tensors["nodes"], tensors["node_weights"])
         return LowRankBlock(tensors["values"], tensors["vectors"], rest)
-    if storage == HeadBlock.storage:
-        return HeadBlock.from_tensors(tensors, shape)
+    if storage == SoftmaxOutputBlock.storage:
+        return SoftmaxOutputBlock.from_tensors(tensors, shape)
     if storage == DiagonalOutputBlock.storage:
         return DiagonalOutputBlock(tensors["left"], tensors["right"], tensors["count"])
     return KroneckerBlock.from_tensors(tensors)

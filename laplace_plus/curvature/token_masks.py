@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace_plus.curvature.calls import Call
 from laplace_plus.curvature.layouts import Layout
-from laplace_plus.structured import OneHotStack, OuterStack
+from laplace_plus.structured import EmbeddingGradients, OuterGradients
 
 MASK_KEY = "attention_mask"
 """The key under which a mapping's inputs may hold a mask ``[B, T]``, zero for padding and one for tokens."""
@@ -51,15 +51,15 @@ class Padding:
         stack: The block's gradients in the first directions.
     """
 
-    def __init__(self, tokens: Tensor, stack: OuterStack | OneHotStack):
-        n_positions = stack.index.shape[1] if isinstance(stack, OneHotStack) else stack.n_positions
+    def __init__(self, tokens: Tensor, stack: OuterGradients | EmbeddingGradients):
+        n_positions = stack.index.shape[1] if isinstance(stack, EmbeddingGradients) else stack.n_positions
         self.tokens = tokens.to(stack.device).repeat(1, n_positions // tokens.shape[1])
         self.is_reached = torch.zeros(len(tokens), dtype=torch.bool, device=stack.device)
 
-    def note(self, stack: OuterStack | OneHotStack) -> None:
+    def note(self, stack: OuterGradients | EmbeddingGradients) -> None:
         """Take some directions into account."""
         masked = ~self.tokens
-        if isinstance(stack, OneHotStack):
+        if isinstance(stack, EmbeddingGradients):
             self.is_reached |= ((stack.left != 0).any(-1).any(0) & masked).any(1)
             return
         for examples in stack.side_chunks():

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_plus.distributed.buckets import broadcast_
 from laplace_plus.distributed.group import Group
 from laplace_plus.distributed.owned import OwnedSum
-from laplace_plus.structured.gram_sum import EigenPairs, FactorSum, eigen_together
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, eigen_together
 
 
 def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None = None) -> list[int]:
@@ -41,7 +41,7 @@ def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None =
     return owners
 
 
-def balanced_eigen(group: Group, sums: Sequence[FactorSum]) -> list[EigenPairs]:
+def balanced_eigen(group: Group, sums: Sequence[GramSum]) -> list[EigenPairs]:
     """Eigendecompositions of sums that every rank has, each computed by one rank and known to all.
 
     All ranks get the same bits, also where eigenvalues coincide and vectors are a matter of choice. What a rank
@@ -75,7 +75,7 @@ def balanced_eigen(group: Group, sums: Sequence[FactorSum]) -> list[EigenPairs]:
     ]
 
 
-def _owners(sums: Sequence[FactorSum], n_ranks: int) -> list[int]:
+def _owners(sums: Sequence[GramSum], n_ranks: int) -> list[int]:
     """Which rank decomposes what; sums that lie on one rank are decomposed there."""
     owners = [part.owner if isinstance(part, OwnedSum) else -1 for part in sums]
     before = [0.0] * n_ranks
@@ -94,7 +94,7 @@ def _sent(pair: EigenPairs) -> tuple[Tensor, Tensor]:
     return pair.values.contiguous(), vectors.contiguous()
 
 
-def _cost(part: FactorSum) -> float:
+def _cost(part: GramSum) -> float:
     """About the number of operations; n³ for a matrix, less where only a few rows are there."""
     if part.is_thin:
         rows = part.scaled_rows(1.0).shape[1]

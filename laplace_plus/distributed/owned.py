@@ -9,10 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import DistributedError
-from laplace_plus.structured.gram_sum import EigenPairs, FactorSum
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum
 
 
-class OwnedSum(FactorSum):
+class OwnedSum(GramSum):
     """A sum that one rank owns; the other ranks only know its size, and what the owner tells them of its eigenpairs.
 
     Adding to it adds on the owner and does nothing on the other ranks, so all ranks have to add the same.
@@ -29,24 +29,24 @@ class OwnedSum(FactorSum):
     def __init__(
         self, groups: int, size: int, *, owner: int, total: Tensor | None, dtype: torch.dtype, device: torch.device
     ):
-        FactorSum.__init__(self, groups, size, dtype=dtype, device=device)
+        GramSum.__init__(self, groups, size, dtype=dtype, device=device)
         self.owner, self.is_here = owner, total is not None
         self._total = total
 
     @override
     def add_rows(self, rows: Tensor) -> None:
         if self.is_here:
-            FactorSum.add_rows(self, rows)
+            GramSum.add_rows(self, rows)
 
     @override
     def add_products(self, add: Callable[[Tensor], None]) -> None:
         if self.is_here:
-            FactorSum.add_products(self, add)
+            GramSum.add_products(self, add)
 
     @override
-    def add_(self, other: FactorSum) -> None:
+    def add_(self, other: GramSum) -> None:
         if self.is_here:
-            FactorSum.add_(self, other)
+            GramSum.add_(self, other)
 
     @override
     def matrix(self) -> Tensor:
@@ -57,7 +57,7 @@ class OwnedSum(FactorSum):
                 got="a call that takes the factor itself",
                 fix="Fit with Ranks(shard_factors=False), or save() on all ranks and load().",
             )
-        return FactorSum.matrix(self)
+        return GramSum.matrix(self)
 
     @property
     @override
@@ -72,7 +72,7 @@ class OwnedSum(FactorSum):
     @override
     def eigen(self) -> EigenPairs:
         self.matrix()
-        return FactorSum.eigen(self)
+        return GramSum.eigen(self)
 
     @override
     def clone(self) -> OwnedSum:

@@ -27,7 +27,7 @@ from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import Factor
 from laplace_plus.structured.blocks import EigenBlock, diagonalise_together
 from laplace_plus.structured.log_determinants import WORTHWHILE, JoinedSpectra
-from laplace_plus.structured.parameter_slices import Placement
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class LaplaceModel:
         return self._unit_prior.n_layers
 
     @cached_property
-    def placements(self) -> dict[str, Placement]:
+    def parameter_slices(self) -> dict[str, ParameterSlices]:
         """Where each block lies in the parameter vector, by layout key."""
-        return {layout.key: layout.placement for layout, _ in self.curvature}
+        return {layout.key: layout.parameter_slices for layout, _ in self.curvature}
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -106,7 +106,7 @@ class LaplaceModel:
     def _layers(self) -> dict[str, int | Tensor]:
         """By layout key the layer that a block is part of, or, where there are several, that of each of its entries."""
         result: dict[str, int | Tensor] = {}
-        for key, placement in self.placements.items():
+        for key, placement in self.parameter_slices.items():
             layers = placement.gather(self.layer_index)
             low, high = layers.aminmax()
             result[key] = int(low) if low == high else layers.to(self.vector.device)
@@ -116,9 +116,9 @@ class LaplaceModel:
         """By layout key the prior precision of a block, 0-d or ``[G, o, i]``, float64."""
         precision = prior.precision.to(self.vector.device, torch.float64)
         if prior.structure == "scalar":
-            return dict.fromkeys(self.placements, precision)
+            return dict.fromkeys(self.parameter_slices, precision)
         if prior.structure == "diagonal":
-            return {key: placement.gather(precision) for key, placement in self.placements.items()}
+            return {key: placement.gather(precision) for key, placement in self.parameter_slices.items()}
         single = precision.unbind()
         return {key: single[at] if isinstance(at, int) else precision[at] for key, at in self._layers.items()}
 
@@ -213,7 +213,7 @@ class LaplaceModel:
         blocks = [block for _, block in self.curvature if isinstance(block, EigenBlock) and block.n_components == 1]
         layers = [layer for layer in self._layers.values() if isinstance(layer, int)]
         groups = [0] * len(blocks) if structure == "scalar" else layers
-        complete = len(blocks) == len(groups) == len(self.placements)
+        complete = len(blocks) == len(groups) == len(self.parameter_slices)
         if structure == "diagonal" or not complete:
             return None
         spectra = [block.spectrum(weights) for block in blocks]
@@ -225,7 +225,7 @@ class LaplaceModel:
         By ``M⁻¹ = S Sᵀ``, with the S that turns white noise into draws, whatever the structure.
         """
         result = torch.zeros_like(vector)
-        for key, placement in self.placements.items():
+        for key, placement in self.parameter_slices.items():
             own = placement.gather(vector.to(self.vector))[None]
             with torch.enable_grad():
                 noise = torch.zeros_like(own, requires_grad=True)
@@ -237,7 +237,7 @@ class LaplaceModel:
     def variances(self, factors: Mapping[str, Factor]) -> Tensor:
         """Posterior variance of each entry, ``[P]``."""
         result = torch.zeros_like(self.vector)
-        for key, placement in self.placements.items():
+        for key, placement in self.parameter_slices.items():
             placement.scatter_(result, factors[key].variances())
         return result
 

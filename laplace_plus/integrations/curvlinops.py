@@ -30,7 +30,7 @@ from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
 from laplace_plus.structured import DenseBlock, KroneckerBlock
-from laplace_plus.structured.stacks import CHUNK_BYTES
+from laplace_plus.structured.chunks import CHUNK_BYTES
 
 with warnings.catch_warnings():
     # curvlinops imports a package that compiles functions by torch.jit.script, which torch has deprecated.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from laplace_plus.curvature import FullStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.structured.softmax_head.block import require_dense
+from laplace_plus.structured.softmax_output.block import require_dense
 
 
 class Full(GaussianPosterior):
@@ -21,9 +21,9 @@ class Full(GaussianPosterior):
 
     A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows
     (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
-    N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (``softmax_head.precision``).
+    N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (``softmax_output.precision``).
     The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
-    ``C·N²/2`` operations for each input (``softmax_head.variances``).
+    ``C·N²/2`` operations for each input (``softmax_output.variances``).
 
     Raises:
         ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.

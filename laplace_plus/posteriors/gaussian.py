@@ -375,7 +375,7 @@ class GaussianPosterior(Posterior):
         check_count(n, "n")
         model, factors = self.laplace_model(), self._factors()
         result = model.vector.expand(n, -1).clone()
-        for key, placement in model.placements.items():
+        for key, placement in model.parameter_slices.items():
             add_draws_(result, factors[key], placement, generator)
         return result
 

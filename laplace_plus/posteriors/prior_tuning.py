@@ -159,7 +159,7 @@ def g_prior_scaling(model: LaplaceModel, structure: str) -> Tensor:
     weights = model.weights()
     diagonal = torch.empty(len(model.vector), dtype=torch.float64, device=model.vector.device)
     for layout, block in model.curvature:
-        model.placements[layout.key].scatter_(diagonal, _diagonal(block, weights))
+        model.parameter_slices[layout.key].scatter_(diagonal, _diagonal(block, weights))
     index = torch.zeros_like(model.layer_index) if structure == "scalar" else model.layer_index
     index = index.to(diagonal.device)
     return floored(diagonal, index)
@@ -181,7 +181,7 @@ def _diagonal(block: Block, weights: Tensor) -> Tensor:
     """The diagonal of ``H(w)``, ``[G, o, i]``."""
     if isinstance(block, EigenBlock):
         basis, values = block.eigen(weights)
-        return basis.spread(values.to(next(iter(block.parts())).dtype))
+        return basis.diagonal(values.to(next(iter(block.parts())).dtype))
     if isinstance(block, LowRankBlock):
         return (weights[0] * block.values @ block.vectors.double().square()).view(block.shape)
     return block.dense(weights).diagonal(dim1=-2, dim2=-1).reshape(block.shape)

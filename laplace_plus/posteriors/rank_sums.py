@@ -23,12 +23,11 @@ from laplace_plus.network import Network
 from laplace_plus.posteriors.fit_sums import FitSums
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.blocks import OnceDiagonalised
-from laplace_plus.structured.gram_sum import FactorSum
-from laplace_plus.structured.softmax_head.block import HeadBlock
-from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
-from laplace_plus.structured.softmax_head.rows import HeadRows
+from laplace_plus.structured.gram_sum import GramSum
+from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows
 
-Part = Tensor | FactorSum | HeadBlock
+Part = Tensor | GramSum | SoftmaxOutputBlock
 """A sum within a block."""
 
 
@@ -45,7 +44,7 @@ class _PartPlan:
         dtype: Its type.
         width: Length of a row.
         n_rows: How many rows there are; None where they are a matrix already.
-        coupled: See :class:`HeadRows`; None where there are none.
+        coupled: See :class:`SoftmaxOutputRows`; None where there are none.
     """
 
     kind: Literal["tensor", "product", "head"]
@@ -62,7 +61,7 @@ class _PartPlan:
             return cls("tensor", tuple(part.shape), part.dtype)
         rows = _rows(part)
         count = None if rows is None else rows.shape[1]
-        if isinstance(part, FactorSum):
+        if isinstance(part, GramSum):
             return cls("product", (part.groups, part.size, part.size), part.dtype, part.size, count)
         _, n_outputs, width = part.shape
         size = n_outputs * width
@@ -139,12 +138,12 @@ def _parts(block: Block) -> list[Part]:
         return [*block.left_sums, block.right_sum, block.count]
     if isinstance(block, DiagonalOutputBlock):
         return [block.left, block.right_sum, block.count]
-    return [block] if isinstance(block, HeadBlock) else []
+    return [block] if isinstance(block, SoftmaxOutputBlock) else []
 
 
 def _made_of(plan: _BlockPlan, parts: Sequence[Part]) -> Block:
     """The block that is made of these sums."""
-    factors = [part for part in parts if isinstance(part, FactorSum)]
+    factors = [part for part in parts if isinstance(part, GramSum)]
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if plan.storage == DiagonalBlock.storage:
         return DiagonalBlock(tensors[0])
@@ -152,16 +151,16 @@ def _made_of(plan: _BlockPlan, parts: Sequence[Part]) -> Block:
         return DenseBlock(factors, plan.shape)
     if plan.storage == DiagonalOutputBlock.storage:
         return DiagonalOutputBlock(tensors[0], factors[0], tensors[1])
-    if isinstance(parts[0], HeadBlock):
+    if isinstance(parts[0], SoftmaxOutputBlock):
         return parts[0]
     right = parts[-2]
-    assert not isinstance(right, HeadBlock)
-    return KroneckerBlock(factors[:-1] if isinstance(right, FactorSum) else factors, right, tensors[-1])
+    assert not isinstance(right, SoftmaxOutputBlock)
+    return KroneckerBlock(factors[:-1] if isinstance(right, GramSum) else factors, right, tensors[-1])
 
 
-def _rows(part: FactorSum | HeadBlock) -> Tensor | None:
+def _rows(part: GramSum | SoftmaxOutputBlock) -> Tensor | None:
     """The rows ``[G, n, width]`` of a part that has no matrix yet."""
-    if isinstance(part, FactorSum):
+    if isinstance(part, GramSum):
         return None if part.is_formed else part.scaled_rows(1.0)
     if "matrix" in part.tensors():
         return None
@@ -227,13 +226,17 @@ class _Summand:
         if self.form == "tensor":
             return self.tensor
         if self.form == "matrix":
-            total = FactorSum.of(self.tensor)
-            return total if self.plan.kind == "product" else HeadBlock(DenseBlock([total], self.shape), self.shape)
+            total = GramSum.of(self.tensor)
+            return (
+                total
+                if self.plan.kind == "product"
+                else SoftmaxOutputBlock(DenseBlock([total], self.shape), self.shape)
+            )
         if self.plan.kind == "head":
             features, scales = self.tensor[0].split([self.shape[2], self.shape[1]], 1)
-            return HeadBlock(HeadRows(features, scales, bool(self.plan.coupled)), self.shape)
+            return SoftmaxOutputBlock(SoftmaxOutputRows(features, scales, bool(self.plan.coupled)), self.shape)
         groups, _, size = self.tensor.shape
-        result = FactorSum(groups, size, dtype=self.tensor.dtype, device=self.tensor.device)
+        result = GramSum(groups, size, dtype=self.tensor.dtype, device=self.tensor.device)
         result.add_rows(self.tensor)
         return result
 
@@ -258,10 +261,10 @@ class _Here:
     @staticmethod
     def matrix(own: Part) -> Tensor:
         """A part as a matrix ``[G, n, n]``."""
-        if isinstance(own, HeadBlock):
+        if isinstance(own, SoftmaxOutputBlock):
             tensors = own.tensors()
             return tensors["matrix"][0] if "matrix" in tensors else own.rows.dense()[None]
-        assert isinstance(own, FactorSum)
+        assert isinstance(own, GramSum)
         return own.matrix()
 
 

@@ -12,7 +12,7 @@ from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, require_outputs
-from laplace_plus.structured.stacks import slices
+from laplace_plus.structured.chunks import slices
 
 
 def pushed(network: Network, deviations: Tensor, inputs: Any, *, n_outputs: int, ways: Ways) -> tuple[Tensor, Tensor]:

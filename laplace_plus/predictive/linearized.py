@@ -23,8 +23,8 @@ from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.curvature.pieces import same_outputs
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network import Network
-from laplace_plus.structured import Factor, Stack
-from laplace_plus.structured.stacks import require_room, slices
+from laplace_plus.structured import ExampleGradients, Factor
+from laplace_plus.structured.chunks import require_room, slices
 
 _LARGE_COVARIANCE = 512 * 2**20
 """Bytes that a covariance of outputs and its factor may take in float64 before functions are sampled instead."""
@@ -367,7 +367,7 @@ class _Directions:
 
 
 def _weighed(
-    stacks: Iterable[tuple[Layout, Stack]],
+    stacks: Iterable[tuple[Layout, ExampleGradients]],
     factor_sets: Sequence[Mapping[str, Factor]],
     mode: str,
     block: int | None = None,
@@ -389,17 +389,17 @@ def _weighed(
                 )
             factor = factors[layout.key]
             if id(factor.basis) not in rotated:
-                rotated[id(factor.basis)] = factor.basis.rotate(stack)
+                rotated[id(factor.basis)] = factor.basis.coordinates(stack)
             part = _by_block(factor, rotated[id(factor.basis)], mode, block)
             total = totals[number]
             totals[number] = part if total is None else total + part
     return [total for total in totals if total is not None]
 
 
-def _by_block(factor: Factor, rotated: Stack, mode: str, block: int | None) -> Tensor:
+def _by_block(factor: Factor, rotated: ExampleGradients, mode: str, block: int | None) -> Tensor:
     if block is None:
-        return factor.weigh(rotated, mode)
-    if rotated.n_directions == block:
-        return factor.weigh(rotated, mode)[:, None]
-    directions = torch.arange(rotated.n_directions, device=rotated.device)
-    return torch.stack([factor.weigh(rotated.select(own), mode) for own in directions.split(block)], 1)
+        return factor.quadratic_form(rotated, mode)
+    if rotated.n_cotangents == block:
+        return factor.quadratic_form(rotated, mode)[:, None]
+    directions = torch.arange(rotated.n_cotangents, device=rotated.device)
+    return torch.stack([factor.quadratic_form(rotated.select(own), mode) for own in directions.split(block)], 1)

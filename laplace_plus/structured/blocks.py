@@ -25,7 +25,7 @@ from laplace_plus.structured.factor import EigenFactor, Factor, not_positive_def
 from laplace_plus.structured.gram_sum import (
     STACKED_UP_TO,
     EigenPairs,
-    FactorSum,
+    GramSum,
     combine,
     eigen_together,
     require_finite,
@@ -33,7 +33,7 @@ from laplace_plus.structured.gram_sum import (
     symmetric_eigen,
 )
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant
-from laplace_plus.structured.low_rank_factor import LowRankFactor, LowRankRotation
+from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor
 from laplace_plus.structured.low_rank_factor import log_determinant as low_rank_log_determinant
 
 # Rounding makes eigenvalues of a semi-definite matrix slightly negative, by about n · eps of the largest one.
@@ -253,7 +253,7 @@ class OnceDiagonalised(EigenBlock):
         return self._diagonalised(weights).values
 
     @abstractmethod
-    def factors(self, weights: Tensor) -> list[FactorSum]:
+    def factors(self, weights: Tensor) -> list[GramSum]:
         """The sums whose eigendecompositions :meth:`eigen` is made of; with one component, at a weight of one."""
 
     @abstractmethod
@@ -310,8 +310,8 @@ class DenseBlock(OnceDiagonalised):
 
     storage: ClassVar[str] = "dense"
 
-    def __init__(self, matrix: Tensor | Sequence[FactorSum], shape: tuple[int, int, int]):
-        self.sums = [FactorSum.of(m) for m in matrix] if isinstance(matrix, Tensor) else list(matrix)
+    def __init__(self, matrix: Tensor | Sequence[GramSum], shape: tuple[int, int, int]):
+        self.sums = [GramSum.of(m) for m in matrix] if isinstance(matrix, Tensor) else list(matrix)
         self.shape = shape
         self.kind = "dense"
         self.dtype = self.sums[0].dtype
@@ -357,7 +357,7 @@ class DenseBlock(OnceDiagonalised):
         return self._values_alone
 
     @override
-    def factors(self, weights: Tensor) -> list[FactorSum]:
+    def factors(self, weights: Tensor) -> list[GramSum]:
         return [self.sums[0] if self.n_components == 1 else combine(self.sums, weights)]
 
     @override
@@ -392,7 +392,7 @@ class DenseBlock(OnceDiagonalised):
         rows = self._few_rows()
         if rows is not None:
             values = weights[0].double().expand(len(rows))
-            return LowRankFactor(LowRankRotation(rows), values, diagonal.double())
+            return LowRankFactor(LowRankCoordinates(rows), values, diagonal.double())
         if self._avoids_vectors(weights) and (diagonal.ndim or self._n_roots < inverse_roots.PATIENCE):
             root = inverse_roots.inverse_root(self._combined(weights), diagonal, self.shape)
             if root is not None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.structured.bases import Basis, DenseBasis, KroneckerBasis, Rotation
-from laplace_plus.structured.parameter_slices import Placement
-from laplace_plus.structured.stacks import OuterStack, Stack
+from laplace_plus.structured.bases import Basis, CoordinateMap, DenseBasis, KroneckerBasis
+from laplace_plus.structured.gradients import ExampleGradients, OuterGradients
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
 def not_positive_definite(smallest: float) -> NotPositiveDefiniteError:
@@ -33,11 +33,11 @@ class Factor(ABC):
         basis: Prepares stacks for :meth:`weigh`; factors that share it can share what it prepared.
     """
 
-    basis: Rotation
+    basis: CoordinateMap
 
     @abstractmethod
-    def weigh(self, rotated: Stack, mode: str) -> Tensor:
-        """``P M⁻¹ P'`` for matrices that :attr:`basis` has rotated; ``mode`` as in :meth:`Stack.quadratic`."""
+    def quadratic_form(self, rotated: ExampleGradients, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for gradients in coordinates of :attr:`basis`; mode as in :meth:`ExampleGradients.quadratic`."""
 
     @abstractmethod
     def log_determinant(self) -> Tensor:
@@ -52,7 +52,7 @@ class Factor(ABC):
         """Whether :meth:`sample` reads matrices larger than a draw, so that many draws at a time are quicker."""
         return True
 
-    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: Placement) -> None:
+    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: ParameterSlices) -> None:
         """Add draws to vectors, at the places of this matrix's entries.
 
         Args:
@@ -70,9 +70,9 @@ class Factor(ABC):
     def covariance(self) -> Tensor:
         """``M⁻¹`` written out, ``[G, n, n]`` with n = o·i; only for small n."""
 
-    def quadratic(self, stack: Stack, mode: str) -> Tensor:
-        """``P M⁻¹ P'`` for the matrices of a stack; ``mode`` as in :meth:`Stack.quadratic`."""
-        return self.weigh(self.basis.rotate(stack), mode)
+    def quadratic(self, stack: ExampleGradients, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for the matrices of a stack; ``mode`` as in :meth:`ExampleGradients.quadratic`."""
+        return self.quadratic_form(self.basis.coordinates(stack), mode)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class EigenFactor(Factor):
         return self.values.double().log().sum() + self.log_scale
 
     @override
-    def weigh(self, rotated: Stack, mode: str) -> Tensor:
-        if isinstance(rotated, OuterStack):
+    def quadratic_form(self, rotated: ExampleGradients, mode: str) -> Tensor:
+        if isinstance(rotated, OuterGradients):
             rotated = rotated.without_zeros()
         return rotated.quadratic(self.values.reciprocal().to(rotated.dtype), mode)
 
@@ -117,7 +117,7 @@ class EigenFactor(Factor):
         return isinstance(self.basis, DenseBasis)
 
     @override
-    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: Placement) -> None:
+    def add_draws_(self, batches: Iterable[tuple[Tensor, Tensor]], placement: ParameterSlices) -> None:
         deviations, basis = self.values.rsqrt(), self.basis
         for noise, vectors in batches:
             noise *= deviations
@@ -134,7 +134,7 @@ class EigenFactor(Factor):
 
     @override
     def variances(self) -> Tensor:
-        return self.basis.spread(self.values.reciprocal())
+        return self.basis.diagonal(self.values.reciprocal())
 
     @override
     def covariance(self) -> Tensor:

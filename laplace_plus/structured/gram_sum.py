@@ -88,7 +88,7 @@ class EigenPairs:
         return self._given
 
 
-class FactorSum:
+class GramSum:
     """``Σ x xᵀ`` over rows x, for each of G groups.
 
     Args:
@@ -106,14 +106,14 @@ class FactorSum:
         self._n_rows = 0
 
     @classmethod
-    def of(cls, matrix: Tensor) -> FactorSum:
+    def of(cls, matrix: Tensor) -> GramSum:
         """The sum that a matrix ``[G, d, d]`` holds already; the matrix is taken over, not copied."""
         result = cls(matrix.shape[0], matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
         result._total = matrix
         return result
 
     @classmethod
-    def of_rows(cls, rows: Tensor) -> FactorSum:
+    def of_rows(cls, rows: Tensor) -> GramSum:
         """The sum over rows ``[G, n, d]``, which are taken over, not copied, and stay rows."""
         result = cls(rows.shape[0], rows.shape[2], dtype=rows.dtype, device=rows.device)
         result._rows, result._n_rows = [rows], rows.shape[1]
@@ -135,7 +135,7 @@ class FactorSum:
         """Let a function add to the lower triangles of the matrices ``[G, d, d]`` itself."""
         add(self._lower())
 
-    def add_(self, other: FactorSum) -> None:
+    def add_(self, other: GramSum) -> None:
         """Add another sum in place."""
         if other._total is not None:
             self._lower().add_(other._total)
@@ -180,9 +180,9 @@ class FactorSum:
         """Whether the rows are so few that it is quicker to decompose them than the matrix."""
         return self._total is None and self._n_rows <= _THIN * self.size
 
-    def clone(self) -> FactorSum:
+    def clone(self) -> GramSum:
         """A copy that may be added to."""
-        result = FactorSum(self.groups, self.size, dtype=self.dtype, device=self.device)
+        result = GramSum(self.groups, self.size, dtype=self.dtype, device=self.device)
         result._total = None if self._total is None else self._total.clone()
         # rows are never written to
         result._is_symmetric, result._rows, result._n_rows = self._is_symmetric, list(self._rows), self._n_rows
@@ -205,33 +205,33 @@ class FactorSum:
             kernels.symmetric_update(total, rows[0] if len(rows) == 1 else torch.cat(rows, 1))
 
 
-def stored(sums: Sequence[FactorSum], name: str) -> dict[str, Tensor]:
+def stored(sums: Sequence[GramSum], name: str) -> dict[str, Tensor]:
     """The sums as they are: matrices ``[K, G, d, d]`` under ``name``, or rows under ``name_rows.0`` and so on."""
     if not any(part.is_formed for part in sums):
         return {f"{name}_rows.{number}": part.scaled_rows(1.0) for number, part in enumerate(sums)}
     return {name: sums[0].dense()[None] if len(sums) == 1 else torch.stack([part.dense() for part in sums])}
 
 
-def restored(tensors: Mapping[str, Tensor], name: str) -> list[FactorSum]:
+def restored(tensors: Mapping[str, Tensor], name: str) -> list[GramSum]:
     """What :func:`stored` stored."""
     if name in tensors:
-        return [FactorSum.of(matrix) for matrix in tensors[name]]
+        return [GramSum.of(matrix) for matrix in tensors[name]]
     count = sum(key.startswith(f"{name}_rows.") for key in tensors)
-    return [FactorSum.of_rows(tensors[f"{name}_rows.{number}"]) for number in range(count)]
+    return [GramSum.of_rows(tensors[f"{name}_rows.{number}"]) for number in range(count)]
 
 
-def combine(sums: Sequence[FactorSum], weights: Tensor) -> FactorSum:
+def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
     """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum."""
     first = sums[0]
     if all(not part.is_formed for part in sums):
-        result = FactorSum(first.groups, first.size, dtype=first.dtype, device=first.device)
+        result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device)
         for part, weight in zip(sums, weights.to(first.dtype), strict=True):
             result.add_rows(part.scaled_rows(weight))
         return result
-    return FactorSum.of(torch.einsum("k,kgop->gop", weights.to(first.dtype), torch.stack([s.matrix() for s in sums])))
+    return GramSum.of(torch.einsum("k,kgop->gop", weights.to(first.dtype), torch.stack([s.matrix() for s in sums])))
 
 
-def eigen_together(sums: Sequence[FactorSum]) -> list[EigenPairs]:
+def eigen_together(sums: Sequence[GramSum]) -> list[EigenPairs]:
     """The eigendecompositions of several sums; small matrices of equal size are decomposed in one call.
 
     Larger ones keep a device busy by themselves.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.bases import Basis, KroneckerBasis
+from laplace_plus.structured.bases import Basis, ColumnBasis, KroneckerBasis
 from laplace_plus.structured.blocks import Block, Diagonalised, EigenBlock, OnceDiagonalised
-from laplace_plus.structured.gram_sum import EigenPairs, FactorSum, combine, restored, stored
+from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant
-from laplace_plus.structured.stacks import Stack
 
 
 class _KroneckerForm(Diagonalised):
@@ -32,8 +32,8 @@ class KroneckerBlock(OnceDiagonalised):
     2018), ``H_k = U diag(corrected_k) Uᵀ``.
 
     Args:
-        left: ``[K, G, o, o]``, sums of ``g gᵀ``; or for each component the :class:`FactorSum`.
-        right: ``[G, i, i]``, sums of ``a aᵀ``, or the :class:`FactorSum`; or ``[G, i]`` where that sum is diagonal (an
+        left: ``[K, G, o, o]``, sums of ``g gᵀ``; or for each component the :class:`GramSum`.
+        right: ``[G, i, i]``, sums of ``a aᵀ``, or the :class:`GramSum`; or ``[G, i]`` where that sum is diagonal (an
             embedding's).
         count: 0-d float64: the number of rows in ``right``'s sum.
         corrected: ``[K, G, o, i]`` or None.
@@ -44,14 +44,14 @@ class KroneckerBlock(OnceDiagonalised):
 
     def __init__(
         self,
-        left: Tensor | Sequence[FactorSum],
-        right: Tensor | FactorSum,
+        left: Tensor | Sequence[GramSum],
+        right: Tensor | GramSum,
         count: Tensor,
         corrected: Tensor | None = None,
         basis_weights: Tensor | None = None,
     ):
-        self.left_sums = [FactorSum.of(part) for part in left] if isinstance(left, Tensor) else list(left)
-        self.right_sum = right if isinstance(right, FactorSum) or right.ndim == 2 else FactorSum.of(right)
+        self.left_sums = [GramSum.of(part) for part in left] if isinstance(left, Tensor) else list(left)
+        self.right_sum = right if isinstance(right, GramSum) or right.ndim == 2 else GramSum.of(right)
         self.count, self.corrected, self.basis_weights = count, corrected, basis_weights
         self.kind = "Kronecker" if corrected is None else "eigenvalue-corrected Kronecker"
         self.n_components = len(self.left_sums)
@@ -82,7 +82,7 @@ class KroneckerBlock(OnceDiagonalised):
         if isinstance(self.right_sum, Tensor):
             self.right_sum += other.right
         else:
-            assert isinstance(other.right_sum, FactorSum)
+            assert isinstance(other.right_sum, GramSum)
             self.right_sum.add_(other.right_sum)
         self.count = self.count + other.count
         self.changed()
@@ -92,7 +92,7 @@ class KroneckerBlock(OnceDiagonalised):
         assert self.corrected is not None
         self.corrected += squares
 
-    def correct_(self, stack: Stack, components: Tensor) -> None:
+    def correct_(self, stack: ExampleGradients, components: Tensor) -> None:
         """Add the squares of a stack's matrices in :meth:`kronecker_basis` to the corrected eigenvalues.
 
         Args:
@@ -100,7 +100,7 @@ class KroneckerBlock(OnceDiagonalised):
             components: ``[V]``: the component that each direction belongs to.
         """
         assert self.corrected is not None
-        rotated = self.kronecker_basis().rotate(stack)
+        rotated = self.kronecker_basis().coordinates(stack)
         for number, total in enumerate(self.corrected):
             part = rotated
             if self.n_components > 1:
@@ -137,9 +137,9 @@ class KroneckerBlock(OnceDiagonalised):
         return torch.einsum("k,kgoi->goi", weights, self.corrected.to(weights.dtype))
 
     @override
-    def factors(self, weights: Tensor) -> list[FactorSum]:
+    def factors(self, weights: Tensor) -> list[GramSum]:
         left = self.left_sums[0] if self.n_components == 1 else combine(self.left_sums, weights)
-        return [left, self.right_sum] if isinstance(self.right_sum, FactorSum) else [left]
+        return [left, self.right_sum] if isinstance(self.right_sum, GramSum) else [left]
 
     @override
     def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
@@ -188,7 +188,7 @@ class KroneckerBlock(OnceDiagonalised):
     @override
     def tensors(self) -> dict[str, Tensor]:
         result = stored(self.left_sums, "left") | {"count": self.count}
-        if isinstance(self.right_sum, FactorSum) and not self.right_sum.is_formed:
+        if isinstance(self.right_sum, GramSum) and not self.right_sum.is_formed:
             result["right_rows"] = self.right_sum.scaled_rows(1.0)
         else:
             result["right"] = self.right
@@ -202,7 +202,7 @@ class KroneckerBlock(OnceDiagonalised):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
         """Rebuild a block from its :meth:`tensors`."""
-        right = FactorSum.of_rows(tensors["right_rows"]) if "right_rows" in tensors else tensors["right"]
+        right = GramSum.of_rows(tensors["right_rows"]) if "right_rows" in tensors else tensors["right"]
         diagonal = isinstance(right, Tensor) and right.ndim == 2
         corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
         block = cls(restored(tensors, "left"), right, tensors["count"], corrected, weights)
@@ -235,3 +235,83 @@ def _basis_alone(vectors: Tensor) -> EigenPairs:
 
 def _basis(left: EigenPairs, right: EigenPairs | None) -> Basis:
     return KroneckerBasis(left.vectors, None if right is None else right.vectors)
+
+
+class DiagonalOutputBlock(OnceDiagonalised):
+    """``H_k = diag(left_k) ⊗ right / count``, group by group: KFAC without the covariances between outputs.
+
+    For softmax the dense output factor ``G = Σ_n diag p_n − p_n p_nᵀ`` has rows that sum to zero, so that
+    ``0 ≤ G ≤ 2 diag G`` (Gershgorin): the posterior's precision is at most twice as large as here in any direction, and
+    the variance of a single output is at least as large as here.
+
+    Args:
+        left: ``[K, G, o]``, sums of ``g²``.
+        right: ``[G, i, i]``, sums of ``a aᵀ``, or the :class:`GramSum`.
+        count: 0-d float64: the number of rows in ``right``'s sum.
+    """
+
+    storage: ClassVar[str] = "diagonal-output Kronecker"
+
+    def __init__(self, left: Tensor, right: Tensor | GramSum, count: Tensor):
+        self.left, self.count = left, count
+        self.right_sum = right if isinstance(right, GramSum) else GramSum.of(right)
+        self.kind = "Kronecker with a diagonal output factor"
+        self.n_components, self.dtype = len(left), left.dtype
+        self.shape = (left.shape[1], left.shape[2], self.right_sum.size)
+
+    @override
+    def add_(self, other: Block) -> None:
+        assert isinstance(other, DiagonalOutputBlock)
+        self.left = self.left + other.left
+        self.right_sum.add_(other.right_sum)
+        self.count = self.count + other.count
+        self.changed()
+
+    @override
+    def factors(self, weights: Tensor) -> list[GramSum]:
+        return [self.right_sum]
+
+    @override
+    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
+        (right,) = pairs
+        left = torch.einsum("k,kgo->go", weights, self.left)
+        values = left[:, :, None] * (right.values.clamp(min=0) / self.count.to(self.dtype))[:, None, :]
+        return Diagonalised(values, partial(_column_basis, right))
+
+    @override
+    def _make_spectrum(self, values: Tensor) -> Spectrum:
+        largest = values.amax()
+        if len(values) > 1 or not bool(largest > 0):
+            return Spectrum(values)
+        # One outer product, whose sides are its largest row and column.
+        return Spectrum.of_products(values[0].amax(1).double(), values[0].amax(0).double() / largest.double())
+
+    @override
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        if self.n_components == 1 or not weights.requires_grad:
+            return OnceDiagonalised.log_determinant(self, weights, diagonal)
+        left = torch.einsum("k,kgo->go", weights, self.left.to(weights.dtype))
+        right = self.right_sum.eigen().values.to(left).clamp(min=0) / self.count.to(left)
+        return torch.log(left[:, :, None] * right[:, None, :] + diagonal).sum()
+
+    @override
+    def dense(self, weights: Tensor) -> Tensor:
+        left = torch.einsum("k,kgo->go", weights, self.left.to(weights.dtype))
+        right = self.right_sum.matrix().to(weights.dtype) / self.count.to(weights.dtype)
+        return torch.einsum("go,op,gij->goipj", left, torch.eye(left.shape[1]).to(left), right).flatten(1, 2).flatten(2)
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "right": self.right_sum.matrix(), "count": self.count}
+
+    @override
+    def clone(self) -> DiagonalOutputBlock:
+        return DiagonalOutputBlock(self.left.clone(), self.right_sum.clone(), self.count.clone())
+
+    @override
+    def parts(self) -> list[Tensor]:
+        return [self.left, *self.right_sum.parts()]
+
+
+def _column_basis(right: EigenPairs) -> ColumnBasis:
+    return ColumnBasis(right.vectors)

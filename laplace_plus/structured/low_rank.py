@@ -13,7 +13,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.symmetric import symmetric_eigen
 from laplace_plus.structured.blocks import Block
 from laplace_plus.structured.factor import not_positive_definite
-from laplace_plus.structured.low_rank_factor import LowRankFactor, LowRankRotation, gram, log_determinant
+from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor, gram, log_determinant
 from laplace_plus.structured.slq_remainder import SampledSpectrum
 
 
@@ -97,7 +97,7 @@ class LowRankBlock(Block):
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> LowRankFactor:
-        return LowRankFactor(LowRankRotation(self.vectors), self.values * weights[0].double(), diagonal.double())
+        return LowRankFactor(LowRankCoordinates(self.vectors), self.values * weights[0].double(), diagonal.double())
 
     @override
     def dense(self, weights: Tensor) -> Tensor:

@@ -15,23 +15,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured.bases import Rotation
+from laplace_plus.structured.bases import CoordinateMap
+from laplace_plus.structured.chunks import slices
 from laplace_plus.structured.factor import Factor, not_positive_definite
-from laplace_plus.structured.stacks import Stack, slices
+from laplace_plus.structured.gradients import ExampleGradients
 
 
 @dataclass(frozen=True)
-class LowRankRotation(Rotation):
+class LowRankCoordinates(CoordinateMap):
     """Keeps a stack's matrices and their inner products with the vectors U ``[r, n]``."""
 
     vectors: Tensor
 
     @override
-    def rotate(self, stack: Stack) -> ProjectedStack:
-        return ProjectedStack(stack.in_dtype(torch.float64), self.vectors)
+    def coordinates(self, stack: ExampleGradients) -> ProjectedGradients:
+        return ProjectedGradients(stack.in_dtype(torch.float64), self.vectors)
 
 
-class ProjectedStack(Stack):
+class ProjectedGradients(ExampleGradients):
     """A stack together with the inner products of its matrices with some vectors.
 
     Args:
@@ -39,9 +40,9 @@ class ProjectedStack(Stack):
         vectors: U, ``[r, n]``.
     """
 
-    def __init__(self, source: Stack, vectors: Tensor):
+    def __init__(self, source: ExampleGradients, vectors: Tensor):
         self.source, self.vectors = source, vectors
-        self.n_directions, self.n_examples, self.shape = source.n_directions, source.n_examples, source.shape
+        self.n_cotangents, self.n_examples, self.shape = source.n_cotangents, source.n_examples, source.shape
         self.dtype, self.device = source.dtype, source.device
 
     @cached_property
@@ -54,12 +55,12 @@ class ProjectedStack(Stack):
         return self.source.dense(examples)
 
     @override
-    def select(self, directions: Tensor) -> ProjectedStack:
-        return ProjectedStack(self.source.select(directions), self.vectors)
+    def select(self, directions: Tensor) -> ProjectedGradients:
+        return ProjectedGradients(self.source.select(directions), self.vectors)
 
     @override
-    def in_dtype(self, dtype: torch.dtype) -> ProjectedStack:
-        return ProjectedStack(self.source.in_dtype(dtype), self.vectors)
+    def in_dtype(self, dtype: torch.dtype) -> ProjectedGradients:
+        return ProjectedGradients(self.source.in_dtype(dtype), self.vectors)
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
@@ -82,7 +83,7 @@ class LowRankFactor(Factor):
         NotPositiveDefiniteError: An entry of D is zero, negative or NaN.
     """
 
-    basis: LowRankRotation
+    basis: LowRankCoordinates
     values: Tensor
     diagonal: Tensor
 
@@ -113,8 +114,8 @@ class LowRankFactor(Factor):
         return torch.log1p(self._inner[0]).sum() + self.diagonal.log().sum() * count
 
     @override
-    def weigh(self, rotated: Stack, mode: str) -> Tensor:
-        assert isinstance(rotated, ProjectedStack)
+    def quadratic_form(self, rotated: ExampleGradients, mode: str) -> Tensor:
+        assert isinstance(rotated, ProjectedGradients)
         inverse = self.diagonal.reciprocal().expand(rotated.shape)
         values, mix = self._inner
         if self.diagonal.ndim:

@@ -47,7 +47,7 @@ class _Piece:
         return self.view(torch.arange(self.start + groups * rows * columns))
 
 
-class Placement:
+class ParameterSlices:
     """Reads and writes an array's entries in vectors.
 
     Args:
@@ -58,7 +58,7 @@ class Placement:
 
     Example:
         >>> weight_and_bias = torch.tensor([[[0, 1, 4], [2, 3, 5]]])
-        >>> Placement(weight_and_bias).gather(torch.arange(10, 16))
+        >>> ParameterSlices(weight_and_bias).gather(torch.arange(10, 16))
         tensor([[[10, 11, 14],
                  [12, 13, 15]]])
     """

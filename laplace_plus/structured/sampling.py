@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace_plus import _memory
 from laplace_plus.structured.factor import Factor
-from laplace_plus.structured.parameter_slices import Placement
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 TILE = 2**20
 """Numbers that are drawn at a time, or one draw's where it has more."""
@@ -22,7 +22,9 @@ _AT_ONCE = 256
 """Draws after which reading a matrix that is larger than a draw costs nothing beside the arithmetic."""
 
 
-def add_draws_(result: Tensor, factor: Factor, placement: Placement, generator: torch.Generator | None = None) -> None:
+def add_draws_(
+    result: Tensor, factor: Factor, placement: ParameterSlices, generator: torch.Generator | None = None
+) -> None:
     """Add draws from N(0, M⁻¹) to vectors.
 
     Args:

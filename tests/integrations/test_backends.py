@@ -32,7 +32,7 @@ from laplace_plus.curvature.structures import block_from_tensors
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
-from laplace_plus.structured.softmax_head.block import HeadBlock
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
 RTOL = 1e-10
 STRUCTURES: dict[str, Structure] = {
@@ -106,7 +106,9 @@ def compute(
 
 def assert_same(mine: Curvature, native: Curvature) -> None:
     """The same blocks under the same keys, made of the same tensors, and the same entries at some weights."""
-    if any(isinstance(block, HeadBlock) for _, block in native):  # the native backend has a form of its own for heads
+    if any(
+        isinstance(block, SoftmaxOutputBlock) for _, block in native
+    ):  # the native backend has a form of its own for heads
         weights = torch.ones(1, dtype=torch.float64)
         torch.testing.assert_close(mine.dense(weights), native.dense(weights), rtol=1e-8, atol=1e-10)
         return

@@ -12,13 +12,12 @@ import laplace_plus as lp
 from laplace_plus._memory import memory_budget
 from laplace_plus.curvature import structures
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.structured import DenseStack, OuterStack
-from laplace_plus.structured.softmax_head import block as head_block
-from laplace_plus.structured.softmax_head.block import HeadBlock
-from laplace_plus.structured.softmax_head.gradients import HeadStack
-from laplace_plus.structured.softmax_head.kronecker import DiagonalOutputBlock
-from laplace_plus.structured.softmax_head.precision import HeadFactor
-from laplace_plus.structured.softmax_head.rows import HeadRows
+from laplace_plus.structured import DenseGradients, OuterGradients
+from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
+from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.softmax_output import block as head_block
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows
+from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor
 
 TIGHT = 1e-10
 D, C = 5, 4
@@ -86,7 +85,7 @@ def test_full_equals_the_dense_matrix(likelihood, n, prior, temperature):
         delta = 0.2 + torch.rand(size, generator=generator(1), dtype=torch.float64)
     options = {"prior_precision": delta, "temperature": temperature, "parameters": "last_layer"}
     posterior = lp.Full(net, likelihood, **options).fit([(x[:2], y[:2]), (x[2:], y[2:])])
-    assert isinstance(block_of(posterior), HeadBlock)
+    assert isinstance(block_of(posterior), SoftmaxOutputBlock)
     assert ("matrix" in block_of(posterior).tensors()) == (n > size)
     curvature = oracle(net, x, likelihood=likelihood) / temperature
     diagonal = in_head_order(posterior, delta.expand(size))
@@ -210,8 +209,8 @@ def test_tuning_finds_the_dense_optimum(monkeypatch):
 def factor_of(n: int, *, coupled: bool = True, dtype: torch.dtype = torch.float64, precision: float = 0.5, scale=1.0):
     phi = scale * torch.randn(n, D, generator=generator(4), dtype=torch.float64).to(dtype)
     scales = torch.randn(n, C, generator=generator(6), dtype=torch.float64).softmax(-1).to(dtype)
-    rows = HeadRows(phi, scales, coupled)
-    return HeadFactor(rows, torch.tensor(1.3, dtype=dtype), torch.tensor(precision, dtype=dtype)), rows
+    rows = SoftmaxOutputRows(phi, scales, coupled)
+    return SoftmaxOutputFactor(rows, torch.tensor(1.3, dtype=dtype), torch.tensor(precision, dtype=dtype)), rows
 
 
 @pytest.mark.parametrize("mode", ["full", "diagonal", "joint"])
@@ -220,23 +219,23 @@ def test_every_kind_of_stack_is_weighed_alike(mode, coupled):
     factor, rows = factor_of(7, coupled=coupled)
     phi = torch.randn(3, D, generator=generator(7), dtype=torch.float64)
     outputs = torch.tensor([3, 1])
-    stack = HeadStack(phi, outputs, C)
-    dense = DenseStack(stack.dense(slice(None)))
+    stack = OutputLayerGradients(phi, outputs, C)
+    dense = DenseGradients(stack.dense(slice(None)))
     matrix = torch.linalg.inv(1.3 * rows.dense() + 0.5 * torch.eye(C * D, dtype=torch.float64))
     flat = dense.values.flatten(2)
     joint = torch.einsum("vbp,pq,wcq->bvcw", flat, matrix, flat)
     own = joint.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     want = {"joint": joint, "full": own, "diagonal": own.diagonal(dim1=1, dim2=2)}[mode]
     one_hot = torch.eye(C, dtype=torch.float64)[outputs][:, None, None, None].expand(-1, 3, -1, -1, -1)
-    outer = OuterStack(phi[:, None, None], one_hot)
-    each = HeadStack(phi, outputs.expand(3, 2), C)
+    outer = OuterGradients(phi[:, None, None], one_hot)
+    each = OutputLayerGradients(phi, outputs.expand(3, 2), C)
     for same in (stack, dense, outer, each):
-        assert relative_error(factor.weigh(factor.basis.rotate(same), mode), want) < TIGHT
+        assert relative_error(factor.quadratic_form(factor.basis.coordinates(same), mode), want) < TIGHT
     # and a basis of its own in which a dense matrix is diagonal
     values, vectors = torch.linalg.eigh(matrix)
     weights = values.view(1, C, D)
     for same in (stack, each, dense):
-        rotated = lp.structured.DenseBasis(vectors[None]).rotate(same)
+        rotated = lp.structured.DenseBasis(vectors[None]).coordinates(same)
         assert relative_error(rotated.quadratic(weights, mode), want) < TIGHT
 
 
@@ -248,13 +247,13 @@ def test_head_stacks_equal_their_dense_forms(mode):
     left, right = (torch.linalg.qr(torch.randn(k, k, generator=generator(k), dtype=torch.float64)).Q for k in (C, D))
     basis = lp.structured.KroneckerBasis(left[None], right[None])
     for outputs in (torch.tensor([3, 1, 0]), torch.arange(C), torch.tensor([[0, 1], [2, 3], [1, 0]])):
-        stack = HeadStack(phi, outputs, C)
-        dense = DenseStack(stack.dense(slice(None)))
+        stack = OutputLayerGradients(phi, outputs, C)
+        dense = DenseGradients(stack.dense(slice(None)))
         assert relative_error(stack.quadratic(weights, mode), dense.quadratic(weights, mode)) < TIGHT
         assert relative_error(stack.project(matrices), dense.project(matrices)) < TIGHT
         assert relative_error(stack.squares(), dense.squares()) < TIGHT
-        got = basis.rotate(stack).quadratic(weights, mode)
-        assert relative_error(got, basis.rotate(dense).quadratic(weights, mode)) < TIGHT
+        got = basis.coordinates(stack).quadratic(weights, mode)
+        assert relative_error(got, basis.coordinates(dense).quadratic(weights, mode)) < TIGHT
         picked = stack.select(torch.tensor([1]))
         assert relative_error(picked.dense(slice(1, 3)), dense.dense(slice(1, 3))[[1]]) < TIGHT
 
@@ -262,11 +261,13 @@ def test_head_stacks_equal_their_dense_forms(mode):
 @pytest.mark.parametrize("budget", [2000, 2**30])
 def test_the_memory_budget_changes_nothing(budget):
     want, _ = factor_of(9)
-    stack = HeadStack(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
+    stack = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
     with memory_budget(budget):
         factor, _ = factor_of(9)
         for mode in ("full", "diagonal"):
-            torch.testing.assert_close(factor.weigh(stack, mode), want.weigh(stack, mode), rtol=TIGHT, atol=TIGHT)
+            torch.testing.assert_close(
+                factor.quadratic_form(stack, mode), want.quadratic_form(stack, mode), rtol=TIGHT, atol=TIGHT
+            )
         torch.testing.assert_close(factor.log_determinant(), want.log_determinant())
     assert (factor._kept is None) == (budget < 2**20)
 
@@ -281,7 +282,7 @@ def test_rank_deficient_and_ill_conditioned_rows(coupled):
 def test_cholesky_decompositions_that_break_down():
     # In float32 the sum of a matrix of size 1e10 and of rank five, and of the identity, has no decomposition.
     factor, _ = factor_of(12, precision=1.0, scale=1e5)
-    single = HeadFactor(factor.rows, factor.weight, factor.diagonal, dtype=torch.float32)
+    single = SoftmaxOutputFactor(factor.rows, factor.weight, factor.diagonal, dtype=torch.float32)
     shifted, _ = single._shifted(slice(0, C))
     assert torch.linalg.cholesky_ex(shifted).info.any()
     lower = single._lower(shifted)
@@ -294,9 +295,9 @@ def test_float32_where_it_suffices():
     assert factor_of(9, dtype=torch.float32)[0].dtype == torch.float32
     assert factor_of(9, dtype=torch.float32, precision=1e-6)[0].dtype == torch.float64
     single, double = factor_of(9, dtype=torch.float32)[0], factor_of(9)[0]
-    stack = HeadStack(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
-    got = single.weigh(stack.in_dtype(torch.float32), "full").double()
-    assert relative_error(got, double.weigh(stack, "full")) < 1e-5
+    stack = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
+    got = single.quadratic_form(stack.in_dtype(torch.float32), "full").double()
+    assert relative_error(got, double.quadratic_form(stack, "full")) < 1e-5
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
@@ -423,9 +424,9 @@ def test_written_out_rows_keep_their_digits_beside_certain_classes():
     logits = torch.randn(40, 3, generator=generator, dtype=torch.float64) + 15 * torch.eye(3)[torch.arange(40) % 3]
     features = torch.randn(40, 5, generator=generator, dtype=torch.float64)
     p = logits.softmax(1)
-    exact = HeadRows(features, p, True).dense()
+    exact = SoftmaxOutputRows(features, p, True).dense()
     curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     torch.testing.assert_close(exact, torch.einsum("ncd,ni,nj->cidj", curvature, features, features).reshape(15, 15))
-    found = HeadRows(features.float(), logits.float().softmax(1), True).dense().double()
+    found = SoftmaxOutputRows(features.float(), logits.float().softmax(1), True).dense().double()
     assert (found - exact).norm() < 1e-5 * exact.norm()
     assert torch.linalg.eigvalsh(found)[0] > -1e-5 * torch.linalg.eigvalsh(exact)[-1]

@@ -12,8 +12,8 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.linearized import functional_samples, samples_rather
-from laplace_plus.structured.stacks import contractions
-from laplace_plus.structured.stacks import sizes as chunking
+from laplace_plus.structured import chunks as chunking
+from laplace_plus.structured.gradients import contractions
 
 EXACT = 1e-10
 CLASSES = 3

@@ -9,7 +9,7 @@ import torch
 
 from laplace_plus.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured import DenseBlock, DenseStack, DiagonalBlock, KroneckerBlock
+from laplace_plus.structured import DenseBlock, DenseGradients, DiagonalBlock, KroneckerBlock
 
 GROUPS, ROWS, COLUMNS = SHAPE = 2, 3, 4
 N = ROWS * COLUMNS
@@ -76,7 +76,7 @@ def test_factor_inverts(name, components, anisotropic):
     gradients = torch.randn(2, 3, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     flat = gradients.flatten(3)
     expected = torch.einsum("vbgn,gnm,wbgm->bvw", flat, inverse, flat)
-    torch.testing.assert_close(factor.quadratic(DenseStack(gradients), "full"), expected)
+    torch.testing.assert_close(factor.quadratic(DenseGradients(gradients), "full"), expected)
     noise = torch.eye(GROUPS * N, dtype=torch.float64).view(GROUPS * N, *SHAPE)
     roots = factor.sample(noise).flatten(1)  # the images of unit vectors are the columns of a root of the inverse
     torch.testing.assert_close(roots.T @ roots, torch.block_diag(*inverse))

@@ -11,14 +11,14 @@ import scipy.linalg
 import torch
 
 from laplace_plus.errors import NonFiniteError
-from laplace_plus.structured.gram_sum import EigenPairs, FactorSum, combine, eigen_together
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, eigen_together
 
 SIZE = 12
 CPU = torch.device("cpu")
 
 
-def empty(groups: int = 1, size: int = SIZE, dtype: torch.dtype = torch.float64) -> FactorSum:
-    return FactorSum(groups, size, dtype=dtype, device=CPU)
+def empty(groups: int = 1, size: int = SIZE, dtype: torch.dtype = torch.float64) -> GramSum:
+    return GramSum(groups, size, dtype=dtype, device=CPU)
 
 
 def rows_of(count: int, *, groups: int = 1, size: int = SIZE, seed: int = 0) -> torch.Tensor:
@@ -26,7 +26,7 @@ def rows_of(count: int, *, groups: int = 1, size: int = SIZE, seed: int = 0) -> 
     return torch.randn(groups, count, size, generator=generator, dtype=torch.float64)
 
 
-def sum_of(rows: torch.Tensor) -> FactorSum:
+def sum_of(rows: torch.Tensor) -> GramSum:
     total = empty(rows.shape[0], rows.shape[2], rows.dtype)
     total.add_rows(rows)
     return total
@@ -56,7 +56,7 @@ def test_equals_the_dense_sum_in_every_order(order, groups):
         elif what == "products":
             total.add_products(lambda lower, dense=dense: lower.add_(dense.tril()))
         else:
-            other = FactorSum.of(dense.clone()) if what == "formed sum" else sum_of(rows)
+            other = GramSum.of(dense.clone()) if what == "formed sum" else sum_of(rows)
             total.add_(other)
         expected += dense
     torch.testing.assert_close(total.clone().matrix(), expected)
@@ -145,7 +145,7 @@ def test_rank_zero(count):
     total = sum_of(torch.zeros(1, count, SIZE, dtype=torch.float64))
     assert total.is_thin
     require_decomposes(total.eigen(), torch.zeros(1, SIZE, SIZE, dtype=torch.float64))
-    formed = FactorSum.of(torch.zeros(1, SIZE, SIZE, dtype=torch.float64))
+    formed = GramSum.of(torch.zeros(1, SIZE, SIZE, dtype=torch.float64))
     require_decomposes(formed.eigen(), formed.matrix())
 
 

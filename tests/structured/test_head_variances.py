@@ -7,13 +7,12 @@ import torch
 from dense_reference import relative_error
 
 from laplace_plus._memory import memory_budget
-from laplace_plus.structured.softmax_head import precision as heads
-from laplace_plus.structured.softmax_head import variances as head_variances
-from laplace_plus.structured.softmax_head.forms import SMALLEST_SQUARE, QuadraticForms
-from laplace_plus.structured.softmax_head.gradients import HeadStack
-from laplace_plus.structured.softmax_head.inverses import inverse_by_blocks
-from laplace_plus.structured.softmax_head.precision import HeadFactor
-from laplace_plus.structured.softmax_head.rows import HeadRows
+from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
+from laplace_plus.structured.softmax_output import precision as heads
+from laplace_plus.structured.softmax_output import variances as head_variances
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputRows
+from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, inverse_by_blocks
+from laplace_plus.structured.softmax_output.variances import SMALLEST_SQUARE, QuadraticForms
 
 TIGHT = 1e-10
 D, C, B = 6, 5, 9
@@ -25,17 +24,17 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def rows_of(
     n: int, *, width: int = D, coupled: bool = True, common: float = 0.0, peaked: float = 1.0, size: int = C
-) -> HeadRows:
+) -> SoftmaxOutputRows:
     scales = (peaked * draw(n, size, seed=1)).softmax(-1)
-    return HeadRows(draw(n, width, seed=2) + common, scales if coupled else scales * (1 - scales), coupled)
+    return SoftmaxOutputRows(draw(n, width, seed=2) + common, scales if coupled else scales * (1 - scales), coupled)
 
 
-def factor_of(rows: HeadRows, *, dtype: torch.dtype = torch.float64, precision: float | torch.Tensor = 0.5):
-    held = HeadRows(rows.features.to(dtype), rows.scales.to(dtype), rows.coupled)
-    return HeadFactor(held, torch.tensor(1.3, dtype=dtype), torch.as_tensor(precision).to(dtype), dtype=dtype)
+def factor_of(rows: SoftmaxOutputRows, *, dtype: torch.dtype = torch.float64, precision: float | torch.Tensor = 0.5):
+    held = SoftmaxOutputRows(rows.features.to(dtype), rows.scales.to(dtype), rows.coupled)
+    return SoftmaxOutputFactor(held, torch.tensor(1.3, dtype=dtype), torch.as_tensor(precision).to(dtype), dtype=dtype)
 
 
-def oracle(rows: HeadRows, features: torch.Tensor, precision: float | torch.Tensor = 0.5) -> torch.Tensor:
+def oracle(rows: SoftmaxOutputRows, features: torch.Tensor, precision: float | torch.Tensor = 0.5) -> torch.Tensor:
     """``[B, C]`` from the dense matrix."""
     size, width = rows.scales.shape[1], features.shape[1]
     diagonal = torch.as_tensor(precision, dtype=torch.float64).expand(size, width).flatten()
@@ -43,9 +42,11 @@ def oracle(rows: HeadRows, features: torch.Tensor, precision: float | torch.Tens
     return torch.einsum("bi,cicj,bj->bc", features, inverse, features)
 
 
-def weigh(factor: HeadFactor, features: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+def weigh(factor: SoftmaxOutputFactor, features: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
     chosen = torch.arange(factor.n_outputs) if outputs is None else outputs
-    return factor.weigh(HeadStack(features.to(factor.dtype), chosen, factor.n_outputs), "diagonal").double()
+    return factor.quadratic_form(
+        OutputLayerGradients(features.to(factor.dtype), chosen, factor.n_outputs), "diagonal"
+    ).double()
 
 
 @pytest.mark.parametrize("n", [1, 5, SMALLEST_SQUARE, SMALLEST_SQUARE + 1, 4 * SMALLEST_SQUARE + 3])
@@ -137,7 +138,7 @@ def test_probabilities_of_zero_change_nothing():
     scales[3], scales[7, :2], scales[11, 1] = 0, 0, 1e-300
     scales[3, 2] = 1.0
     scales /= scales.sum(1, keepdim=True)
-    rows, features = HeadRows(rows.features, scales, True), draw(40, D, seed=3)
+    rows, features = SoftmaxOutputRows(rows.features, scales, True), draw(40, D, seed=3)
     for precision in (0.5, 0.5 + draw(C, D, seed=5).square()):
         diagonal = precision if isinstance(precision, float) else precision[None]
         factor = factor_of(rows, precision=diagonal)
@@ -152,7 +153,7 @@ def test_probabilities_of_zero_change_nothing():
 def test_common_features_do_not_cancel_in_float32(coupled):
     """The difference that a direct computation takes loses the digits that prior and posterior have in common."""
     rows = rows_of(64, width=80, coupled=coupled, common=3.0, size=100)
-    rows = HeadRows(rows.features.clamp(min=0).float().double(), rows.scales.float().double(), coupled)
+    rows = SoftmaxOutputRows(rows.features.clamp(min=0).float().double(), rows.scales.float().double(), coupled)
     features = (draw(64, 80, seed=3) + 3).clamp(min=0).float().double()
     want = weigh(factor_of(rows, precision=1.0), features)
     prepared, direct = (factor_of(rows, precision=1.0, dtype=torch.float32) for _ in range(2))

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from laplace_plus.errors import NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg import lanczos
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
-from laplace_plus.structured.stacks import JoinedStack, OuterStack
+from laplace_plus.structured.gradients import JoinedGradients, OuterGradients
 
 N, RANK = 12, 4
 WEIGHT = torch.tensor([1.7], dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_quadratic_forms_are_the_dense_ones(positions, diagonal):
     low_rank = block()
     left, right = draw(3, 5, positions, 1, 3, seed=1), draw(5, positions, 1, 4, seed=2)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3)).view(1, 3, 4)
-    stack = JoinedStack([(OuterStack(right, left), order)], N)
+    stack = JoinedGradients([(OuterGradients(right, left), order)], N)
     rows = stack.dense(slice(None)).flatten(2)
     factor, inverse = low_rank.factor(WEIGHT, diagonal), matrix(low_rank, diagonal).inverse()
     joint = torch.einsum("vbi,ij,wcj->bvcw", rows, inverse, rows)
@@ -73,7 +73,7 @@ def test_variances_survive_single_precision():
     vectors = torch.linalg.qr(draw(N, RANK))[0].T.float().contiguous()
     values = torch.full((RANK,), 1e7, dtype=torch.float64)
     low_rank = LowRankBlock(values, vectors, NONE)
-    stack = JoinedStack([(OuterStack(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1)), torch.arange(N))], N)
+    stack = JoinedGradients([(OuterGradients(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1)), torch.arange(N))], N)
     one = torch.ones(1, dtype=torch.float64)
     got = low_rank.factor(one, torch.ones((), dtype=torch.float64)).quadratic(stack, "diagonal")
     wide = low_rank.vectors.double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_plus.structured.parameter_slices import Placement
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
 def matrix(rows, columns, *, start=0, groups=1):
@@ -31,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gather_scatter_and_add(name):
     index, contiguous = CASES[name]
-    placement = Placement(index)
+    placement = ParameterSlices(index)
     assert placement.shape == tuple(index.shape)
     assert placement.is_contiguous == contiguous
     n = int(index.max()) + 3
@@ -56,7 +56,7 @@ def test_gather_scatter_and_add(name):
 
 
 def test_vectors_need_not_be_contiguous():
-    placement = Placement(CASES["weight and bias"][0])
+    placement = ParameterSlices(CASES["weight and bias"][0])
     vectors, values = torch.zeros(40, 2).T[:, ::2], torch.randn(2, 1, 3, 5)
     placement.scatter_(vectors, values)
     assert torch.equal(placement.gather(vectors), values)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laplace_plus.structured import DenseStack, OneHotStack, OuterStack
-from laplace_plus.structured.stacks import JoinedStack, MappedStack, SubsetStack, concatenate
-from laplace_plus.structured.stacks import outer as outer_stacks
-from laplace_plus.structured.stacks import sizes as chunking
+from laplace_plus.structured import DenseGradients, EmbeddingGradients, OuterGradients
+from laplace_plus.structured import chunks as chunking
+from laplace_plus.structured.gradients import JoinedGradients, MappedGradients, SelectedGradients, concatenate
+from laplace_plus.structured.gradients import outer as outer_stacks
 
 EVERY = slice(None)
 
@@ -18,14 +18,14 @@ EVERY = slice(None)
 def outer(v, b, s, g, o, i, generator):
     left = torch.randn(v, b, s, g, o, generator=generator, dtype=torch.float64)
     right = torch.randn(b, s, g, i, generator=generator, dtype=torch.float64)
-    return OuterStack(right, left), torch.einsum("vbsgo,bsgi->vbgoi", left, right)
+    return OuterGradients(right, left), torch.einsum("vbsgo,bsgi->vbgoi", left, right)
 
 
 def one_hot(v, b, s, o, i, generator):
     index = torch.randint(0, i, (b, s), generator=generator)
     left = torch.randn(v, b, s, o, generator=generator, dtype=torch.float64)
     unit = torch.nn.functional.one_hot(index, i).double()
-    return OneHotStack(index, left, i), torch.einsum("vbso,bsi->vboi", left, unit)[:, :, None]
+    return EmbeddingGradients(index, left, i), torch.einsum("vbso,bsi->vboi", left, unit)[:, :, None]
 
 
 def cases(v, b, s, g, o, i, seed):
@@ -34,17 +34,17 @@ def cases(v, b, s, g, o, i, seed):
     yield outer(v, b, 1, g, o, i, generator)
     yield one_hot(v, b, s, o, i, generator)
     stack, dense = outer(v, b, s, g, o, i, generator)
-    yield DenseStack(dense), dense
+    yield DenseGradients(dense), dense
     kept = torch.arange(0, g * o * i, 2)
-    yield SubsetStack(stack, kept), dense.flatten(2)[..., kept][:, :, None, None]
+    yield SelectedGradients(stack, kept), dense.flatten(2)[..., kept][:, :, None, None]
     other, other_dense = one_hot(v, b, s, o, i, generator)
     order = torch.randperm(g * o * i + o * i, generator=generator)
-    joined = JoinedStack([(stack, order[: g * o * i]), (other, order[g * o * i :])], len(order))
+    joined = JoinedGradients([(stack, order[: g * o * i]), (other, order[g * o * i :])], len(order))
     whole = torch.empty(v, b, len(order), dtype=torch.float64)
     whole[..., order] = torch.cat([dense.flatten(2), other_dense.flatten(2)], -1)
     yield joined, whole[:, :, None, None]
     matrix = torch.randn(g, o * i, o * i, generator=generator, dtype=torch.float64)
-    yield MappedStack(stack, matrix), (dense.flatten(3)[..., None, :] @ matrix).squeeze(-2).view_as(dense)
+    yield MappedGradients(stack, matrix), (dense.flatten(3)[..., None, :] @ matrix).squeeze(-2).view_as(dense)
     second, second_dense = outer(v, b, 2, g, o, i, generator)
     yield concatenate([stack, second]), dense + second_dense
 
@@ -80,7 +80,7 @@ def test_a_stack_is_its_matrices(v, b, s, g, o, i, chunk_bytes, seed):
 def test_half_precision_is_summed_in_float32():
     left = torch.full((1, 4096, 1, 1, 1), 0.1, dtype=torch.bfloat16)
     right = torch.ones(4096, 1, 1, 1, dtype=torch.bfloat16)
-    squares = OuterStack(right, left).squares()
+    squares = OuterGradients(right, left).squares()
     assert squares.dtype is torch.float32
     torch.testing.assert_close(squares.item(), 4096 * left[0, 0].float().item() ** 2, rtol=1e-5, atol=0)
 
@@ -93,7 +93,7 @@ def test_entries_by_rows_are_those_of_the_matrices(v, b, s, g, o, i, one_right, 
     if one_right:
         right = stack.raw_right[:, :, :1]
         stack, dense = (
-            OuterStack(right, stack.raw_left),
+            OuterGradients(right, stack.raw_left),
             torch.einsum("vbsgo,bsi->vbgoi", stack.raw_left, right[:, :, 0]),
         )
     some = torch.randperm(g * o * i, generator=generator)[: max(1, g * o * i // 2)]
@@ -108,6 +108,6 @@ def test_entries_by_rows_are_those_of_the_matrices(v, b, s, g, o, i, one_right, 
 
 def test_few_entries_are_had_without_the_matrices(monkeypatch):
     stack, dense = outer(2, 3, 4, 1, 30, 40, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(OuterStack, "dense", None)
+    monkeypatch.setattr(OuterGradients, "dense", None)
     some = torch.tensor([1199, 0, 41, 40, 600])
-    torch.testing.assert_close(SubsetStack(stack, some).dense(EVERY)[:, :, 0, 0], dense.flatten(2)[..., some])
+    torch.testing.assert_close(SelectedGradients(stack, some).dense(EVERY)[:, :, 0, 0], dense.flatten(2)[..., some])

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from laplace_plus._memory import memory_budget
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.structured import KroneckerBasis, OneHotStack, OuterStack
-from laplace_plus.structured.stacks import contractions
-from laplace_plus.structured.stacks import sizes as chunking
+from laplace_plus.structured import EmbeddingGradients, KroneckerBasis, OuterGradients
+from laplace_plus.structured import chunks as chunking
+from laplace_plus.structured.gradients import contractions
 
 MODES = ("full", "diagonal", "joint")
 
@@ -23,10 +23,10 @@ def problem(v, b, s, g, o, i, seed, *, channels_first=False, shared_right=False)
     right = torch.randn(b, s, 1 if shared_right else g, i, generator=generator, dtype=torch.float64)
     weights = torch.rand(g, o, i, generator=generator, dtype=torch.float64)
     if channels_first:  # as a convolution's output gradients lie in memory
-        stack = OuterStack(right, left, expand_left=lambda x: x.permute(0, 1, 4, 2, 3))
+        stack = OuterGradients(right, left, expand_left=lambda x: x.permute(0, 1, 4, 2, 3))
         left = left.permute(0, 1, 4, 2, 3)
     else:
-        stack = OuterStack(right, left)
+        stack = OuterGradients(right, left)
     dense = torch.einsum("vbsgo,bsgi->vbgoi", left, right.expand(-1, -1, g, -1))
     return stack, dense, weights
 
@@ -73,7 +73,7 @@ def test_a_rotation_comes_before_every_form(v, b, s, o, i, cache):
         rotated = left.mT @ dense @ right
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chunking, "CACHE_BYTES", cache)
-            turned = KroneckerBasis(left, right).rotate(stack)
+            turned = KroneckerBasis(left, right).coordinates(stack)
             close(turned.dense(slice(None)), rotated)
             for form in ("stream", "gram"):
                 for mode in MODES:
@@ -91,7 +91,7 @@ def test_gradients_flow_through_every_form(form, mode):
     weights = torch.rand(2, 2, 1, generator=generator, dtype=torch.float64) * torch.ones(2, dtype=torch.float64)
 
     def product(left, right):
-        return OuterStack(right, left).quadratic(weights, mode, form)
+        return OuterGradients(right, left).quadratic(weights, mode, form)
 
     assert torch.autograd.gradcheck(product, (left, right))
 
@@ -124,7 +124,7 @@ def test_constant_weights_are_recognised():
 def test_repeated_columns_of_an_embedding_add_up_before_they_are_squared():
     index = torch.tensor([[0, 0, 2], [1, 2, 1]])
     left = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    stack = OneHotStack(index, left, 3)
+    stack = EmbeddingGradients(index, left, 3)
     unit = torch.nn.functional.one_hot(index, 3).double()
     dense = torch.einsum("vbso,bsi->vboi", left, unit)[:, :, None]
     weights = torch.rand(1, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_plus.structured import DiagonalBlock, KroneckerBasis, OuterStack
+from laplace_plus.structured import DiagonalBlock, KroneckerBasis, OuterGradients
 from laplace_plus.structured.factor import EigenFactor
 
 V, B, S, G, ROWS, COLUMNS = 3, 4, 5, 2, 3, 4
@@ -25,13 +25,13 @@ def sides(used, groups=G):
 def test_positions_of_zeros_are_left_out(used):
     left, right = sides(used)
     dense = torch.einsum("vbsgo,bsgi->vbgoi", left, right)
-    stack = OuterStack(right, left)
+    stack = OuterGradients(right, left)
     some = stack.without_zeros()
     assert some.n_positions == max(1, len(used)) and some.shape == stack.shape
     torch.testing.assert_close(some.dense(slice(None)), dense)
     torch.testing.assert_close(some.select(torch.tensor([2, 0])).dense(slice(1, 3)), dense[[2, 0], 1:3])
     # Channels first and expanded late, as in a convolution.
-    late = OuterStack(
+    late = OuterGradients(
         right.flip(1),
         left.permute(0, 1, 3, 4, 2).contiguous(),
         expand_right=lambda raw: raw.flip(1),
@@ -48,14 +48,14 @@ def test_zeros_of_some_matrices_alone_stay():
     left[0] = 0
     left[:, 0] = 0
     left[1, 1, 3] = 0
-    stack = OuterStack(right, left)
+    stack = OuterGradients(right, left)
     assert stack.without_zeros() is stack
 
 
 def test_a_row_that_is_not_finite_is_not_zero():
     left, right = sides([1])
     left[0, 0, 3, 0, 0] = torch.nan
-    assert OuterStack(right, left).without_zeros().n_positions == 2
+    assert OuterGradients(right, left).without_zeros().n_positions == 2
 
 
 @pytest.mark.parametrize("used", USED)
@@ -75,13 +75,13 @@ def test_quadratic_forms_stay_the_same(used, mode):
         joint = torch.einsum("vbp,pq,wcq->bvcw", dense.flatten(2), matrix, dense.flatten(2))
         own = torch.einsum("bvbw->bvw", joint)
         want = {"joint": joint, "full": own, "diagonal": own.diagonal(dim1=1, dim2=2)}[mode]
-        torch.testing.assert_close(factor.quadratic(OuterStack(right, left), mode), want)
+        torch.testing.assert_close(factor.quadratic(OuterGradients(right, left), mode), want)
 
 
 def test_derivatives_at_zero_are_kept():
     left, right = sides([2], 1)
     left.requires_grad_()
-    stack = OuterStack(right, left)
+    stack = OuterGradients(right, left)
     assert stack.without_zeros() is stack
     weights = torch.ones(1, ROWS, COLUMNS, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(stack.quadratic(weights, "full").sum(), left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from typing_extensions import override
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured.blocks import Block, DenseBlock
 from laplace_plus.structured.factor import Factor
-from laplace_plus.structured.softmax_head.determinant import HeadLogDeterminant
-from laplace_plus.structured.softmax_head.precision import HeadFactor
-from laplace_plus.structured.softmax_head.rows import HeadRows
+from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
 
 
 def device_memory(device: torch.device) -> int:
@@ -37,12 +35,12 @@ def require_dense(n_entries: int, dtype: torch.dtype, device: torch.device) -> N
         )
 
 
-class HeadBlock(Block):
+class SoftmaxOutputBlock(Block):
     """``H = Σ_n (diag p_n − p_n p_nᵀ) ⊗ φ_n φ_nᵀ``, exactly, or without the outer products ``p pᵀ``.
 
     With fewer rows N than the matrix has columns, ``C·i``, features and probabilities say everything about it, in
-    ``N·(C + i)`` numbers, and :class:`HeadFactor` inverts it through matrices of N × N. Beyond that the block turns
-    into a dense one.
+    ``N·(C + i)`` numbers, and :class:`SoftmaxOutputFactor` inverts it through matrices of N × N. With more rows the
+    block turns into a dense one.
 
     Args:
         rows: Features and probabilities, or the dense block that they have become.
@@ -51,10 +49,10 @@ class HeadBlock(Block):
 
     storage: ClassVar[str] = "head"
 
-    def __init__(self, rows: HeadRows | DenseBlock, shape: tuple[int, int, int]):
+    def __init__(self, rows: SoftmaxOutputRows | DenseBlock, shape: tuple[int, int, int]):
         self.shape = shape
         self.n_components = 1
-        self._pieces: list[HeadRows] = []
+        self._pieces: list[SoftmaxOutputRows] = []
         self._dense: DenseBlock | None = None
         if isinstance(rows, DenseBlock):
             self._dense = rows
@@ -63,11 +61,11 @@ class HeadBlock(Block):
             self._settle()
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> HeadBlock:
+    def from_tensors(cls, tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> SoftmaxOutputBlock:
         """The block that :meth:`tensors` described."""
         if "matrix" in tensors:
             return cls(DenseBlock(tensors["matrix"], shape), shape)
-        return cls(HeadRows(tensors["features"], tensors["scales"], bool(tensors["coupled"])), shape)
+        return cls(SoftmaxOutputRows(tensors["features"], tensors["scales"], bool(tensors["coupled"])), shape)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -82,17 +80,17 @@ class HeadBlock(Block):
         return sum(len(piece.features) for piece in self._pieces)
 
     @property
-    def rows(self) -> HeadRows:
+    def rows(self) -> SoftmaxOutputRows:
         """The rows of all data so far."""
         if len(self._pieces) > 1:
             features = torch.cat([piece.features for piece in self._pieces])
             scales = torch.cat([piece.scales for piece in self._pieces])
-            self._pieces = [HeadRows(features, scales, self._pieces[0].coupled)]
+            self._pieces = [SoftmaxOutputRows(features, scales, self._pieces[0].coupled)]
         return self._pieces[0]
 
     @override
     def add_(self, other: Block) -> None:
-        assert isinstance(other, HeadBlock)
+        assert isinstance(other, SoftmaxOutputBlock)
         if self._dense is None and other._dense is None:
             self._pieces.extend(other._pieces)
             self._settle()
@@ -132,13 +130,13 @@ class HeadBlock(Block):
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if self._dense is not None:
             return self._dense.factor(weights, diagonal)
-        return HeadFactor(self.rows, weights[0], diagonal)
+        return SoftmaxOutputFactor(self.rows, weights[0], diagonal)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if self._dense is not None:
             return self._dense.log_determinant(weights, diagonal)
-        value: Tensor = HeadLogDeterminant.apply(self.rows, weights[0], diagonal)
+        value: Tensor = SoftmaxOutputLogDeterminant.apply(self.rows, weights[0], diagonal)
         return value
 
     @override
@@ -155,5 +153,35 @@ class HeadBlock(Block):
         return {"features": rows.features, "scales": rows.scales, "coupled": torch.tensor(rows.coupled)}
 
     @override
-    def clone(self) -> HeadBlock:
-        return HeadBlock(self.rows if self._dense is None else self._dense.clone(), self.shape)
+    def clone(self) -> SoftmaxOutputBlock:
+        return SoftmaxOutputBlock(self.rows if self._dense is None else self._dense.clone(), self.shape)
+
+
+class SoftmaxOutputLogDeterminant(torch.autograd.Function):
+    """``log det (w H + D)`` with its exact derivatives, ``tr (M⁻¹ H)`` and the diagonal of ``M⁻¹``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: SoftmaxOutputRows, weight: Tensor, diagonal: Tensor) -> Tensor:
+        """The value; see :class:`SoftmaxOutputFactor`."""
+        wanted = any(ctx.needs_input_grad[1:])
+        dtype = torch.float64 if wanted else None
+        factor = SoftmaxOutputFactor(rows, weight, diagonal, dtype=dtype, derivatives=wanted and not diagonal.ndim)
+        value = factor.log_determinant()
+        if wanted:
+            size = factor.n_outputs * factor.n_features
+            if diagonal.ndim:
+                by_diagonal = factor.variances().to(diagonal).view_as(diagonal)
+                left = (by_diagonal * diagonal).sum()
+            else:
+                by_diagonal = factor.trace_of_inverse().to(diagonal)
+                left = by_diagonal * diagonal
+            # tr M⁻¹ (w H + D) = P
+            ctx.save_for_backward((size - left) / weight, by_diagonal)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+        """The derivatives by ``weight`` and ``diagonal``."""
+        (gradient,) = gradients
+        by_weight, by_diagonal = ctx.saved_tensors
+        return None, (gradient * by_weight).to(by_weight), (gradient * by_diagonal).to(by_diagonal)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.stacks.base import Stack
+from laplace_plus.structured.gradients.base import ExampleGradients
 
 
 @dataclass
-class SubsetStack(Stack):
+class SelectedGradients(ExampleGradients):
     """Some entries of another stack's matrices, as ``[1, 1, n]`` matrices.
 
     Attributes:
@@ -21,11 +21,11 @@ class SubsetStack(Stack):
         positions: ``[n]`` positions in the flattened ``[G, o, i]`` array.
     """
 
-    whole: Stack
+    whole: ExampleGradients
     positions: Tensor
 
     def __post_init__(self) -> None:
-        self.n_directions, self.n_examples = self.whole.n_directions, self.whole.n_examples
+        self.n_cotangents, self.n_examples = self.whole.n_cotangents, self.whole.n_examples
         self.dtype, self.device = self.whole.dtype, self.whole.device
         self.shape = (1, 1, len(self.positions))
 
@@ -34,16 +34,16 @@ class SubsetStack(Stack):
         return self.whole.entries(examples, self.positions)[:, :, None, None]
 
     @override
-    def select(self, directions: Tensor) -> SubsetStack:
-        return SubsetStack(self.whole.select(directions), self.positions)
+    def select(self, directions: Tensor) -> SelectedGradients:
+        return SelectedGradients(self.whole.select(directions), self.positions)
 
     @override
-    def in_dtype(self, dtype: torch.dtype) -> SubsetStack:
-        return SubsetStack(self.whole.in_dtype(dtype), self.positions)
+    def in_dtype(self, dtype: torch.dtype) -> SelectedGradients:
+        return SelectedGradients(self.whole.in_dtype(dtype), self.positions)
 
 
 @dataclass
-class JoinedStack(Stack):
+class JoinedGradients(ExampleGradients):
     """Several stacks side by side, as ``[1, 1, n]`` matrices.
 
     Attributes:
@@ -51,12 +51,12 @@ class JoinedStack(Stack):
         size: n.
     """
 
-    parts: list[tuple[Stack, Tensor]]
+    parts: list[tuple[ExampleGradients, Tensor]]
     size: int
 
     def __post_init__(self) -> None:
         first = self.parts[0][0]
-        self.n_directions, self.n_examples, self.device = first.n_directions, first.n_examples, first.device
+        self.n_cotangents, self.n_examples, self.device = first.n_cotangents, first.n_examples, first.device
         self.dtype = first.dtype
         for stack, _ in self.parts:
             self.dtype = torch.promote_types(self.dtype, stack.dtype)
@@ -74,12 +74,12 @@ class JoinedStack(Stack):
         return result[:, :, None, None]
 
     @override
-    def select(self, directions: Tensor) -> JoinedStack:
-        return JoinedStack([(stack.select(directions), positions) for stack, positions in self.parts], self.size)
+    def select(self, directions: Tensor) -> JoinedGradients:
+        return JoinedGradients([(stack.select(directions), positions) for stack, positions in self.parts], self.size)
 
     @override
-    def in_dtype(self, dtype: torch.dtype) -> JoinedStack:
-        return JoinedStack([(stack.in_dtype(dtype), positions) for stack, positions in self.parts], self.size)
+    def in_dtype(self, dtype: torch.dtype) -> JoinedGradients:
+        return JoinedGradients([(stack.in_dtype(dtype), positions) for stack, positions in self.parts], self.size)
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class JoinedStack(Stack):
         ]
         return sum(parts[1:], parts[0])
 
-    def _share(self, values: Tensor) -> Iterator[tuple[Stack, Tensor]]:
+    def _share(self, values: Tensor) -> Iterator[tuple[ExampleGradients, Tensor]]:
         """Each part with its own entries of ``[r, 1, 1, n]`` values."""
         flat = values.flatten(1)
         for stack, positions in self.parts:
@@ -101,7 +101,7 @@ class JoinedStack(Stack):
 
 
 @dataclass
-class MappedStack(Stack):
+class MappedGradients(ExampleGradients):
     """A stack whose matrices pass through a linear map as they are written out.
 
     Attributes:
@@ -109,12 +109,12 @@ class MappedStack(Stack):
         matrix: ``[G, n, n]``, applied to flattened ``[o·i]`` matrices from the right.
     """
 
-    source: Stack
+    source: ExampleGradients
     matrix: Tensor
 
     def __post_init__(self) -> None:
-        self.n_directions, self.n_examples, self.shape = (
-            self.source.n_directions,
+        self.n_cotangents, self.n_examples, self.shape = (
+            self.source.n_cotangents,
             self.source.n_examples,
             self.source.shape,
         )
@@ -129,9 +129,9 @@ class MappedStack(Stack):
         return mapped.movedim(0, 2).unflatten(3, self.shape[1:])
 
     @override
-    def select(self, directions: Tensor) -> MappedStack:
-        return MappedStack(self.source.select(directions), self.matrix)
+    def select(self, directions: Tensor) -> MappedGradients:
+        return MappedGradients(self.source.select(directions), self.matrix)
 
     @override
-    def in_dtype(self, dtype: torch.dtype) -> MappedStack:
-        return MappedStack(self.source.in_dtype(dtype), self.matrix)
+    def in_dtype(self, dtype: torch.dtype) -> MappedGradients:
+        return MappedGradients(self.source.in_dtype(dtype), self.matrix)

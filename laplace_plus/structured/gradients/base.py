@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.stacks.sizes import chunk_bytes, slices
+from laplace_plus.structured.chunks import chunk_bytes, slices
 
 _WRITTEN = 4
 """How many times the caches a chunk takes that is written out for what others do with it."""
@@ -19,10 +19,10 @@ _JOINT = 64
 """How many times the caches a chunk takes that is multiplied with all others: each of them is written out anew."""
 
 
-class Stack(ABC):
+class ExampleGradients(ABC):
     """V × B matrices of shape ``[G, o, i]``."""
 
-    n_directions: int
+    n_cotangents: int
     n_examples: int
     shape: tuple[int, int, int]
     dtype: torch.dtype
@@ -45,14 +45,14 @@ class Stack(ABC):
         return torch.cat([self.dense(part).flatten(2)[..., positions] for part in parts or [examples]], 1)
 
     @abstractmethod
-    def select(self, directions: Tensor) -> Stack:
+    def select(self, directions: Tensor) -> ExampleGradients:
         """The stack of some of the directions only."""
 
     def n_bytes(self) -> int:
         """Memory that all matrices take when they are written out."""
         groups, rows, columns = self.shape
         item = torch.finfo(self.dtype).bits // 8
-        return self.n_directions * self.n_examples * groups * rows * columns * item
+        return self.n_cotangents * self.n_examples * groups * rows * columns * item
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Pairs of a slice of the examples and their matrices ``[V, b, G, o, i]``, a bounded number at a time."""
@@ -96,12 +96,12 @@ class Stack(ABC):
         return torch.cat([values.flatten(2) @ flat for _, values in self.chunks()], 1)
 
     @abstractmethod
-    def in_dtype(self, dtype: torch.dtype) -> Stack:
+    def in_dtype(self, dtype: torch.dtype) -> ExampleGradients:
         """The same matrices with sums taken in another type."""
 
     def _joint(self, weights: Tensor) -> Tensor:
         # Pairs of chunks, so that no more than two chunks are ever written out; one of each pair is known by symmetry.
-        v, b = self.n_directions, self.n_examples
+        v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
         each = self.n_bytes() // max(1, b)
         cuts = list(slices(b, each, chunk_bytes(self.device, of_caches=_JOINT)))
@@ -116,7 +116,7 @@ class Stack(ABC):
 
 
 @dataclass
-class DenseStack(Stack):
+class DenseGradients(ExampleGradients):
     """Matrices that are written out already.
 
     Attributes:
@@ -126,7 +126,7 @@ class DenseStack(Stack):
     values: Tensor
 
     def __post_init__(self) -> None:
-        self.n_directions, self.n_examples = self.values.shape[:2]
+        self.n_cotangents, self.n_examples = self.values.shape[:2]
         self.shape = tuple(self.values.shape[2:])  # type: ignore[assignment]
         self.dtype, self.device = self.values.dtype, self.values.device
 
@@ -135,9 +135,9 @@ class DenseStack(Stack):
         return self.values[:, examples]
 
     @override
-    def select(self, directions: Tensor) -> DenseStack:
-        return DenseStack(self.values[directions])
+    def select(self, directions: Tensor) -> DenseGradients:
+        return DenseGradients(self.values[directions])
 
     @override
-    def in_dtype(self, dtype: torch.dtype) -> DenseStack:
-        return DenseStack(self.values.to(dtype))
+    def in_dtype(self, dtype: torch.dtype) -> DenseGradients:
+        return DenseGradients(self.values.to(dtype))

@@ -31,20 +31,53 @@ from typing_extensions import override
 from laplace_plus import _memory
 from laplace_plus.kernels import symmetric_update, symmetrize_
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured.bases import Rotation
+from laplace_plus.structured.bases import CoordinateMap
 from laplace_plus.structured.blocks import clamp_rounding
 from laplace_plus.structured.factor import Factor, not_positive_definite
-from laplace_plus.structured.softmax_head.gradients import HeadStack
-from laplace_plus.structured.softmax_head.inverses import inverse_by_blocks, log_determinant_of, raised
-from laplace_plus.structured.softmax_head.rows import HeadRows
-from laplace_plus.structured.softmax_head.variances import HeadVariances
-from laplace_plus.structured.stacks import OuterStack, Stack
+from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, OutputLayerGradients
+from laplace_plus.structured.softmax_output.variances import SoftmaxOutputVariances
 
 CACHE_BYTES = 4 * 2**20
 """N × N matrices are worked on so many bytes at a time, which stay in a processor's caches."""
 
 SINGLE_CONDITION = 2e3
 """Up to this condition number matrices that need no more are inverted in float32."""
+
+
+@dataclass(frozen=True)
+class SoftmaxOutputRows:
+    """What a head's curvature is made of.
+
+    Attributes:
+        features: ``Φ [N, i]``.
+        scales: ``p [N, C]``.
+        coupled: Whether ``p_n p_nᵀ`` is taken away; the scales of a row then sum to one.
+    """
+
+    features: Tensor
+    scales: Tensor
+    coupled: bool
+
+    def dense(self) -> Tensor:
+        """The curvature written out, ``[C·i, C·i]``."""
+        size, width = self.scales.shape[1], self.features.shape[1]
+        result = self.features.new_zeros(size, width, size, width)
+        own = self.scales * self._rest() if self.coupled else self.scales
+        for c in range(size):
+            last = size if self.coupled else c + 1
+            row = self.scales[:, c:last] * (-self.scales[:, c : c + 1] if self.coupled else 0)
+            row[:, 0] = own[:, c]
+            weighted = (row[:, :, None] * self.features[:, None]).flatten(1)  # [N, (C − c)·i]
+            block = (self.features.T @ weighted).view(width, last - c, width)
+            result[c, :, c:last] = block
+            result[c:last, :, c] = block.permute(1, 2, 0)
+        return result.view(size * width, size * width)
+
+    def _rest(self) -> Tensor:
+        """``1 − p [N, C]``; for the most probable class the sum of all others, which keeps its digits beside one."""
+        top = self.scales.argmax(1, keepdim=True)
+        others = self.scales.scatter(1, top, 0.0).sum(1, keepdim=True)
+        return (1 - self.scales).scatter(1, top, others)
 
 
 @dataclass(frozen=True)
@@ -66,15 +99,15 @@ class _Inverses:
     squares: Tensor | None
 
 
-class HeadRotation(Rotation):
+class FeatureCoordinates(CoordinateMap):
     """Leaves stacks as they are: a head works on features."""
 
     @override
-    def rotate(self, stack: Stack) -> Stack:
+    def coordinates(self, stack: ExampleGradients) -> ExampleGradients:
         return stack
 
 
-class HeadFactor(Factor):
+class SoftmaxOutputFactor(Factor):
     """``M = w H + D`` for a head's curvature H, inverted by Woodbury's identity.
 
     Args:
@@ -91,7 +124,7 @@ class HeadFactor(Factor):
 
     def __init__(
         self,
-        rows: HeadRows,
+        rows: SoftmaxOutputRows,
         weight: Tensor,
         diagonal: Tensor,
         *,
@@ -101,7 +134,7 @@ class HeadFactor(Factor):
         smallest = diagonal.detach().min()
         if not smallest > 0:
             raise not_positive_definite(smallest.item())
-        self.basis = HeadRotation()
+        self.basis = FeatureCoordinates()
         self.rows, self.weight = rows, weight.detach().double()
         self.diagonal = (diagonal[0] if diagonal.ndim else diagonal).detach().double()
         self.n_rows, self.n_outputs = rows.scales.shape
@@ -109,7 +142,7 @@ class HeadFactor(Factor):
         self.dtype = self._sufficient() if dtype is None else dtype
         self.derivatives = derivatives
         self._kept: list[_Inverses] | None = None
-        self._variances: HeadVariances | None = None
+        self._variances: SoftmaxOutputVariances | None = None
         self._n_asked = 0
 
     # -- the matrices of each class ------------------------------------------------------------------------------------
@@ -150,7 +183,7 @@ class HeadFactor(Factor):
         return shifted, root
 
     def _unscaled(self, classes: slice) -> tuple[Tensor, Tensor]:
-        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, see :func:`~.head_inverses.raised`."""
+        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, see :func:`raised`."""
         gram = self._gram
         if gram is None:
             gram = self._scaled(classes) @ self._features.T
@@ -281,14 +314,14 @@ class HeadFactor(Factor):
     # -- covariances ---------------------------------------------------------------------------------------------------
 
     @override
-    def weigh(self, rotated: Stack, mode: str) -> Tensor:
-        if isinstance(rotated, OuterStack):
-            rotated = HeadStack.of(rotated) or rotated
-        if isinstance(rotated, HeadStack) and rotated.is_shared:
+    def quadratic_form(self, rotated: ExampleGradients, mode: str) -> Tensor:
+        if isinstance(rotated, OuterGradients):
+            rotated = OutputLayerGradients.of(rotated) or rotated
+        if isinstance(rotated, OutputLayerGradients) and rotated.is_shared:
             return self._of_outputs(rotated.features, rotated.outputs, mode).to(rotated.dtype)
         if mode == "joint":
             return self._of_matrices(rotated.dense(slice(0, rotated.n_examples)), mode).to(rotated.dtype)
-        if isinstance(rotated, HeadStack):
+        if isinstance(rotated, OutputLayerGradients):
             examples = zip(rotated.features[:, None], rotated.outputs, strict=True)
             parts = [self._of_outputs(features, outputs, mode) for features, outputs in examples]
         else:
@@ -327,21 +360,21 @@ class HeadFactor(Factor):
         """Whether all outputs are chosen, in their order."""
         return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
 
-    def _forms(self, n_examples: int) -> HeadVariances | None:
+    def _forms(self, n_examples: int) -> SoftmaxOutputVariances | None:
         """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off.
 
         To prepare them costs as much as about N examples cost without.
         """
         if self._variances is None and not self.diagonal.ndim:
             self._n_asked += n_examples
-            size = HeadVariances.n_bytes(self.n_outputs, self.n_rows, self.dtype)
+            size = SoftmaxOutputVariances.n_bytes(self.n_outputs, self.n_rows, self.dtype)
             if 4 * self._n_asked >= self.n_rows and size <= _memory.budget(self._features.device) // 2:
                 self._variances = self._prepare_variances()
         return self._variances
 
-    def _prepare_variances(self) -> HeadVariances:
+    def _prepare_variances(self) -> SoftmaxOutputVariances:
         rows = self.rows
-        result = HeadVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
+        result = SoftmaxOutputVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
         white = self._exact_whitener
         result.fill(((part.classes, part.matrices) for part in self.inverses()), white)
         return result
@@ -455,3 +488,66 @@ class HeadFactor(Factor):
         identity = torch.eye(n, dtype=self.dtype, device=self._features.device)
         values = identity.view(n, 1, 1, self.n_outputs, self.n_features)
         return self._of_matrices(values, "full")[:1].to(self.rows.features.dtype)
+
+
+SMALLEST_BLOCK = 32
+"""Matrices of this size are inverted by their Cholesky decompositions."""
+
+
+def inverse_by_blocks(matrices: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Inverses of symmetric positive definite matrices ``[c, n, n]``, by Schur complements of halves.
+
+    All but the smallest blocks are matrix products, which a processor does many times as fast as it factorises: four
+    of halves, so 4/3 n³ operations for a matrix.
+
+    Returns:
+        The inverses; the sum of the matrices' log-determinants, 0-d float64; and whether some matrix turned out not to
+        be positive definite, in which case neither means anything.
+    """
+    result = torch.empty_like(matrices, memory_format=torch.contiguous_format)
+    roots = matrices.new_empty(matrices.shape[:-1])
+    succeeded = _invert_into(result, roots, matrices)
+    return result, 2 * roots.double().log().sum(), not succeeded
+
+
+def _invert_into(result: Tensor, roots: Tensor, matrices: Tensor) -> bool:
+    """Write the inverses and the diagonals of Cholesky factors, ``[c, n]``, where there are any; whether there are."""
+    if matrices.shape[-1] <= SMALLEST_BLOCK:
+        lower, failed = torch.linalg.cholesky_ex(matrices)
+        if failed.any():
+            return False
+        torch.cholesky_inverse(lower, out=result)
+        roots.copy_(lower.diagonal(dim1=-2, dim2=-1))
+        return True
+    n = matrices.shape[-1]
+    half = n // 2
+    across = matrices[:, :half, half:]
+    # Products are computed where blocks lie side by side, and copied: into a larger matrix they would be one by one.
+    first, rest = matrices.new_empty(len(matrices), half, half), matrices.new_empty(len(matrices), n - half, n - half)
+    if not _invert_into(first, roots[:, :half], matrices[:, :half, :half]):
+        return False
+    left = first @ across
+    complement = torch.baddbmm(matrices[:, half:, half:], across.mT, left, alpha=-1)
+    if not _invert_into(rest, roots[:, half:], complement):
+        return False
+    corner = (rest @ left.mT).neg_()
+    result[:, :half, :half] = first.baddbmm_(left, corner, alpha=-1)
+    result[:, half:, :half] = corner
+    result[:, :half, half:] = corner.mT
+    result[:, half:, half:] = rest
+    return True
+
+
+def log_determinant_of(lower: Tensor) -> Tensor:
+    """``Σ log det L Lᵀ`` of triangular matrices, 0-d float64."""
+    return 2 * lower.diagonal(dim1=-2, dim2=-1).double().log().sum()
+
+
+def raised(scales: Tensor, gram: Tensor, dtype: torch.dtype) -> Tensor:
+    """``w p`` of some classes ``[N, c]`` as ``[c, N]`` that may be inverted, for ``G_c [1 or c, N, N]``.
+
+    Probabilities that are zero, or nearly, are raised to where ``w p_nc φ_nᵀ D_c⁻¹ φ_n`` is the square of the type's
+    rounding error ε. All of them together change ``w H + D`` by less than N ε² times itself.
+    """
+    own = gram.diagonal(dim1=-2, dim2=-1).double()
+    return torch.maximum(scales.T, torch.finfo(dtype).eps ** 2 / torch.where(own > 0, own, 1.0))

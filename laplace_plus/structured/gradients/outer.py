@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.stacks import contractions
-from laplace_plus.structured.stacks.base import Stack
-from laplace_plus.structured.stacks.contractions import Form, Turns, times
-from laplace_plus.structured.stacks.sizes import chunk_bytes, require_room, slices
+from laplace_plus.structured.chunks import chunk_bytes, require_room, slices
+from laplace_plus.structured.gradients import contractions
+from laplace_plus.structured.gradients.base import ExampleGradients
+from laplace_plus.structured.gradients.contractions import Form, Turns, times
 
 _SIDES = 8
 """How many times the caches the two sides of a chunk may take: products with a basis are quicker with many rows."""
@@ -26,7 +26,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @dataclass
-class OuterStack(Stack):
+class OuterGradients(ExampleGradients):
     """Matrices ``P_vn = Σ_s left_vns right_nsᵀ``, group by group.
 
     The two sides may be given in a raw form that is only expanded for a few examples at a time (a convolution's patches
@@ -57,7 +57,7 @@ class OuterStack(Stack):
     right_sizes: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
-        self.n_directions, self.n_examples = self.raw_left.shape[:2]
+        self.n_cotangents, self.n_examples = self.raw_left.shape[:2]
         self.dtype = self.compute_dtype or torch.promote_types(self.raw_left.dtype, torch.float32)
         self.device = self.raw_left.device
         with torch.no_grad():
@@ -86,7 +86,7 @@ class OuterStack(Stack):
         right = self.expand_right(self.raw_right[examples]).to(self.dtype)
         return right if self.right_turn is None else times(right, self.right_turn.to(self.dtype))
 
-    def turned(self, left: Tensor, right: Tensor) -> OuterStack:
+    def turned(self, left: Tensor, right: Tensor) -> OuterGradients:
         """The stack of ``Lᵀ P R``, for ``L [G, o, o]`` and ``R [G, i, i]``."""
         return replace(
             self,
@@ -96,11 +96,11 @@ class OuterStack(Stack):
             right_turn=right if self.right_turn is None else self.right_turn @ right,
         )
 
-    def _deferring(self) -> tuple[OuterStack, Turns]:
+    def _deferring(self) -> tuple[OuterGradients, Turns]:
         """The stack without the turns that are less work once matrices are written out, and those turns."""
         _, rows, columns = self.shape
         left = self.left_turn if columns < self.n_positions else None
-        right = self.right_turn if self.n_directions * rows < self.n_positions else None
+        right = self.right_turn if self.n_cotangents * rows < self.n_positions else None
         if left is None and right is None:
             return self, contractions.NO_TURNS
         rest = replace(
@@ -112,16 +112,16 @@ class OuterStack(Stack):
         cast = [None if matrix is None else matrix.to(self.dtype) for matrix in (left, right)]
         return rest, Turns(*cast)
 
-    def without_zeros(self) -> OuterStack:
+    def without_zeros(self) -> OuterGradients:
         """The same matrices without the positions where all left sides are zero, if there are any.
 
         Of a layer behind which only one token is read on, the output gradients of all other tokens are zeros.
         """
-        if self.n_positions == 1 or self.records or not self.n_directions or not self.n_examples:
+        if self.n_positions == 1 or self.records or not self.n_cotangents or not self.n_examples:
             return self
         used = torch.zeros(self.n_positions, dtype=torch.bool, device=self.device)
         first = slice(0, 1)
-        rest = [(slice(number, number + 1), slice(None)) for number in range(1, self.n_directions)]
+        rest = [(slice(number, number + 1), slice(None)) for number in range(1, self.n_cotangents)]
         # A few matrices tell for most layers, even where rectifiers leave some rows of each without gradient.
         for directions, examples in [(first, first), (first, slice(1, 8)), (first, slice(8, None)), *rest]:
             raw = self.raw_left[directions, examples]
@@ -158,7 +158,7 @@ class OuterStack(Stack):
 
     def _costs(self, costs: dict[Form, int]) -> dict[Form, int]:
         if self.left_turn is not None or self.right_turn is not None:
-            turning = contractions.turning_costs(self.n_directions, self.n_positions, *self.shape[1:])
+            turning = contractions.turning_costs(self.n_cotangents, self.n_positions, *self.shape[1:])
             return {form: cost + turning[form] for form, cost in costs.items()}
         return costs
 
@@ -170,7 +170,7 @@ class OuterStack(Stack):
         """
         groups, rows, columns = self.shape
         item = torch.finfo(self.dtype).bits // 8
-        each = self.n_positions * groups * (self.n_directions * rows + columns) * item
+        each = self.n_positions * groups * (self.n_cotangents * rows + columns) * item
         require_room(each, "the input and output gradients of one example at one layer", self.device)
         count = self.n_examples if n_examples is None else n_examples
         return slices(count, each, chunk_bytes(self.device, of_caches=_SIDES))
@@ -186,7 +186,7 @@ class OuterStack(Stack):
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
         groups, rows, columns = self.shape
         if _FEW * len(positions) > groups * rows * columns:
-            return Stack.entries(self, examples, positions)
+            return ExampleGradients.entries(self, examples, positions)
         row = positions // columns
         column = positions % columns + (row // rows * columns if self.right_shape[0] > 1 else 0)
         start, stop, _ = examples.indices(self.n_examples)
@@ -204,14 +204,16 @@ class OuterStack(Stack):
             right = right.flatten(2).permute(2, 0, 1).contiguous()  # [G·i, b, S]
             found = [torch.bmm(one, right[own].permute(1, 2, 0)) for one, own in zip(left, columns_of, strict=True)]
             parts.append(torch.cat(found, 2).transpose(0, 1))
-        return torch.cat(parts, 1)[..., order.argsort()] if parts else Stack.entries(self, examples, positions)
+        return (
+            torch.cat(parts, 1)[..., order.argsort()] if parts else ExampleGradients.entries(self, examples, positions)
+        )
 
     @override
-    def select(self, directions: Tensor) -> OuterStack:
+    def select(self, directions: Tensor) -> OuterGradients:
         return replace(self, raw_left=self.raw_left[directions])
 
     @override
-    def in_dtype(self, dtype: torch.dtype) -> OuterStack:
+    def in_dtype(self, dtype: torch.dtype) -> OuterGradients:
         return replace(self, compute_dtype=dtype)
 
     @override
@@ -219,13 +221,13 @@ class OuterStack(Stack):
         groups, rows, columns = self.shape
         count, item = len(matrices), torch.finfo(self.dtype).bits // 8
         # Either every matrix of the stack is written out, or each row of its right side meets every U.
-        streamed = self.n_directions * rows * columns * (self.n_positions + count)
-        met = self.n_positions * rows * count * (columns + self.n_directions)
+        streamed = self.n_cotangents * rows * columns * (self.n_positions + count)
+        met = self.n_positions * rows * count * (columns + self.n_cotangents)
         if streamed < met:
-            return Stack.project(self, matrices)
+            return ExampleGradients.project(self, matrices)
         parts = []
         by_column = matrices.to(self.dtype).permute(1, 3, 0, 2).flatten(2)  # [G, i, r·o]
-        each = self.n_positions * groups * (rows * (count + self.n_directions) + columns) * item
+        each = self.n_positions * groups * (rows * (count + self.n_cotangents) + columns) * item
         for examples in slices(self.n_examples, each, chunk_bytes(self.device, of_caches=_SIDES)):
             left, right = self.sides(examples)
             right = right.expand(-1, -1, groups, -1).movedim(2, 0).flatten(1, 2)  # [G, bS, i]
@@ -236,12 +238,12 @@ class OuterStack(Stack):
 
     @override
     def add_squares_(self, total: Tensor, form: Form | None = None) -> None:
-        if self.n_directions == 0:  # a component that none of a few directions belongs to
+        if self.n_cotangents == 0:  # a component that none of a few directions belongs to
             return
         if form is None and (some := self.without_zeros()) is not self:
             some.add_squares_(total)
             return
-        costs = contractions.square_costs(self.n_directions, self.n_positions, *self.shape[1:])
+        costs = contractions.square_costs(self.n_cotangents, self.n_positions, *self.shape[1:])
         chosen = contractions.cheapest(self._costs(costs)) if form is None else form
         source, turns = self._deferring() if chosen == "stream" else (self, contractions.NO_TURNS)
         for examples in self.side_chunks():
@@ -261,20 +263,20 @@ class OuterStack(Stack):
 
     @override
     def quadratic(self, weights: Tensor, mode: str, form: Form | None = None) -> Tensor:
-        """Weighted inner products; arguments as for :meth:`Stack.quadratic`.
+        """Weighted inner products; arguments as for :meth:`ExampleGradients.quadratic`.
 
         Args:
             weights: Non-negative ``[G, o, i]``.
             mode: ``"full"``, ``"diagonal"`` or ``"joint"``.
             form: Of the computation where there are several positions, as in
-                :mod:`~laplace_plus.structured.stacks.contractions`; by default the one with the fewest operations.
+                :mod:`~laplace_plus.structured.gradients.contractions`; by default the one with the fewest operations.
                 ``"separable"`` needs weights of rank one, and there is none across examples.
         """
         if self.n_positions == 1:
             return self._rank_one_quadratic(weights, mode)
         if mode == "joint":
             return self._joint_quadratic(weights, form)
-        costs = self._costs(contractions.quadratic_costs(self.n_directions, self.n_positions, *self.shape[1:], mode))
+        costs = self._costs(contractions.quadratic_costs(self.n_cotangents, self.n_positions, *self.shape[1:], mode))
         sides = contractions.separated(weights) if form in (None, "separable") else None
         if sides is None:
             del costs["separable"]
@@ -296,10 +298,10 @@ class OuterStack(Stack):
         return torch.cat(parts)
 
     def _joint_quadratic(self, weights: Tensor, form: Form | None) -> Tensor:
-        costs = contractions.joint_costs(self.n_examples, self.n_directions, self.n_positions, *self.shape[1:])
+        costs = contractions.joint_costs(self.n_examples, self.n_cotangents, self.n_positions, *self.shape[1:])
         if (contractions.cheapest(costs) if form is None else form) == "stream":
-            return Stack.quadratic(self, weights, "joint")
-        v, b = self.n_directions, self.n_examples
+            return ExampleGradients.quadratic(self, weights, "joint")
+        v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
         pairs, groups = self.n_positions**2, self.shape[0]
         each = pairs * groups * (2 * self.shape[1] + self.shape[2]) * weights.element_size()
@@ -354,7 +356,7 @@ class OuterStack(Stack):
     def _bytes_of(self, form: Form) -> int:
         """What a form makes of one example."""
         groups, rows, columns = self.shape
-        s, v, item = self.n_positions, self.n_directions, torch.finfo(self.dtype).bits // 8
+        s, v, item = self.n_positions, self.n_cotangents, torch.finfo(self.dtype).bits // 8
         if form == "stream":
             return self._bytes_of_matrices()
         if form == "gram":
@@ -362,10 +364,10 @@ class OuterStack(Stack):
         return groups * s * (s + columns + 2 * v * rows) * item
 
 
-def concatenate(stacks: list[OuterStack]) -> OuterStack:
+def concatenate(stacks: list[OuterGradients]) -> OuterGradients:
     """The sum of stacks over the same matrices: several uses of one weight are positions of one use."""
     if len(stacks) == 1:
         return stacks[0]
     every = slice(None)
     lefts, rights = zip(*(stack.sides(every) for stack in stacks), strict=True)
-    return OuterStack(torch.cat(rights, 1), torch.cat(lefts, 2), compute_dtype=stacks[0].dtype)
+    return OuterGradients(torch.cat(rights, 1), torch.cat(lefts, 2), compute_dtype=stacks[0].dtype)

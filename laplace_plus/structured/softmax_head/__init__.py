@@ -1,1 +1,0 @@
-"""The exact curvature of a softmax output layer with many classes."""
