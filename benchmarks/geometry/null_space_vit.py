@@ -31,10 +31,10 @@ from torch.func import functional_call, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
-from laplace_plus.curvature.kernel_rows import KernelRows
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.network import Network
+from laplace_plus.posteriors.projection.rows import NullSpaceRows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -111,7 +111,8 @@ def pairs(model: nn.Module, batches: Batches, options: argparse.Namespace) -> di
     """One product in each direction: the package's operator beside torch alone, in turn."""
     likelihood = Categorical()
     wrapped = Network(model, "all", likelihood.arrange)
-    plain, own = PlainRows(model, batches, options.rows), KernelRows(wrapped, likelihood, batches, options.rows).whole
+    plain = PlainRows(model, batches, options.rows)
+    own = NullSpaceRows(wrapped, likelihood, batches, options.rows).whole
     generator = torch.Generator().manual_seed(2)
     v, u = torch.randn(own.shape[1], generator=generator), torch.randn(own.shape[0], generator=generator)
     expected, pushed, pulled = plain.push(v), own(v), own.T(u)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -69,6 +69,12 @@ def check_count(value: Any, name: str) -> None:
     """Raise :class:`ConfigurationError` unless a value is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError("There is no such number.", expected=f"{name}: an integer >= 1", got=repr(value))
+
+
+def check_name(value: Any, known: Iterable[str], name: str) -> None:
+    """Raise :class:`ConfigurationError` unless a value is one of the known names."""
+    if value not in tuple(known):
+        raise ConfigurationError(f"Unknown {name}.", expected=", ".join(known), got=repr(value))
 
 
 def positive(value: float | Tensor, name: str) -> Tensor:

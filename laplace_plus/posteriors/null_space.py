@@ -1,72 +1,67 @@
 """The projected Laplace posterior (Miani, Roy and Hauberg, 2025, *Bayes without underfitting*).
 
-``N(θ̂, α⁻¹ P)`` with P the projector onto the kernel of the training data's Jacobian: the directions in which the
-linearised network can move without any prediction on the training data changing. With r the rank of the Jacobian the
-evidence of such a model is, up to a constant, ``½ (r log α − α ‖θ̂ − μ‖²)``, so that ``α = r / ‖θ̂ − μ‖²`` maximises it.
+``N(θ̂, α⁻¹ P)`` with P the projector onto the null space of the training data's Jacobian: there the linearised network
+can move without changing a prediction on the training data. With r the rank of the Jacobian the evidence of such a
+model is, up to a constant, ``½ (r log α − α ‖θ̂ − μ‖²)``, so that ``α = r / ‖θ̂ − μ‖²`` maximises it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from os import PathLike
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.curvature.kernel_rows import KINDS, KernelRows, Rows
-from laplace_plus.curvature.linearization import Ways
-from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import TuningResult
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
 from laplace_plus.posteriors.methods import check_count, exactly
-from laplace_plus.posteriors.null_space_noise import (
+from laplace_plus.posteriors.projection.noise import (
     NoiseReport,
+    ProjectedNoise,
+    ProjectedNoisePosterior,
     check_single,
-    draw_kernel_noise,
-    noise_seed,
     projector_config,
-    resolve_projector,
-    survey,
-    warn_unless_projected,
 )
-from laplace_plus.posteriors.resuming import Checkpoint, identity
-from laplace_plus.posteriors.sample_based import KernelBased
+from laplace_plus.posteriors.projection.rows import Rows, check_rows
 from laplace_plus.posteriors.training_data import require_restartable
 
 _WHY = "The projection passes over the data again and again."
 
 
-class NullSpace(KernelBased):
-    """The Gaussian ``N(θ̂, α⁻¹ P)`` on the kernel of the training Jacobian: uncertain only where the data say nothing.
+class NullSpace(ProjectedNoisePosterior):
+    """The Gaussian ``N(θ̂, α⁻¹ P)`` on the null space of the training Jacobian: no uncertainty where there were data.
 
-    Choose it for overparametrised networks, where samples of other Laplace approximations underfit: the linearised
+    Choose it for overparametrised networks, where samples of other Laplace approximations underfit. The linearised
     network's predictions on the training data are exactly the trained network's, and only others get error bars. It
-    does not say how sure one can be near the training data (:class:`VIKING` does), and there has to be a kernel: fewer
-    independent rows than parameters.
+    does not tell how uncertain predictions are near the training data (:class:`VIKING` does). The null space must not
+    be zero: there have to be fewer independent rows than parameters.
 
-    Memory is that of ``n_samples`` vectors of the network's size and a few for the projection; time is that of passes
-    over the data, one Jacobian product in each direction for each iteration, a few samples at once. The number of
-    iterations grows with the rows' condition number: tens on images with ``rows="loss"``, more than thousands for many
-    points of a curve, where ``projector="svd"`` is the way. Samples that did not converge still leave predictions on
-    the training data nearly as they are (``report.residual``), but are too large elsewhere.
+    Memory is that of ``n_samples`` vectors of the network's size and a few for the projection. Time is that of passes
+    over the data: one Jacobian product and one transposed product for each iteration, a few samples at once. The number
+    of iterations grows with the rows' condition number: tens on images with ``rows="loss"``, more than thousands for
+    many points of a curve, where ``projector="svd"`` is better. Samples that did not converge still leave predictions
+    on the training data nearly as they are (``report.residual``), but are too large elsewhere.
 
-    α, the prior precision, scales all samples alike; :meth:`fit_prior_precision` sets it to its optimum
+    The prior precision α scales all samples alike. :meth:`fit_prior_precision` sets it to its optimum
     ``rank / ‖θ̂ − μ‖²``, by a line search on the training loss, or by held-out data. The optimum often leaves the range
     in which the linearisation holds; predictions are therefore those of the linearised network by default.
+
+    :meth:`fit` draws normal vectors and projects them. It warns (ConvergenceWarning) of projections that did not meet
+    their tolerance, and raises UnsupportedError if there are as many independent rows as parameters.
 
     Args:
         rows: What must not change on the training data: ``"logit"``, all outputs; ``"ggn"``, what the curvature sees of
             them (for classes, all but a common shift); ``"loss"``, the loss of each example to first order, which takes
-            one row for each example rather than C and leaves a larger kernel. Examples that are fitted exactly have no
-            such row; they are counted in the report.
-        projector: ``"lsmr"``, ``"svd"`` (for small problems: exact), ``"alternating"`` (the paper's sweeps), or
+            one row for each example rather than C and leaves a larger null space. Examples that are fitted exactly have
+            no such row; the report counts them.
+        projector: ``"lsmr"``, ``"svd"`` (exact, for small problems), ``"alternating"`` (the paper's sweeps), or
             ``lp.linalg.LSMRProjection``, ``SVDProjection`` or ``AlternatingProjection`` with options.
-        n_samples: Number k of samples that are projected.
+        n_samples: Number k of samples.
         chunk_size: Number of vectors that are pushed through the network at a time.
         *args: As for :class:`Posterior`.
         **kwargs: As for :class:`Posterior`.
@@ -92,18 +87,11 @@ class NullSpace(KernelBased):
         chunk_size: int = 16,
         **kwargs: Any,
     ):
-        if rows not in KINDS:
-            raise ConfigurationError("Unknown rows.", expected=", ".join(KINDS), got=repr(rows))
-        check_count(n_samples, "n_samples")
-        check_count(chunk_size, "chunk_size")
-        self.rows, self.projector = rows, resolve_projector(projector)
-        self.n_samples, self.chunk_size = n_samples, chunk_size
+        check_rows(rows)
+        self.rows = rows
+        self._take_options(projector, n_samples, chunk_size)
         super().__init__(*args, **kwargs)
         check_single(self._prior_precision)
-        self._directions: Tensor | None = None
-        self._report: NoiseReport | None = None
-        self._checkpoint_folder: str | PathLike[str] | None = None
-        self._ways = Ways()
 
     @override
     def options(self) -> dict[str, Any]:
@@ -117,70 +105,16 @@ class NullSpace(KernelBased):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def fit(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        distributed: Distributed = None,
-        checkpoint: str | PathLike[str] | None = None,
-    ) -> Self:
-        """Draw normal vectors and project them.
-
-        Args:
-            data: An iterable of the same batches, in the same order, each time.
-            progress: Whether to show progress bars.
-            generator: Source of the noise.
-            distributed: As for :class:`Posterior`; this class is fitted by one process.
-            checkpoint: A folder to which samples are written as they are finished. A fit that finds some there goes on
-                from them, to the samples that an uninterrupted one would have given.
-
-        Raises:
-            CheckpointError: The checkpoint is of another network, other data or settings.
-            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
-            UnsupportedError: The Jacobian has no kernel: there are as many independent rows as parameters.
-
-        Warns:
-            ConvergenceWarning: A projection did not meet its tolerance.
-        """
-        self._checkpoint_folder = checkpoint
-        try:
-            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
-        finally:
-            self._checkpoint_folder = None
-
-    @override
     def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        require_restartable(data, _WHY)
-        n_data, n_outputs, data_summary = survey(self, data)
-        checkpoint = None
-        if self._checkpoint_folder is not None:
-            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"data": data_summary})
-        seed = noise_seed(checkpoint, generator)
-        rows = KernelRows(self.network, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
-        noise = draw_kernel_noise(
-            rows, self.projector, self.n_samples, seed, checkpoint, keep_image=False, progress=progress
-        )
-        self._directions, self._report, self._vector = noise.kernel, noise.report, self.network.vector()
-        self.n_data, self.n_outputs, self._ways = n_data, n_outputs, Ways()
-        warn_unless_projected(noise.report, 5)
+        start = self._start(data, generator, _WHY)
+        noise = self._project(self.network, data, start, keep_range=False, progress=progress)
+        self._take_noise(noise, self.network.vector(), start)
+        noise.report.warn_unless_converged(5)
 
     # -- the precision -------------------------------------------------------------------------------------------------
 
     @property
-    def report(self) -> NoiseReport:
-        """How the projections ended.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
-        self._require_fit()
-        assert self._report is not None
-        return self._report
-
-    @property
-    def kernel_dimension(self) -> Estimate:
+    def null_space_dimension(self) -> Estimate:
         """``P − rank``, with the error of the rank."""
         rank = self.report.rank
         return Estimate(self.n_parameters - rank.value, rank.sem, 0, rank.converged, rank.probes)
@@ -225,7 +159,7 @@ class NullSpace(KernelBased):
         self._require_fit()
         scatter = self._scatter()
         if not scatter > 0:
-            raise ConfigurationError("The weights are all at the prior mean.", expected="others", got="‖θ̂ − μ‖ = 0")
+            raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
         optimum = float(self.report.rank.value / scatter)
         if method == "optimal":
             chosen, value, count = optimum, float(self.relative_log_evidence(optimum)), 1
@@ -255,7 +189,7 @@ class NullSpace(KernelBased):
         return self
 
     def _held_out(self, data: Iterable[Any], alpha: float, generator: torch.Generator | None) -> float:
-        """The mean log-probability of held-out targets at a precision, which stays what it was."""
+        """The mean log-probability of held-out targets at another precision."""
         before, state = self._prior_precision, None if generator is None else generator.get_state()
         total, count = 0.0, 0.0
         try:
@@ -273,11 +207,12 @@ class NullSpace(KernelBased):
     def _line_search(
         self, data: Iterable[Any], allowance: float, n_samples: int, optimum: float
     ) -> tuple[float, float, int]:
-        """Halve the step, in logarithms, until it is known to a twentieth of a decade."""
-        assert self._directions is not None
+        """Bisect the logarithm of α, to a twentieth of a decade: its value, minus the loss there, and evaluations."""
+        assert self._noise is not None
         check_count(n_samples, "n_samples")
         if not allowance > 0:
-            raise ConfigurationError("There is no such allowance.", expected="allowance > 0", got=repr(allowance))
+            raise ConfigurationError("allowance must be positive.", expected="allowance > 0", got=repr(allowance))
+        samples = self._noise.null_space[:n_samples]
         base = self._training_loss(data, self.mean[None])
         low, high, count = -12.0, 12.0, 1  # decades of α around the optimum
 
@@ -285,8 +220,7 @@ class NullSpace(KernelBased):
             nonlocal count
             count += 1
             scale = (optimum * 10.0**decade) ** -0.5
-            assert self._directions is not None
-            return self._training_loss(data, self.mean + scale * self._directions[:n_samples]) - base
+            return self._training_loss(data, self.mean + scale * samples) - base
 
         while high - low > 0.05:  # noqa: PLR2004
             middle = (low + high) / 2
@@ -314,23 +248,23 @@ class NullSpace(KernelBased):
         """Number of targets that are not ignored."""
         return float(self.likelihood.rows(outputs, target)[2].sum())
 
-    # -- what it gives -------------------------------------------------------------------------------------------------
+    # -- samples and storage ------------------------------------------------------------------------------------------
 
     @override
     def _deviations(self) -> Tensor:
         self._require_fit()
-        assert self._directions is not None
-        return self._directions * self._prior_precision.to(self._directions).rsqrt()
-
-    # -- storage -------------------------------------------------------------------------------------------------------
+        assert self._noise is not None
+        samples = self._noise.null_space
+        return samples * self._prior_precision.to(samples).rsqrt()
 
     @override
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        assert self._directions is not None
-        tensors = {"vector": self.mean, "directions": self._directions, **self.report.tensors()}
+        assert self._noise is not None
+        tensors = {"vector": self.mean, "directions": self._noise.null_space, **self.report.tensors()}
         return {"ignored_rows": self.report.ignored_rows}, tensors
 
     @override
     def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self._report = NoiseReport.read(tensors, header)
-        self._directions, self._vector = tensors["directions"], tensors["vector"]
+        samples = tensors["directions"]
+        self._noise = ProjectedNoise(samples, samples[:0], NoiseReport.read(tensors, header))
+        self._vector = tensors["vector"]

@@ -1,28 +1,33 @@
-"""Checkpoints of unfinished computations: a folder with one checkpoint for each stage, for one and the same problem."""
+"""Fits that pass over the data many times, and continue from a checkpoint after an interruption."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus import io
+from laplace_plus.batches import iterate
+from laplace_plus.curvature.streaming import DataSums
+from laplace_plus.distributed import Distributed
 from laplace_plus.errors import CheckpointError
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.ranks import digest
-
-if TYPE_CHECKING:
-    from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.training_data import require_restartable
 
 
 class Checkpoint:
-    """Where the stages of a computation are written to and read from.
+    """A folder with the finished stages of one computation.
 
     Args:
         folder: The folder; each stage is one of :mod:`laplace_plus.io`'s checkpoints within it.
-        identity: What makes the problem this one, in JSON's terms: its network, data and settings.
+        identity: What identifies the computation, as JSON: its network, data and settings.
 
     Raises:
         CheckpointError: The folder is a file.
@@ -34,15 +39,15 @@ class Checkpoint:
             raise CheckpointError("Checkpoints go to a folder.", expected="a folder", got=f"the file {folder}")
 
     def write(self, stage: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Write a stage, in place of what was written of it before; an interruption leaves either."""
+        """Replace a stage; an interruption leaves either the old or the new one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         io.write(self._folder / stage, {"identity": self._identity, "stage": dict(header)}, dict(tensors))
 
     def read(self, stage: str, device: Any = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """What was written of a stage; None if nothing was.
+        """The header and tensors of a stage; None if it was not written.
 
         Raises:
-            CheckpointError: It is damaged, or of another problem, of which the message names the first difference.
+            CheckpointError: It is damaged, or of another computation; the message names the first difference.
         """
         if not (self._folder / stage).exists():
             return None
@@ -59,8 +64,71 @@ class Checkpoint:
         return header["stage"], tensors
 
 
+class FitStart(NamedTuple):
+    """What :meth:`ResumableFit._start` found and decided before the first stage of a fit."""
+
+    n_data: int
+    n_outputs: int
+    sums: list[str]
+    checkpoint: Checkpoint | None
+    seed: int
+
+
+class ResumableFit(Posterior):
+    """A posterior whose fit passes over the data many times."""
+
+    _checkpoint_folder: str | os.PathLike[str] | None = None
+
+    @override
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        distributed: Distributed = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """Fit to data, forgetting any earlier fit; the class says what raises and warns besides.
+
+        Args:
+            data: An iterable of the same batches, in the same order, each time.
+            progress: Whether to show progress bars.
+            generator: Source of randomness.
+            distributed: As for :class:`Posterior`; this class is fitted by one process.
+            checkpoint: A folder to which finished stages of the fit are written. A fit that finds some there continues
+                from them, to the posterior that an uninterrupted one would have given.
+
+        Raises:
+            CheckpointError: The checkpoint is of another network, other data or settings.
+            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
+        """
+        self._checkpoint_folder = checkpoint
+        try:
+            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
+        finally:
+            self._checkpoint_folder = None
+
+    def _start(self, data: Iterable[Any], generator: torch.Generator | None, why: str, **settings: Tensor) -> FitStart:
+        """Survey the data, open the checkpoint and choose the seed.
+
+        Args:
+            data: The training data.
+            generator: Source of the seed, unless a checkpoint holds one.
+            why: A sentence that says why the data have to be restartable.
+            **settings: Tensors that also identify the computation.
+        """
+        require_restartable(data, why)
+        n_data, n_outputs, sums = survey(self, data)
+        checkpoint = None
+        if self._checkpoint_folder is not None:
+            own = {name.replace("_", " "): digest(value) for name, value in settings.items()}
+            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"data": sums} | own)
+        return FitStart(n_data, n_outputs, sums, checkpoint, fit_seed(checkpoint, generator))
+
+
 def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
-    """What makes a posterior's computation this one, in JSON's terms.
+    """What identifies a posterior's computation, as JSON.
 
     Args:
         posterior: The posterior.
@@ -77,6 +145,57 @@ def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
         "prior precision": digest(posterior.prior_precision),
         "temperature": digest(posterior.temperature),
     }
+
+
+def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:
+    """Number of examples, number of outputs, and sums that differ for other data or another order."""
+    network, n_outputs = posterior.network, 0
+    sums = DataSums(network.device)
+    for batch in iterate(data, device=network.device, progress=False, description=""):
+        outputs = network.forward(batch.inputs)
+        posterior.likelihood.validate(outputs, batch.target)
+        sums.add(batch, len(outputs))
+        n_outputs = outputs.shape[-1]
+    return sums.count, n_outputs, [f"{value:.6e}" for value in sums.values()]
+
+
+def fit_seed(checkpoint: Checkpoint | None, generator: torch.Generator | None) -> int:
+    """The seed in a checkpoint, or a new one, which is written to it."""
+    saved = None if checkpoint is None else checkpoint.read("draws")
+    if saved is not None:
+        return int(saved[0]["seed"])
+    seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
+    if checkpoint is not None:
+        checkpoint.write("draws", {"seed": seed}, {})
+    return seed
+
+
+def stage_generator(seed: int, stage: int) -> torch.Generator:
+    """The random numbers of one stage, which do not depend on how many the stages before have drawn.
+
+    Consecutive seeds differ by 2⁶⁴ divided by the golden ratio, which spreads them over all 64 bits.
+    """
+    return torch.Generator().manual_seed((seed + stage * 0x9E3779B97F4A7C15) % 2**63)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:
+    """An optimizer's state by parameter, as named tensors for a checkpoint."""
+    state = optimizer.state_dict()["state"]
+    return {f"{prefix}{number}.{name}": x.detach() for number, own in state.items() for name, x in own.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], prefix: str) -> None:
+    """Take up what :func:`optimizer_tensors` returned."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in with_prefix(tensors, prefix).items():
+        number, name = key.split(".", 1)
+        state.setdefault(int(number), {})[name] = value.cpu() if name == "step" else value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _short(value: Any) -> str:

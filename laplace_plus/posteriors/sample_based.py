@@ -14,10 +14,8 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.methods import check_count, exactly
-from laplace_plus.posteriors.null_space_noise import check_single
 from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, samples_rather
-from laplace_plus.priors import as_hyperparameter
 
 
 class SampleBased(Posterior):
@@ -98,22 +96,3 @@ class SampleBased(Posterior):
             mean, deviations = self._pushed(x)  # k products, however many samples are asked for
             combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
             return mean + combined.view(n, *mean.shape)
-
-
-class KernelBased(SampleBased):
-    """A :class:`SampleBased` posterior with draws from a kernel, which one prior precision scales alike."""
-
-    @property
-    @override
-    def prior_precision(self) -> Tensor:
-        """Inverse prior variance, a single number.
-
-        Raises:
-            ConfigurationError: Setting several, besides what :class:`Posterior` raises.
-        """
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        check_single(as_hyperparameter(value))
-        Posterior.prior_precision.fset(self, value)  # type: ignore[attr-defined]

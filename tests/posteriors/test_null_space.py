@@ -1,11 +1,10 @@
-"""The posterior on the kernel of the training Jacobian: its invariants, against dense projectors and closed forms."""
+"""The posterior on the null space of the training Jacobian, against dense projectors and closed forms."""
 
 import pytest
 import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.curvature.kernel_rows import KernelRows
 from laplace_plus.errors import (
     CheckpointError,
     ConfigurationError,
@@ -20,7 +19,8 @@ from laplace_plus.linalg.kernel_projectors import (
     LSMRProjection,
     SVDProjection,
 )
-from laplace_plus.posteriors import null_space_noise as kernel_noise
+from laplace_plus.posteriors.projection.noise import project_noise
+from laplace_plus.posteriors.projection.rows import NullSpaceRows
 from laplace_plus.testing import PosteriorConformance
 
 
@@ -56,7 +56,7 @@ def jacobian(posterior, data):
     return torch.func.jacrev(lambda v: network(x, network.substitute(v)))(network.vector())
 
 
-def kernel_rows(posterior, data, kind):
+def dense_rows(posterior, data, kind):
     J = jacobian(posterior, data)
     p = posterior.network.forward(torch.cat([x for x, _ in data])).softmax(-1)
     if kind == "logit":
@@ -79,7 +79,7 @@ def test_samples_are_projected_noise(problem, kind, projector):
     posterior = lp.NullSpace(
         net, "classification", rows=kind, projector=projector, n_samples=6, prior_precision=4.0
     ).fit(data, generator=generator())
-    rows = kernel_rows(posterior, data, kind)
+    rows = dense_rows(posterior, data, kind)
     P = projector_of(rows)
     deviations = (posterior.samples - posterior.mean) * 2.0
     torch.testing.assert_close(deviations @ P, deviations, rtol=0, atol=1e-6)
@@ -118,14 +118,14 @@ def test_rank_is_exact_by_svd_and_unbiased_otherwise(problem):
     net, data = problem
     exact = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data).report
     assert float(exact.rank.value) == torch.linalg.matrix_rank(
-        kernel_rows(lp.Full(net, "classification").fit(data), data, "logit")
+        dense_rows(lp.Full(net, "classification").fit(data), data, "logit")
     )
     assert exact.rank.sem == 0
     posterior = lp.NullSpace(net, "classification", n_samples=40).fit(data, generator=generator())
     estimated = posterior.report
     assert estimated.rank.sem > 0
     assert abs(estimated.rank.value - exact.rank.value) < 4 * estimated.rank.sem
-    assert posterior.kernel_dimension.value == sum(p.numel() for p in net.parameters()) - estimated.rank.value
+    assert posterior.null_space_dimension.value == sum(p.numel() for p in net.parameters()) - estimated.rank.value
 
 
 def test_linear_regression_in_closed_form():
@@ -154,7 +154,7 @@ def test_the_optimal_precision_maximises_the_evidence(problem):
 
 
 def test_networks_change_to_second_order_only(problem):
-    """A smooth network's outputs move as s² along kernel directions, and as s along others."""
+    """A smooth network's outputs move as s² along the null space, and as s along others."""
     net, data = problem
     posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data, generator=generator())
     network, x = posterior.network, torch.cat([x for x, _ in data])
@@ -172,12 +172,12 @@ def test_networks_change_to_second_order_only(problem):
 
 
 def test_what_only_the_losses_keep(problem):
-    """In the losses' kernel but not in the logits': logits move as s, losses as s²."""
+    """In the losses' null space but not in the logits': logits move as s, losses as s²."""
     net, data = problem
     posterior = lp.NullSpace(net, "classification", rows="loss", projector="svd", n_samples=4)
     posterior.fit(data, generator=generator())
     network, x, y = posterior.network, torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    logits = kernel_rows(posterior, data, "logit")
+    logits = dense_rows(posterior, data, "logit")
     base, loss = network.forward(x), nn.functional.cross_entropy(network.forward(x), y, reduction="none")
     for direction in posterior.samples - posterior.mean:
         direction = direction - direction @ projector_of(logits)
@@ -242,8 +242,7 @@ def test_validation_finds_the_best_precision_of_its_grid(problem):
 def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
     project, calls = LSMRKernelProjector.project, []
-    monkeypatch.setattr(kernel_noise, "_TOGETHER", 2)
-    whole = lp.NullSpace(net, "classification", n_samples=5).fit(data, generator=generator()).samples
+    whole = lp.NullSpace(net, "classification", n_samples=20).fit(data, generator=generator()).samples
 
     def interrupted(self, vectors, **options):
         if len(calls) == 2:
@@ -252,7 +251,7 @@ def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
         return project(self, vectors, **options)
 
     monkeypatch.setattr(LSMRKernelProjector, "project", interrupted)
-    posterior = lp.NullSpace(net, "classification", n_samples=5)
+    posterior = lp.NullSpace(net, "classification", n_samples=20)
     with pytest.raises(KeyboardInterrupt):
         posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
     monkeypatch.setattr(LSMRKernelProjector, "project", lambda *a, **o: (calls.append(0), project(*a, **o))[1])
@@ -264,7 +263,7 @@ def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     others = [(x + 1, y) for x, y in data]
     for other in (others, data[::-1]):
         with pytest.raises(CheckpointError, match="data differs"):
-            lp.NullSpace(net, "classification", n_samples=5).fit(other, checkpoint=tmp_path / "c")
+            lp.NullSpace(net, "classification", n_samples=20).fit(other, checkpoint=tmp_path / "c")
 
 
 def test_ignored_targets_do_not_count(problem):
@@ -328,18 +327,16 @@ def test_progress_is_shown(problem, projector, capsys):
     assert {"lsmr": "lsmr", "alternating": "alternating projections"}[projector] in capsys.readouterr().err
 
 
-def test_images_take_no_memory_where_they_are_not_wanted(problem):
+def test_range_components_take_no_memory_where_they_are_not_wanted(problem):
     net, data = problem
     posterior = lp.NullSpace(net, "classification", n_samples=3)
-    rows = KernelRows(posterior.network, posterior.likelihood, data, "loss")
-    with_images, without = (
-        kernel_noise.draw_kernel_noise(rows, LSMRProjection(), 3, 0, keep_image=keep) for keep in (True, False)
-    )
-    assert without.image.numel() == 0
-    assert with_images.image.shape == with_images.kernel.shape
-    torch.testing.assert_close(with_images.kernel, without.kernel, rtol=0, atol=1e-8)
-    torch.testing.assert_close(with_images.report.rank.value, without.report.rank.value)
-    torch.testing.assert_close(with_images.report.rank.value, with_images.image.square().sum(-1).mean())
+    rows = NullSpaceRows(posterior.network, posterior.likelihood, data, "loss")
+    both, without = (project_noise(rows, LSMRProjection(), 3, 0, keep_range=keep) for keep in (True, False))
+    assert without.range.numel() == 0
+    assert both.range.shape == both.null_space.shape
+    torch.testing.assert_close(both.null_space, without.null_space, rtol=0, atol=1e-8)
+    torch.testing.assert_close(both.report.rank.value, without.report.rank.value)
+    torch.testing.assert_close(both.report.rank.value, both.range.square().sum(-1).mean())
 
 
 def test_kernel_diffusions_of_linear_models_are_its_samples():
@@ -351,7 +348,8 @@ def test_kernel_diffusions_of_linear_models_are_its_samples():
     field = lp.geometry.noise_field(landscape, lp.Diffusion(kind="kernel"))
     root = field.displacement(landscape.vector, torch.eye(9, dtype=torch.float64))
     torch.testing.assert_close(root.T @ root, projector_of(x) / 3, rtol=0, atol=1e-10)
-    steps = posterior._directions[:, None].expand(-1, 4, -1) / 2  # four steps of a quarter each
+    noise = (posterior.samples - posterior.mean) * 3**0.5
+    steps = noise[:, None].expand(-1, 4, -1) / 2  # four steps of a quarter each
     ends = lp.geometry.diffuse(field, landscape.vector, steps).endpoint
     torch.testing.assert_close(ends, posterior.samples, rtol=0, atol=1e-10)
 

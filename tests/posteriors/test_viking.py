@@ -1,4 +1,4 @@
-"""The kernel/image family: its divergence, its bound and its projections against dense closed forms."""
+"""VIKING: its bound and its projections against dense closed forms."""
 
 import copy
 import math
@@ -19,9 +19,8 @@ from laplace_plus.errors import (
 )
 from laplace_plus.linalg.kernel_projectors import LSMRProjection
 from laplace_plus.network import Network
-from laplace_plus.posteriors.viking import training as viking_training
-from laplace_plus.posteriors.viking.elbo import divergence_optimum, kernel_image_kl
-from laplace_plus.posteriors.viking.training import KernelImageTraining, TrainingState
+from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
+from laplace_plus.posteriors.viking.training import MeanTraining, with_weights
 from laplace_plus.testing import assert_untouched, snapshot
 
 D = torch.float64
@@ -76,11 +75,22 @@ def projector_of(rows):
 # -- noise -------------------------------------------------------------------------------------------------------------
 
 
+def components(posterior):
+    """The noise in the null space and in the range: samples without one of the scales are known up to the other."""
+    alpha, image_std = posterior.prior_precision, posterior.image_std
+    posterior.prior_precision, posterior.image_std = 1.0, 1e-12
+    kernel = posterior.samples - posterior.mean
+    posterior.image_std = 1.0
+    image = posterior.samples - posterior.mean - kernel
+    posterior.prior_precision, posterior.image_std = alpha, image_std
+    return kernel, image
+
+
 @pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
-def test_noise_is_split_into_orthogonal_parts(problem, kind):
+def test_noise_is_split_into_orthogonal_components(problem, kind):
     net, data = problem
     posterior = lp.VIKING(net, "classification", rows=kind, n_samples=4).fit(data, generator=generator())
-    kernel, image = posterior._noise.kernel, posterior._noise.image
+    kernel, image = components(posterior)
     sizes = kernel.norm(dim=-1) * image.norm(dim=-1)
     assert ((kernel * image).sum(-1).abs() < 1e-5 * sizes).all()
     torch.testing.assert_close(((kernel + image) * kernel).sum(-1), kernel.square().sum(-1), rtol=1e-5, atol=0)
@@ -95,8 +105,8 @@ def test_lengths_of_the_noise_count_dimensions(problem):
     posterior.fit(data, generator=generator())
     rank, R = 18, posterior.n_parameters - 18
     assert float(posterior.report.rank.value) == rank
-    for part, dimension in ((posterior._noise.kernel, R), (posterior._noise.image, rank)):
-        squares = part.square().sum(-1)
+    for component, dimension in zip(components(posterior), (R, rank), strict=True):
+        squares = component.square().sum(-1)
         assert abs(squares.mean() - dimension) < 4 * (2 * dimension / 400) ** 0.5
     posterior.image_std = 0.4
     squares = (posterior.samples - posterior.mean).square().sum(-1)
@@ -120,7 +130,7 @@ def test_bound_of_a_linear_model_is_its_evidence_at_the_exact_posterior(linear):
         """In closed form: of ``E ‖y − X θ‖²`` only the trace of the covariance is random."""
         error = (y - net(X).detach()).square().sum() + image_std**2 * X.square().sum()
         nll = error / (2 * noise**2) + 2 * math.log(2 * math.pi * noise**2)
-        return -float(nll + kernel_image_kl(net.weight.detach().square().sum(), 4, alpha, image_std))
+        return -float(nll + prior_divergence(net.weight.detach().square().sum(), 4, alpha, image_std))
 
     best = (alpha + 9 / noise**2) ** -0.5
     assert exact(best) == pytest.approx(evidence, abs=1e-9)
@@ -164,9 +174,8 @@ def test_fit_ends_at_the_optimum_of_the_bound(problem, linear):
     posterior.fit([(X, y)], generator=generator())
     alpha = posterior.prior_precision
     torch.testing.assert_close(posterior.image_std, (alpha + 9 / noise**2).rsqrt(), rtol=0.07, atol=0)
-    torch.testing.assert_close(
-        alpha, divergence_optimum(posterior.mean.square().sum(), 4, posterior.image_std), rtol=1e-3, atol=0
-    )
+    optimum = 4 / (posterior.mean.square().sum() + 4 * posterior.image_std**2)  # of the divergence alone
+    torch.testing.assert_close(alpha, optimum, rtol=1e-3, atol=0)
 
 
 def test_optimizers_agree_and_terms_are_logged(problem):
@@ -238,84 +247,72 @@ def test_training_learns_a_mean_and_leaves_the_network_alone(problem, noise, pro
 
 def trainer(net, data, **options):
     likelihood = lp.Categorical()
-    return KernelImageTraining(
-        Network(net, "all", likelihood.arrange),
-        likelihood,
-        data,
-        rows="logit",
-        projector=LSMRProjection(),
-        chunk_size=16,
-        options=lp.ELBOTraining(**options),
-        expectation="sampled",
-        prior_mean=torch.zeros((), dtype=D),
-        temperature=1.0,
-        kl_weight=1.0,
-        n_data=6,
-    )
-
-
-def at_rest(net, **options):
-    """The state of a training whose scales hardly move, and its optimizers."""
-    theta = torch.nn.utils.parameters_to_vector(net.parameters()).detach().requires_grad_()
-    state = TrainingState(theta, torch.tensor([0.3, -1.0], dtype=D, requires_grad=True))
-    return state, [torch.optim.Adam([x], lr=1e-12) for x in (theta, state.logs)]
+    network = Network(net, "all", likelihood.arrange)
+    elbo = ELBO(likelihood, data, "sampled", torch.zeros((), dtype=D), 1.0, 1.0, 6, network.device)
+    own = lp.ELBOTraining(**options)
+    training = MeanTraining(elbo, network, rows="logit", projector=LSMRProjection(), chunk_size=16, options=own)
+    return training, network, elbo, network.vector(), torch.tensor([0.3, -1.0], dtype=D, requires_grad=True)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_alternating_projections_keep_what_is_in_the_common_kernel(problem, gamma):
+def test_alternating_projections_keep_what_is_in_the_common_null_space(problem, gamma):
     net, data = problem
-    training = trainer(net, data, noise="alternating", gamma=gamma, n_samples=2)
-    state, optimizers = at_rest(net)
+    training, network, elbo, theta, logs = trainer(net, data, noise="alternating", gamma=gamma, n_samples=2)
     source = generator()
-    noise = training._start(state.theta.detach(), source)
-    common = projector_of(dense_rows(training._network, data, "logit", state.theta.detach()))
-    torch.testing.assert_close(noise.kernel @ common, noise.whole @ common, rtol=0, atol=1e-8)
-    for (x, y), batch in zip(data, training._batches(), strict=True):
-        before = noise.kernel
-        terms = training._step(batch, state, noise, source, optimizers, False)
-        rows = dense_rows(training._network, [(x, y)], "logit", state.theta.detach())
+    noise = training.epoch_noise(theta, source)
+    common = projector_of(dense_rows(network, data, "logit", theta))
+    torch.testing.assert_close(noise.null_space @ common, noise.whole @ common, rtol=0, atol=1e-8)
+    for pair, batch in zip(data, elbo.batches(), strict=True):
+        before = noise.null_space
+        terms = training.step(batch, theta, logs, noise, source)
+        rows = dense_rows(network, [pair], "logit", theta)
         assert terms.rank == torch.linalg.matrix_rank(rows)
-        assert (noise.kernel @ rows.T).abs().max() < 1e-8
-        kept = (noise.kernel - before) @ common
+        assert (noise.null_space @ rows.T).abs().max() < 1e-8
+        kept = (noise.null_space - before) @ common
         if gamma == 1.0:  # nothing fresh: plain alternating projections
             assert kept.abs().max() < 1e-8
-            assert (noise.kernel.norm(dim=-1) <= before.norm(dim=-1)).all()
+            assert (noise.null_space.norm(dim=-1) <= before.norm(dim=-1)).all()
         else:
             assert kept.abs().max() > 0.1
 
 
-def test_steps_have_the_gradient_of_the_bound(problem):
-    """With all data in one batch: that through the dense projector, for the same noise."""
+@pytest.mark.parametrize("image_std", [math.exp(-1.0), math.exp(-0.15)])
+def test_steps_have_the_gradient_of_the_bound(problem, image_std):
+    """With all data in one batch: that through the dense projector, for the same noise.
+
+    At the second σ_im, which equals σ_ker, deviations are isotropic: no gradient comes through the projection.
+    """
     net, data = problem
     x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    training = trainer(net, [(x, y)], n_samples=2)
-    state, optimizers = at_rest(net)
+    training, network, elbo, theta, logs = trainer(net, [(x, y)], n_samples=2)
+    theta = theta.requires_grad_()
+    with torch.no_grad():
+        logs[1] = math.log(image_std)
     source = generator()
-    noise = training._start(state.theta.detach(), source)
+    noise = training.epoch_noise(theta.detach(), source)
     weights = torch.randn(2, 8, generator=source.clone_state(), dtype=D)
-    (batch,) = training._batches()
-    terms = training._step(batch, state, noise, source, optimizers, True)
+    (batch,) = elbo.batches()
+    terms = training.step(batch, theta, logs, noise, source)
     xi = weights / weights.norm(dim=-1, keepdim=True) @ noise.whole
 
     def bound(theta, logs):
-        rows = dense_rows(training._network, [(x, y)], "logit", theta)
+        rows = dense_rows(network, [(x, y)], "logit", theta)
         kernel = xi - xi @ rows.T @ torch.linalg.solve(rows @ rows.T, rows)
+        if image_std == math.exp(-0.15):
+            kernel = kernel.detach()
         deviations = (-logs[0] / 2).exp() * kernel + logs[1].exp() * (xi - kernel)
-        outputs = [training._network(x, training._network.substitute(theta + one)) for one in deviations]
+        outputs = [network(x, network.substitute(theta + one)) for one in deviations]
         nll = sum(nn.functional.cross_entropy(o, y, reduction="sum") for o in outputs) / 2
-        return nll + kernel_image_kl(theta.square().sum(), terms.rank, logs[0].exp(), logs[1].exp())
+        return nll + prior_divergence(theta.square().sum(), terms.rank, logs[0].exp(), logs[1].exp())
 
-    start, _ = at_rest(net)
-    value = bound(start.theta, start.logs)
+    value = bound(theta, logs)
     assert float(value.detach()) == pytest.approx(-terms.elbo, rel=1e-7)
-    for found, expected in zip(
-        (state.theta.grad, state.logs.grad), torch.autograd.grad(value, (start.theta, start.logs)), strict=True
-    ):
+    for found, expected in zip((theta.grad, logs.grad), torch.autograd.grad(value, (theta, logs)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
 
 
 def test_equal_scales_forget_the_rows(problem):
-    """With ``σ_ker = σ_im`` deviations are those of an isotropic Gaussian: no gradient comes through the projection."""
+    """With ``σ_ker = σ_im`` deviations are those of an isotropic Gaussian, whatever the network."""
     net, data = problem
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -327,23 +324,6 @@ def test_equal_scales_forget_the_rows(problem):
         posterior.prior_precision, posterior.image_std = 4.0, 0.5
         deviations.append(posterior.samples - posterior.mean)
     torch.testing.assert_close(*deviations, rtol=0, atol=1e-10)
-
-    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    training = trainer(net, [(x, y)], n_samples=2)
-    state, optimizers = at_rest(net)
-    with torch.no_grad():
-        state.logs[1] = -state.logs[0] / 2
-    source = generator()
-    noise = training._start(state.theta.detach(), source)
-    weights = torch.randn(2, 8, generator=source.clone_state(), dtype=D)
-    (batch,) = training._batches()
-    training._step(batch, state, noise, source, optimizers, True)
-    theta, alpha = at_rest(net)[0].theta, math.exp(0.3)
-    moved = theta + alpha**-0.5 * weights / weights.norm(dim=-1, keepdim=True) @ noise.whole
-    outputs = [training._network(x, training._network.substitute(one)) for one in moved]
-    loss = sum(nn.functional.cross_entropy(o, y, reduction="sum") for o in outputs) / 2
-    (expected,) = torch.autograd.grad(loss + alpha * theta.square().sum() / 2, theta)
-    torch.testing.assert_close(state.theta.grad, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
 
 
 def test_steps_estimate_the_bound(problem):
@@ -396,7 +376,7 @@ def test_an_interrupted_training_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
     options = {"mode": lp.ELBOTraining(epochs=3, scale_epochs=1), "n_samples": 3}
     whole = lp.VIKING(net, "classification", **options).fit(data, generator=generator())
-    start, calls = KernelImageTraining._start, []
+    start, calls = MeanTraining.epoch_noise, []
 
     def interrupted(self, *args):
         calls.append(1)
@@ -404,7 +384,7 @@ def test_an_interrupted_training_goes_on(problem, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return start(self, *args)
 
-    monkeypatch.setattr(KernelImageTraining, "_start", interrupted)
+    monkeypatch.setattr(MeanTraining, "epoch_noise", interrupted)
     posterior = lp.VIKING(net, "classification", **options)
     with pytest.raises(KeyboardInterrupt):
         posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
@@ -470,7 +450,7 @@ def test_copies_have_the_weights_they_were_given(problem):
     net, _ = problem
     network = Network(net, "all", lp.Categorical().arrange)
     vector = network.vector() + 1
-    other = viking_training.moved(network, vector)
+    other = with_weights(network, vector)
     assert torch.equal(other.vector(), vector)
     assert torch.equal(network.vector(), vector - 1)
 
@@ -525,7 +505,7 @@ def test_bad_requests_are_named(problem):
 
 
 @pytest.mark.parametrize("mode", ["post_hoc", "train"])
-def test_data_without_a_kernel_are_named(problem, mode):
+def test_data_without_a_null_space_are_named(problem, mode):
     _, data = problem
     small = nn.Linear(2, 3).double()
     for projector in ("svd", "lsmr"):

@@ -42,9 +42,8 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
 )
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
 from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training, latents_of, part
-from laplace_plus.posteriors.null_space_noise import noise_seed, survey
 from laplace_plus.posteriors.ranks import digest
-from laplace_plus.posteriors.resuming import Checkpoint, identity
+from laplace_plus.posteriors.resuming import Checkpoint, fit_seed, identity, survey
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
@@ -226,7 +225,7 @@ class MetricBNN(Posterior):
         if self._checkpoint_folder is not None:
             start = {"data": data_summary, "prior precision": digest(precision), "prior mean": digest(self._prior_mean)}
             checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | start)
-        seed = noise_seed(checkpoint, generator)
+        seed = fit_seed(checkpoint, generator)
         directions = draw_directions(self.walk.n_particles, landscape.vector, seed)
         explored = explore(landscape, directions, self.walk, seed=seed, checkpoint=checkpoint, progress=progress)
         trained = None

@@ -30,10 +30,9 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.methods import check_count, exactly
-from laplace_plus.posteriors.null_space_noise import survey
 from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.registry import get_posterior, name_of
-from laplace_plus.posteriors.resuming import Checkpoint
+from laplace_plus.posteriors.resuming import Checkpoint, survey
 from laplace_plus.posteriors.riemannian.drawing import (
     Drawn,
     ExponentialMap,

@@ -1,81 +1,42 @@
-"""The evidence lower bound of the kernel/image family (Roy et al., 2025, VIKING).
+"""The evidence lower bound of VIKING's family (Roy et al., 2025).
 
-``q = N(m, σ_ker² P + σ_im² (I − P))`` for a projector P, with prior ``N(μ, α⁻¹ I)`` over D parameters. With
-``g(t) = t − 1 − log t`` and the image's dimension ``r = D − tr P`` the divergence is::
+``q = N(m, σ_ker² P + σ_im² (I − P))`` for the projector P onto a null space, with prior ``N(μ, α⁻¹ I)``. The paper
+calls the null space of the rows the kernel and their range the image; the scales keep these names. They are tied by
+``σ_ker = α^-½``. With ``g(t) = t − 1 − log t`` and the range's dimension r, the divergence from the prior is
 
-    KL(q ‖ p) = ½ (α ‖m − μ‖² + (D − r) g(α σ_ker²) + r g(α σ_im²))
+    KL(q ‖ p) = ½ (α ‖m − μ‖² + r g(α σ_im²)),
 
-of which the term in the middle vanishes for the tied ``σ_ker = α^-½``. Written in this way it holds no difference of
-large numbers, however much larger than r the number of parameters is.
+which contains no difference of large numbers, however many parameters there are beside r.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from laplace_plus.batches import Batch, iterate
 from laplace_plus.errors import NonFiniteError
+from laplace_plus.likelihoods import Likelihood
 
-
-def kernel_image_kl(
-    squared_distance: Tensor,
-    rank: float | Tensor,
-    prior_precision: float | Tensor,
-    image_std: float | Tensor,
-    *,
-    kernel_std: float | Tensor | None = None,
-    dimension: int | None = None,
-) -> Tensor:
-    """``KL(q ‖ p)`` in nats, differentiable in everything.
-
-    Args:
-        squared_distance: ``‖m − μ‖²``.
-        rank: r, the dimension of the image.
-        prior_precision: α.
-        image_std: σ_im.
-        kernel_std: σ_ker; ``α^-½`` by default.
-        dimension: D; needed with ``kernel_std`` only.
-
-    Returns:
-        0-d float64.
-
-    Example:
-        >>> float(kernel_image_kl(torch.tensor(3.0), 5, 4.0, 0.5))
-        6.0
-    """
-    alpha, image = (torch.as_tensor(x, dtype=torch.float64) for x in (prior_precision, image_std))
-    total = alpha * squared_distance.double() + rank * _excess(alpha * image.square())
-    if kernel_std is not None:
-        if dimension is None:
-            raise ValueError("dimension= is needed with kernel_std=")
-        total = total + (dimension - rank) * _excess(alpha * torch.as_tensor(kernel_std, dtype=torch.float64).square())
-    return total / 2
-
-
-def _excess(t: Tensor) -> Tensor:
-    return t - 1 - t.log()
-
-
-def divergence_optimum(squared_distance: float | Tensor, rank: float | Tensor, image_std: float | Tensor) -> Tensor:
-    """The α at which the divergence is least for a given σ_im: ``r / (‖m − μ‖² + r σ_im²)``."""
-    distance, size, std = (torch.as_tensor(x, dtype=torch.float64) for x in (squared_distance, rank, image_std))
-    return size / (distance + size * std.square())
+Expectation = Literal["linearized", "sampled"]
+"""Whether the expected log-likelihood is that of the linearised network or of the network itself."""
 
 
 @dataclass(frozen=True)
 class ELBOTerms:
-    """What an evidence lower bound consists of.
+    """The terms of an evidence lower bound.
 
     Attributes:
-        expected_nll: ``E_q[−log p(D | θ)] / T``, of the whole data, or estimated from a minibatch as
-            ``N/B`` times its sum.
+        expected_nll: ``E_q[−log p(D | θ)] / T`` of the whole data, or its estimate from a minibatch, ``N/B`` times the
+            batch's sum.
         kl: ``KL(q ‖ p)``.
         prior_precision: α.
         image_std: σ_im.
-        rank: The dimension of the image that the divergence was computed with.
+        rank: The dimension of the range in the divergence.
         kl_weight: The weight of the divergence beside the whole data's likelihood; with 1 it is a bound.
     """
 
@@ -91,20 +52,104 @@ class ELBOTerms:
         """``−(expected_nll + kl_weight · kl)``, at most the log evidence if the weight is 1."""
         return -(self.expected_nll + self.kl_weight * self.kl)
 
-    def require_finite(self) -> ELBOTerms:
-        """Itself.
+
+def prior_divergence(
+    squared_distance: Tensor, rank: float, prior_precision: float | Tensor, image_std: float | Tensor
+) -> Tensor:
+    """``KL(q ‖ p)`` in nats with ``σ_ker = α^-½``, 0-d float64; differentiable in its tensors.
+
+    Args:
+        squared_distance: ``‖m − μ‖²``.
+        rank: r, the dimension of the range.
+        prior_precision: α.
+        image_std: σ_im.
+
+    Example:
+        >>> float(prior_divergence(torch.tensor(3.0), 5, 4.0, 0.5))
+        6.0
+    """
+    alpha, std = (torch.as_tensor(x, dtype=torch.float64) for x in (prior_precision, image_std))
+    ratio = alpha * std.square()
+    return (alpha * squared_distance.double() + rank * (ratio - 1 - ratio.log())) / 2
+
+
+@dataclass(frozen=True)
+class ELBO:
+    """The bound for one data set and prior mean, as a function of ``logs = (log α, log σ_im)`` and the mean.
+
+    Args:
+        likelihood: The likelihood.
+        data: Batches that can be started again.
+        expectation: Whether samples go through the network or its linearisation.
+        prior_mean: μ.
+        temperature: T.
+        kl_weight: The weight of the divergence.
+        n_data: N.
+        device: Where the network is.
+    """
+
+    likelihood: Likelihood
+    data: Iterable[Any]
+    expectation: Expectation
+    prior_mean: Tensor
+    temperature: float
+    kl_weight: float
+    n_data: int
+    device: torch.device
+
+    def batches(self) -> Iterable[Batch]:
+        """One pass over the data."""
+        return iterate(self.data, device=self.device, progress=False, description="")
+
+    def squared_distance(self, mean: Tensor) -> Tensor:
+        """``‖m − μ‖²``, 0-d float64."""
+        return (mean - self.prior_mean.to(mean)).double().square().sum()
+
+    def expected_nll(self, outputs: Tensor, target: Any) -> Tensor:
+        """The mean over samples of a batch's negative log-likelihood, divided by the temperature.
+
+        Args:
+            outputs: Of each sample, ``[k, B, *, C]``.
+            target: The batch's.
+        """
+        targets = target.expand(len(outputs), *target.shape).flatten(0, 1)
+        statistics = self.likelihood.statistics(outputs.flatten(0, 1), targets)
+        return -self.likelihood.log_likelihood(statistics) / (len(outputs) * self.temperature)
+
+    def objective(
+        self, nll: Tensor, size: int, squared_distance: Tensor, rank: float, logs: Tensor
+    ) -> tuple[Tensor, ELBOTerms]:
+        """A batch's share of minus the bound, and the terms of the whole bound estimated from the batch.
+
+        Args:
+            nll: :meth:`expected_nll` of a batch; differentiable.
+            size: B; the batch carries B/N of the divergence.
+            squared_distance: ``‖m − μ‖²``.
+            rank: r.
+            logs: ``(log α, log σ_im)``.
 
         Raises:
             NonFiniteError: A term is NaN or infinite.
         """
-        if not bool(torch.isfinite(torch.tensor(astuple(self))).all()):
+        alpha, image_std = logs.exp()
+        kl = prior_divergence(squared_distance.to(logs.device), rank, alpha, image_std)
+        share = size / self.n_data
+        values = float(nll.detach()) / share, float(kl.detach()), float(alpha.detach()), float(image_std.detach())
+        terms = ELBOTerms(*values, rank, self.kl_weight)
+        if not bool(torch.isfinite(torch.tensor(astuple(terms))).all()):
             raise NonFiniteError(
                 "The evidence lower bound is not finite.",
                 expected="finite terms",
-                got=str(self),
+                got=str(terms),
                 fix="Start from a smaller image_std and a larger prior_precision, or lower the learning rate.",
             )
-        return self
+        return nll.to(logs.device) + share * self.kl_weight * kl, terms
+
+
+def deviations(logs: Tensor, null_space: Tensor, in_range: Tensor) -> Tensor:
+    """``σ_ker P ε + σ_im (I − P) ε``, or the same of what a linear map makes of the two components."""
+    kernel_std, image_std = (-logs[0] / 2).exp().to(null_space), logs[1].exp().to(null_space)
+    return kernel_std * null_space + image_std * in_range
 
 
 def terms_to_tensor(history: Iterable[ELBOTerms]) -> Tensor:
@@ -113,5 +158,5 @@ def terms_to_tensor(history: Iterable[ELBOTerms]) -> Tensor:
 
 
 def terms_from_tensor(tensor: Tensor) -> list[ELBOTerms]:
-    """What :func:`terms_to_tensor` wrote."""
+    """The inverse of :func:`terms_to_tensor`."""
     return [ELBOTerms(*row) for row in tensor.tolist()]

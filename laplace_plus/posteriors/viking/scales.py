@@ -1,31 +1,24 @@
-"""The two scales of the kernel/image family at a fixed mean: the optimum of the evidence lower bound over α and σ_im.
+"""VIKING's two scales at a fixed mean: the optimum of the evidence lower bound over α and σ_im.
 
-The noise is drawn and split once, so that the bound is a deterministic function of two numbers.
+The noise is drawn and projected once, so that the bound is a deterministic function of two numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget
-from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
-from laplace_plus.posteriors.null_space_noise import KernelNoise
-from laplace_plus.posteriors.viking.elbo import ELBOTerms, kernel_image_kl
+from laplace_plus.posteriors.methods import check_name
+from laplace_plus.posteriors.projection.noise import ProjectedNoise
+from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations
 from laplace_plus.predictive.deviations import pushed
-
-Expectation = Literal["linearized", "sampled"]
-"""Whether the expected log-likelihood is that of the linearised network or of the network itself."""
-
-OPTIMIZERS = ("lbfgs", "adam")
 
 
 @dataclass(frozen=True)
@@ -48,191 +41,68 @@ class ScaleFit:
     learning_rate: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigurationError("Unknown optimizer.", expected=", ".join(OPTIMIZERS), got=repr(self.optimizer))
+        check_name(self.optimizer, ("lbfgs", "adam"), "optimizer")
         if min(self.max_iterations, self.epochs) < 1 or not self.learning_rate > 0:
             raise ConfigurationError(
-                "There are no such numbers.",
+                "A number of the scale fit is out of range.",
                 expected="max_iterations >= 1, epochs >= 1 and learning_rate > 0",
                 got=f"{self.max_iterations}, {self.epochs} and {self.learning_rate}",
             )
 
 
-def weighed(likelihood: Likelihood, outputs: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """The mean over samples of a batch's negative log-likelihood, divided by the temperature.
-
-    Args:
-        likelihood: The likelihood.
-        outputs: Of each sample, ``[k, B, *, C]``.
-        target: The batch's.
-        temperature: T.
-    """
-    targets = target.expand(len(outputs), *target.shape).flatten(0, 1)
-    statistics = likelihood.statistics(outputs.flatten(0, 1), targets)
-    return -likelihood.log_likelihood(statistics) / (len(outputs) * temperature)
+Pushed = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Outputs ``[B, *, C]``, tangents of both noise components ``[k, B, *, C]``, and targets of one batch."""
 
 
-class ExpectedLoss:
-    """``E_q[−log p(D | θ)] / T`` as a function of σ_ker and σ_im, with its gradient.
+class BoundAtMean:
+    """The bound at a fixed mean, as a function of ``logs = (log α, log σ_im)``.
 
-    Of the linearised network the noise is pushed through the tangent once, and kept where the memory budget allows;
+    For the linearised network the noise is pushed through the tangent once, and kept where the memory budget allows;
     each vector then counts with both signs, which cancels all odd terms.
 
     Args:
+        elbo: The bound.
         network: With the mean as its weights.
-        likelihood: The likelihood.
-        data: Batches.
-        noise: Split noise.
-        expectation: Of which network.
-        temperature: T.
+        noise: Projected noise.
+        rank: The dimension of the range.
         n_outputs: C.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        data: Iterable[Any],
-        noise: KernelNoise,
-        expectation: Expectation,
-        temperature: float,
-        n_outputs: int,
-    ):
-        self._network, self._likelihood, self._data, self._noise = network, likelihood, data, noise
-        self._expectation, self._temperature, self._n_outputs = expectation, temperature, n_outputs
-        self._ways = Ways()
-        self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
-        self._may_keep = expectation == "linearized"
+    def __init__(self, elbo: ELBO, network: Network, noise: ProjectedNoise, rank: float, n_outputs: int):
+        self._elbo, self._network, self._noise = elbo, network, noise
+        self._rank, self._n_outputs, self._ways = rank, n_outputs, Ways()
+        self._mean = network.vector()
+        self._distance = elbo.squared_distance(self._mean).cpu()
+        self._kept: list[Pushed] | None = None
 
-    def parts(self, scales: Tensor) -> Iterator[tuple[int, float, Tensor]]:
-        """Batch by batch its size, its share, and the share's gradient in ``scales = (σ_ker, σ_im)``.
-
-        Args:
-            scales: ``[2]`` float64; looked at again for each batch.
-        """
-        batches = self._linear() if self._expectation == "linearized" else self._sampled()
-        for size, loss in batches:
-            point = scales.detach().clone().requires_grad_()
-            with torch.enable_grad():
-                value = loss(point)
-                (gradient,) = torch.autograd.grad(value, point)
-            yield size, float(value.detach()), gradient
-
-    def __call__(self, scales: Tensor) -> tuple[float, Tensor]:
-        """The whole and its gradient."""
-        total, slope = 0.0, torch.zeros_like(scales)
-        for _, value, gradient in self.parts(scales.detach()):
-            total, slope = total + value, slope + gradient
-        return total, slope
-
-    def _linear(self) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-        if self._kept is not None:
-            yield from (self._linear_loss(entry) for entry in self._kept)
-            return
-        kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        room = budget(self._network.device) // 2
-        k = len(self._noise.kernel)
-        vectors = torch.cat([self._noise.kernel, self._noise.image])
-        for batch in self._batches():
-            with torch.no_grad():
-                outputs, moved = pushed(
-                    self._network, vectors, batch.inputs, n_outputs=self._n_outputs, ways=self._ways
-                )
-            entry = (outputs, moved[:k], moved[k:], batch.target)
-            room -= moved.numel() * moved.element_size()
-            if self._may_keep and room > 0:
-                kept.append(entry)
-            else:
-                self._may_keep = False
-                kept.clear()
-            yield self._linear_loss(entry)
-        if self._may_keep:
-            self._kept = kept
-
-    def _linear_loss(self, entry: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[int, Callable[[Tensor], Tensor]]:
-        outputs, kernel, image, target = entry
-
-        def loss(scales: Tensor) -> Tensor:
-            moved = scales[0].to(kernel) * kernel + scales[1].to(image) * image
-            both = torch.cat([outputs + moved, outputs - moved])
-            return weighed(self._likelihood, both, target, self._temperature)
-
-        return len(outputs), loss
-
-    def _sampled(self) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-        mean = self._network.vector()
-        for batch in self._batches():
-
-            def loss(scales: Tensor, batch: Batch = batch) -> Tensor:
-                total = torch.zeros((), dtype=torch.float64, device=mean.device)
-                for kernel, image in zip(self._noise.kernel, self._noise.image, strict=True):
-                    vector = mean + scales[0].to(mean) * kernel + scales[1].to(mean) * image
-                    outputs = self._network(batch.inputs, self._network.substitute(vector))
-                    total = total + weighed(self._likelihood, outputs[None], batch.target, self._temperature)
-                return total / len(self._noise.kernel)
-
-            yield batch.size, loss
-
-    def _batches(self) -> Iterable[Batch]:
-        return iterate(self._data, device=self._network.device, progress=False, description="")
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The evidence lower bound at a fixed mean, as a function of log α and log σ_im.
-
-    Attributes:
-        loss: The expected loss.
-        squared_distance: ``‖θ̂ − μ‖²``.
-        rank: The dimension of the image.
-        kl_weight: The weight of the divergence.
-        n_data: N.
-    """
-
-    loss: ExpectedLoss
-    squared_distance: Tensor
-    rank: float
-    kl_weight: float
-    n_data: int
-
-    def terms(self, logs: Tensor) -> ELBOTerms:
-        """At ``logs = (log α, log σ_im)``."""
-        return self._whole(logs)[0]
-
-    def _whole(self, logs: Tensor) -> tuple[ELBOTerms, Tensor]:
-        nll, slope = self.loss(self._scales(logs))
-        return self._combined(logs, nll, slope)
-
-    @staticmethod
-    def _scales(logs: Tensor) -> Tensor:
-        return torch.stack([(-logs[0] / 2).exp(), logs[1].exp()]).detach()
-
-    def _combined(self, logs: Tensor, nll: float, slope: Tensor) -> tuple[ELBOTerms, Tensor]:
-        """The terms, and the gradient of minus the bound over N in the logarithms."""
+    def evaluate(self, logs: Tensor) -> tuple[ELBOTerms, Tensor]:
+        """The terms of the bound, and the gradient of minus the bound."""
         point = logs.detach().clone().requires_grad_()
+        total, slope = 0.0, torch.zeros_like(logs)
         with torch.enable_grad():
-            kl = kernel_image_kl(self.squared_distance, self.rank, point[0].exp(), point[1].exp())
-            (divergence,) = torch.autograd.grad(kl, point)
-        inner = self._scales(logs) * logs.new_tensor([-0.5, 1.0])
-        alpha, image_std = logs.detach().exp().tolist()
-        terms = ELBOTerms(nll, float(kl.detach()), alpha, image_std, self.rank, self.kl_weight).require_finite()
-        return terms, (slope.to(logs) * inner + self.kl_weight * divergence) / self.n_data
+            for _, loss in self._losses():
+                value = loss(point)
+                slope += torch.autograd.grad(value, point)[0]
+                total += float(value.detach())
+            objective, terms = self._objective(point.new_tensor(total), self._elbo.n_data, point)
+            return terms, slope + torch.autograd.grad(objective, point)[0]
 
     def maximise(self, start: Tensor, options: ScaleFit, history: list[ELBOTerms]) -> tuple[Tensor, bool]:
-        """The logarithms at the optimum, and whether the search converged; every step is added to ``history``.
+        """The logarithms at the optimum, and whether the search converged; each step is appended to ``history``.
 
         Raises:
             NonFiniteError: The bound is not finite somewhere.
         """
-        logs = start.detach().clone().requires_grad_()
+        logs, n_data = start.detach().clone().requires_grad_(), self._elbo.n_data
         if options.optimizer == "adam":
-            return self._adam(logs, options, history)
+            self._adam(logs, options, history)
+            return logs.detach(), True
 
         def closure() -> float:
-            terms, gradient = self._whole(logs.detach())
+            terms, slope = self.evaluate(logs)
             history.append(terms)
-            logs.grad = gradient
-            return -terms.elbo / self.n_data
+            logs.grad = slope / n_data
+            return -terms.elbo / n_data
 
         optimizer = torch.optim.LBFGS(
             [logs],
@@ -242,21 +112,71 @@ class Bound:
             line_search_fn="strong_wolfe",
         )
         optimizer.step(closure)
-        terms, gradient = self._whole(logs.detach())
+        terms, slope = self.evaluate(logs)
         history.append(terms)
-        # The slope of the bound, in nats for a change of e-fold in either scale.
-        converged = bool(gradient.abs().max() * self.n_data <= 1e-4 * max(1.0, abs(terms.elbo)))
-        return logs.detach(), converged
+        # An e-fold of either scale then changes the bound by less than 1e-4 of its value, or 1e-4 nats.
+        return logs.detach(), bool(slope.abs().max() <= 1e-4 * max(1.0, abs(terms.elbo)))
 
-    def _adam(self, logs: Tensor, options: ScaleFit, history: list[ELBOTerms]) -> tuple[Tensor, bool]:
+    def _adam(self, logs: Tensor, options: ScaleFit, history: list[ELBOTerms]) -> None:
         optimizer = torch.optim.Adam([logs], lr=options.learning_rate)
-        scales = self._scales(logs)
         for _ in range(options.epochs):
-            for size, nll, slope in self.loss.parts(scales):
-                whole = self.n_data / size
-                terms, gradient = self._combined(logs.detach(), whole * nll, whole * slope)
+            for size, loss in self._losses():
+                with torch.enable_grad():
+                    objective, terms = self._objective(loss(logs), size, logs)
+                    (logs.grad,) = torch.autograd.grad(objective, logs)
                 history.append(terms)
-                logs.grad = gradient * size  # the batch's sum, and B/N of the divergence
                 optimizer.step()
-                scales.copy_(self._scales(logs))
-        return logs.detach(), True
+
+    def _objective(self, nll: Tensor, size: int, logs: Tensor) -> tuple[Tensor, ELBOTerms]:
+        return self._elbo.objective(nll, size, self._distance, self._rank, logs)
+
+    def _losses(self) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
+        """The size of each batch, and its expected negative log-likelihood as a function of ``logs``."""
+        if self._elbo.expectation == "linearized":
+            for entry in self._push() if self._kept is None else self._kept:
+                yield len(entry[0]), self._linearized(entry)
+        else:
+            for batch in self._elbo.batches():
+                yield batch.size, self._sampled(batch.inputs, batch.target)
+
+    def _push(self) -> Iterator[Pushed]:
+        """The noise pushed through the tangent, batch by batch; kept for the next time if all of it fits."""
+        vectors = torch.cat([self._noise.null_space, self._noise.range])
+        kept: list[Pushed] = []
+        room = budget(self._network.device) // 2
+        for batch in self._elbo.batches():
+            with torch.no_grad():
+                outputs, moved = pushed(
+                    self._network, vectors, batch.inputs, n_outputs=self._n_outputs, ways=self._ways
+                )
+            null_space, in_range = moved.chunk(2)
+            entry = outputs, null_space, in_range, batch.target
+            room -= moved.numel() * moved.element_size()
+            if room > 0:
+                kept.append(entry)
+            else:
+                kept.clear()
+            yield entry
+        if room > 0:
+            self._kept = kept
+
+    def _linearized(self, entry: Pushed) -> Callable[[Tensor], Tensor]:
+        outputs, null_space, in_range, target = entry
+
+        def loss(logs: Tensor) -> Tensor:
+            moved = deviations(logs, null_space, in_range)
+            return self._elbo.expected_nll(torch.cat([outputs + moved, outputs - moved]), target)
+
+        return loss
+
+    def _sampled(self, inputs: object, target: Tensor) -> Callable[[Tensor], Tensor]:
+        network, noise = self._network, self._noise
+
+        def loss(logs: Tensor) -> Tensor:
+            total = torch.zeros((), dtype=torch.float64, device=self._mean.device)
+            for null_space, in_range in zip(noise.null_space, noise.range, strict=True):
+                outputs = network(inputs, network.substitute(self._mean + deviations(logs, null_space, in_range)))
+                total = total + self._elbo.expected_nll(outputs[None], target)
+            return total / len(noise.null_space)
+
+        return loss

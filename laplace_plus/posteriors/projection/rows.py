@@ -1,4 +1,4 @@
-"""The rows whose kernel a posterior may move in: the Jacobian of what must not change on the training data."""
+"""Rows ``A [m, P]`` whose null space a posterior may move in: derivatives of what must not change on the data."""
 
 from __future__ import annotations
 
@@ -27,29 +27,41 @@ from laplace_plus.network import Network
 Rows = Literal["logit", "ggn", "loss"]
 """All outputs, what the curvature sees of them, or each example's loss."""
 
-KINDS: tuple[Rows, ...] = ("logit", "ggn", "loss")
+ROWS: tuple[Rows, ...] = ("logit", "ggn", "loss")
 
 
-class KernelRows:
-    """Rows ``[m, P]`` over a data set, as operators.
+def check_rows(kind: str) -> None:
+    """Raise :class:`ConfigurationError` for an unknown kind of rows."""
+    if kind not in ROWS:
+        raise ConfigurationError("Unknown rows.", expected=", ".join(ROWS), got=repr(kind))
 
-    ``"logit"``: ``∂f_nc/∂θ``. ``"ggn"``: ``Λ^½ J``; for classes its kernel holds a common shift of all logits, too.
-    ``"loss"``: ``∂ℓ_n/∂θ``, one row for each example, scaled to unit length, which leaves the kernel as it is. Examples
-    that are fitted exactly have gradients of rounding size, which would make it all directions: they are ignored.
+
+def inverse_lengths(norms: Tensor) -> Tensor:
+    """Reciprocals of the rows' lengths; zero for rows of rounding size, whose direction means nothing."""
+    floor = 100 * torch.finfo(norms.dtype).eps * norms.max()
+    return torch.where(norms > floor, norms.clamp(min=1e-30).reciprocal(), torch.zeros_like(norms))
+
+
+class NullSpaceRows:
+    """The rows of a data set at the network's own weights, as matrix-free operators.
+
+    ``"logit"``: ``∂f_nc/∂θ``. ``"ggn"``: ``Λ^½ J``; for classes its null space also holds a common shift of all logits.
+    ``"loss"``: ``∂ℓ_n/∂θ``, one row for each example, scaled to unit length, which does not change the null space.
+    Gradients of examples that are fitted exactly are rounding errors and would count as constraints: they are ignored.
 
     Args:
         network: The network.
         likelihood: Its likelihood.
         data: Batches that can be started again and keep their order.
-        kind: One of the three.
+        kind: ``"logit"``, ``"ggn"`` or ``"loss"``.
         chunk_size: Number of vectors that are pushed through the network at a time.
 
     Attributes:
-        whole: All rows.
-        n_ignored: Number of rows that were ignored.
+        whole: All rows, ``[m, P]``.
+        n_ignored: Number of ignored rows.
 
     Raises:
-        ConfigurationError: Another kind.
+        ConfigurationError: An unknown kind.
         NonFiniteError: Gradients that are not finite.
     """
 
@@ -62,37 +74,38 @@ class KernelRows:
         *,
         chunk_size: int = CHUNK_SIZE,
     ):
-        if kind not in KINDS:
-            raise ConfigurationError("Unknown rows.", expected=", ".join(KINDS), got=repr(kind))
+        check_rows(kind)
         self._network, self._likelihood, self._data = network, likelihood, data
         self._kind, self._chunk_size = kind, chunk_size
-        self.n_ignored = 0
         self._scales = self._row_scales() if kind == "loss" else None
+        self.n_ignored = 0 if self._scales is None else int((self._scales == 0).sum())
         self.whole = self._operator(data)
 
-    def parts(self) -> Iterator[Operator]:
+    def by_batch(self) -> Iterator[Operator]:
         """The rows of one batch after the other, ``[m_b, P]``."""
         first = 0
         for item in self._data:
-            part = self._operator([item], first)
-            first += part.shape[0]
-            yield part
+            rows = self._operator([item], first)
+            first += rows.shape[0]
+            yield rows
 
     def _operator(self, data: Iterable[Any], first: int = 0) -> Operator:
-        options: dict[str, Any] = {"chunk_size": self._chunk_size}
         rows: JacobianOperator | RootOperator
         if self._kind == "logit":
-            rows = JacobianOperator(self._network, data, **options)
+            rows = JacobianOperator(self._network, data, chunk_size=self._chunk_size)
         elif self._kind == "ggn":
-            rows = GGNOperator(self._network, self._likelihood, data, **options).root()
+            rows = GGNOperator(self._network, self._likelihood, data, chunk_size=self._chunk_size).root()
         else:
-            rows = FisherOperator(self._network, self._likelihood, data, kind="empirical", **options).root()
+            losses = FisherOperator(
+                self._network, self._likelihood, data, kind="empirical", chunk_size=self._chunk_size
+            )
+            rows = losses.root()
         if self._scales is None:
             return rows
         return _ScaledRows(self._scales[first : first + rows.shape[0]], rows)
 
     def _row_scales(self) -> Tensor:
-        """The reciprocal length of each loss's gradient ``[N]``, zero for those of rounding size."""
+        """The reciprocal length of each loss's gradient, ``[N]``."""
         squares = []
         for batch in iterate(self._data, device=self._network.device, progress=False, description=""):
             for piece, gradients in gradient_pieces(self._network, batch):
@@ -104,19 +117,16 @@ class KernelRows:
                     ones = torch.ones(stack.shape, dtype=stack.dtype, device=stack.device)
                     total += stack.quadratic(ones, "diagonal")[:, 0].double()
                 squares.append(total)
-        # At another noise level all rows are scaled alike.
+        # Another noise level scales all rows alike.
         scale = self._likelihood.curvature_weights().detach().max().to(squares[0])
         norms = scale * torch.cat(squares).clamp(min=0).sqrt()
         if not bool(torch.isfinite(norms).all()):
             raise NonFiniteError("Gradients of the losses are not finite.", expected="finite ones", got="NaN or Inf")
-        floor = 100 * torch.finfo(self._network.dtype).eps * norms.max()
-        kept = norms > floor
-        self.n_ignored = int((~kept).sum())
-        return torch.where(kept, norms.clamp(min=1e-300).reciprocal(), 0.0).to(self._network.dtype)
+        return inverse_lengths(norms.to(self._network.dtype))
 
 
 class _ScaledRows(Product):
-    """``diag(s) A``, which is written out as A is."""
+    """``diag(s) A``, which becomes a dense matrix as cheaply as A does."""
 
     def __init__(self, scales: Tensor, rows: Operator):
         super().__init__([Diagonal(scales), rows])

@@ -1,4 +1,4 @@
-"""Projections onto the kernel of a batch's rows, and their gradients, against dense solves."""
+"""Projections onto the null space of a batch's rows, and their gradients, against dense solves."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.batch_rows import BatchRows
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.network import Network
+from laplace_plus.posteriors.projection.batch_rows import BatchRows
 
 D = torch.float64
 
