@@ -89,6 +89,12 @@ class Stream:
             yield batch, outputs.to(self.network.dtype)
         self.n_data, self._sums = sums.count, sums.values()
 
+    @property
+    def checksum(self) -> float:
+        """A sum over the data of the first pass that tells them from others, however they are batched and ordered."""
+        assert self._sums is not None
+        return self._sums[0]
+
     def batches(self, description: str, *, ordered: bool) -> Iterator[Batch]:
         """One more pass; the same batches as in the first one.
 

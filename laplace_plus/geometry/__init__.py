@@ -2,13 +2,10 @@
 
 from laplace_plus.geometry.curvature import estimate_scalar_curvature, scalar_curvature
 from laplace_plus.geometry.diffusion import Diffusion, DiffusionResult, diffuse, noise_field
-from laplace_plus.geometry.geodesic import GeodesicResult, exponential_map, geodesic
+from laplace_plus.geometry.geodesic import GeodesicResult, GraphMetric, exponential_map, geodesic
 from laplace_plus.geometry.integration import PathStatus
-from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
-from laplace_plus.geometry.loss import LossLandscape
-from laplace_plus.geometry.metric import GraphMetric
-from laplace_plus.geometry.second_order import Derivatives
-from laplace_plus.geometry.smoothness import kinks
+from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, Landscape
+from laplace_plus.geometry.loss import LossLandscape, kinks
 
 __all__ = [
     "Derivatives",

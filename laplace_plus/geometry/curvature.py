@@ -5,7 +5,7 @@ With ``g = ∇L``, ``H = ∇²L`` and ``β = 1/(1 + ‖g‖²)``, Gauss' equatio
     S = β [(tr H)² − tr(H²)] − 2β² [tr(H) gᵀH g − ‖H g‖²]
 
 the sum over pairs of principal curvatures, ``(Σκ)² − Σκ²``. At a stationary point it is ``(tr H)² − tr(H²)``; a Hessian
-of rank one has none, however sharp. It is that of L as it stands: a sum or a mean over data makes a difference, and a
+of rank one has none, however sharp. It depends on the scale of L, e.g. on whether L is a sum or a mean over data, and a
 reparametrisation of the weights changes it. Pouplin, Roy, Singh and Arvanitidis, "On the curvature of the loss
 landscape", 2023.
 """
@@ -21,12 +21,10 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
+from laplace_plus.linalg.arguments import require_count
 
-_STACK = 16
-"""Probes that are multiplied together."""
-
-_FEW = 3
-"""A standard error takes at least so many probes."""
+_TOGETHER = 16
+"""Probes that are multiplied together; bounds the memory, which grows with it."""
 
 
 def scalar_curvature(landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
@@ -72,15 +70,15 @@ def estimate_scalar_curvature(
 
     ``(tr H)²`` is the mean of ``t_i t_j`` over pairs of different probes, ``t_i = v_iᵀ H v_i``, since the square of a
     mean would be biased; ``tr(H²)`` is that of ``‖H v_i‖²``. The two nearly cancel where one eigenvalue of H dominates.
-    ``deflate=k`` then takes the k eigenvectors largest in magnitude out and counts what they contribute exactly,
-    whether or not they are accurate. The standard error is the jackknife's.
+    ``deflate=k`` then removes the eigenvectors of the k eigenvalues largest in magnitude and counts their contribution
+    exactly, whether or not they are accurate. The standard error is the jackknife's.
 
     Args:
         landscape: The loss surface, or a function of ``[P]``, over *all* data: S is not linear in the loss, so that no
             subset gives an unbiased estimate.
         point: ``[P]``.
         probes: Number m ≥ 2 of random vectors of signs; two give no standard error.
-        deflate: Number of eigenvectors to take out.
+        deflate: Number of eigenvectors to remove.
         generator: Source of randomness.
         progress: Whether to show a progress bar.
 
@@ -94,11 +92,10 @@ def estimate_scalar_curvature(
     """
     surface = _Surface(landscape, point)
     n = len(point)
-    for name, number, least, most in (("probes", probes, 2, 2**31), ("deflate", deflate, 0, n)):
-        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-            raise ConfigurationError(
-                "There is no such number.", expected=f"{least} <= {name} <= {most}", got=f"{number!r}"
-            )
+    require_count("probes", probes, 2)
+    require_count("deflate", deflate, 0)
+    if deflate > n:
+        raise ConfigurationError("deflate is out of range.", expected=f"deflate <= {n}", got=repr(deflate))
     basis = point.new_zeros(0, n)
     if deflate:
         found = eigsh(
@@ -114,12 +111,12 @@ def estimate_scalar_curvature(
     image = surface.products(basis)  # [j, P]
     block = image @ basis.mT
     block_trace = block.trace()
-    # Of ‖H‖_F², what has to do with the basis: twice ‖H U‖² less what is within it and was counted twice.
+    # The part of ‖H‖_F² that involves the basis: twice ‖H U‖², less the part within the basis, counted twice.
     block_square = 2 * image.square().sum() - block.square().sum()
     v = draw_probes("signs", probes, n, generator=generator, dtype=point.dtype, device=point.device)
     v = v - (v @ basis.mT) @ basis
     t, s = point.new_empty(probes), point.new_empty(probes)
-    for some in progress_bar(torch.arange(probes).split(_STACK), enabled=progress, description="scalar curvature"):
+    for some in progress_bar(torch.arange(probes).split(_TOGETHER), enabled=progress, description="scalar curvature"):
         h = surface.products(v[some])
         t[some] = (v[some] * h).sum(1)
         s[some] = (h - (h @ basis.mT) @ basis).square().sum(1)
@@ -133,7 +130,7 @@ def estimate_scalar_curvature(
         return _curvature(surface, pairs, trace, bend)
 
     value = combined(probes, t.sum(), t.square().sum(), s.sum())
-    if probes < _FEW:
+    if probes == 2:  # the jackknife leaves one out, and an estimate takes two
         sem = torch.full_like(value, float("inf"))
     else:
         without = combined(probes - 1, t.sum() - t, t.square().sum() - t.square(), s.sum() - s)
@@ -159,8 +156,8 @@ class _Surface:
     def __init__(self, landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor):
         if point.ndim != 1 or not len(point) or not point.is_floating_point():
             raise ConfigurationError(
-                "This is no point of the loss surface.",
-                expected="a floating vector [P]",
+                "point must be a vector.",
+                expected="a floating-point tensor [P]",
                 got=f"{list(point.shape)} of {point.dtype}",
             )
         self._landscape = landscape if isinstance(landscape, Landscape) else FunctionLandscape(landscape)
@@ -175,7 +172,7 @@ class _Surface:
             return torch.zeros_like(vectors)
         chunks = [
             self._landscape.derivatives(self._point.expand(len(some), -1), some).products
-            for some in vectors.split(_STACK)
+            for some in vectors.split(_TOGETHER)
         ]
         return self._finite(torch.cat(chunks))
 

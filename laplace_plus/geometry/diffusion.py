@@ -1,10 +1,10 @@
 """Diffusions in parameter space under the Gauss-Newton pseudo-metric.
 
 The Laplace approximation ``N(θ̂, (G + P₀)⁻¹)``, G the generalised Gauss-Newton matrix at θ̂, is where
-``dθ = (G + P₀)^-½ dW`` has got to at time 1. Here G is that of the present θ, and the noise is confined to
+``dθ = (G + P₀)^-½ dW`` ends at time 1. Here G is that of the present θ, and the noise is confined to
 
-* its image (``"image"``): directions in which the loss changes, with their standard deviations;
-* its kernel (``"kernel"``): directions in which it does not, with the prior's standard deviation;
+* the range of G (``"image"``), in which the loss changes, with the posterior's standard deviations;
+* the null space of G (``"kernel"``), in which it does not, with the prior's standard deviation;
 * or neither (``"full"``): the sum of both.
 
 Roy, Miani, Ek, Hennig, Pförtner, Tatzel and Hauberg, "Reparameterization invariance in approximate Bayesian inference",
@@ -12,17 +12,16 @@ Roy, Miani, Ek, Hennig, Pförtner, Tatzel and Hauberg, "Reparameterization invar
 
     image:  h^½ V (Λ + 1)^-½ Vᵀ ε        kernel:  h^½ (ε − V Vᵀ ε)        full:  their sum, with one ε
 
-The equation has no drift term. In Itô's sense, which the explicit scheme of Euler and Maruyama is in, it therefore
-leaves the set of parameters with the same outputs at second order, kernel steps included; Heun's scheme, which is in
-Stratonovich's sense, stays on it as steps become small.
+The equation has no drift term. In Itô's sense, that of Euler and Maruyama's explicit scheme, it therefore leaves the
+set of parameters with the same outputs at second order, even with steps in the null space. Heun's scheme, which solves
+it in Stratonovich's sense, stays on that set as steps become small.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,15 +31,16 @@ from laplace_plus import linalg
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.integration import PathStatus
 from laplace_plus.geometry.loss import LossLandscape
+from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
-from laplace_plus.linalg.lanczos import LanczosDecomposition
+from laplace_plus.linalg.operators import Operator
 
 Kind = Literal["image", "kernel", "full"]
 Scheme = Literal["euler_ito", "heun"]
 Backend = Literal["auto", "lanczos", "svd", "lsmr", "alternating"]
 
 _WRITTEN_OUT = 2**24
-"""A root of G with up to so many entries is written out and decomposed."""
+"""Entries up to which a root of G is written out and decomposed: 128 MiB in float64."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Diffusion:
         n_steps: T; a step's length is 1/T.
         rank: Largest number of directions in which G is resolved by Lanczos' method. What it leaves out gets no noise
             from ``"image"``, and the full noise of the prior from the other two kinds.
-        backend: How G is taken apart: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; ``"auto"``, the
+        backend: How G is decomposed: ``"lanczos"``; ``"svd"`` of its root, exact, for small problems; ``"auto"``, the
             one of these two that suits the size; or, for ``"kernel"`` only, the projections ``"lsmr"`` and
             ``"alternating"``, which leave nothing out.
         rtol: Eigenvalues of at most this fraction of the largest count as zero; 1e-10 in float64 and 1e-5 in float32
@@ -71,28 +71,23 @@ class Diffusion:
     rtol: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("kind", self.kind, get_args(Kind)),
-            ("scheme", self.scheme, get_args(Scheme)),
-            ("backend", self.backend, get_args(Backend)),
-        ):
-            if value not in known:
-                raise ConfigurationError(f"Unknown {name}.", expected=" or ".join(map(repr, known)), got=repr(value))
-        for name, number in (("n_steps", self.n_steps), ("rank", self.rank)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigurationError("There is no such number.", expected=f"{name} >= 1", got=repr(number))
+        require_choice("kind", self.kind, Kind)
+        require_choice("scheme", self.scheme, Scheme)
+        require_choice("backend", self.backend, Backend)
+        require_count("n_steps", self.n_steps, 1)
+        require_count("rank", self.rank, 1)
         if self.rtol is not None and not 0 <= self.rtol < 1:
-            raise ConfigurationError("There is no such tolerance.", expected="0 <= rtol < 1", got=repr(self.rtol))
+            raise ConfigurationError("rtol is out of range.", expected="0 <= rtol < 1", got=repr(self.rtol))
         if self.kind != "kernel" and self.backend in ("lsmr", "alternating"):
             raise ConfigurationError(
-                "A projection knows no eigenvalues.",
+                "A projection gives no eigenvalues.",
                 expected='kind="kernel", or backend="lanczos" or "svd"',
                 got=f"kind={self.kind!r} with backend={self.backend!r}",
             )
 
 
 class NoiseField(ABC):
-    """What noise becomes at a point: the square root of a diffusion's covariance.
+    """The square root of a diffusion's covariance at any point.
 
     Attributes:
         tail: Largest fraction of G's trace that was not resolved so far; 0 where nothing is left out.
@@ -107,7 +102,7 @@ class NoiseField(ABC):
 
 @dataclass(frozen=True)
 class DiffusionResult:
-    """Where diffusions ended.
+    """Ends of diffusions.
 
     Attributes:
         endpoint: ``[k, P]``; NaN for one that failed.
@@ -126,7 +121,7 @@ def diffuse(
     """Follow ``dθ = field(θ) dW`` for unit time.
 
     Args:
-        field: What noise becomes.
+        field: The covariance's square root.
         start: ``[P]``.
         noise: Standard normal numbers, ``[k, T, P]``, for T steps of k samples.
         scheme: ``"euler_ito"`` or ``"heun"``.
@@ -167,7 +162,7 @@ def noise_field(
         generator: Source of Lanczos' start vectors, which have to be independent of the noise.
 
     Raises:
-        ConfigurationError: A prior precision of zero, under which the kernel's noise has no scale.
+        ConfigurationError: A prior precision of zero, under which noise in the null space has no scale.
     """
     if not bool((landscape.prior_precision > 0).all()):
         raise ConfigurationError(
@@ -218,59 +213,51 @@ class SpectralField(NoiseField):
             vectors = vectors @ rows if by_rows else vectors
             values = singular.square() * self._landscape.likelihood_weight
         else:
-            values, vectors = self._lanczos(lambda v: self._product(ggn, v), point)
+            values, vectors = self._lanczos(ggn, point)
         kept = values > cutoff * values.amax().clamp(min=0) if len(values) else values > 0
         return values[kept].to(point), vectors[kept].to(point)
 
-    def _product(self, ggn: Any, vectors: Tensor) -> Tensor:
-        result = self._unit * ggn(self._unit * vectors) * self._landscape.likelihood_weight
-        _require_finite(result)
-        return result
-
-    def _lanczos(self, product: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    def _lanczos(self, ggn: Operator, point: Tensor) -> tuple[Tensor, Tensor]:
         """Ritz pairs of up to ``rank`` steps.
 
         One start vector finds one copy of a multiple eigenvalue. Where its Krylov space ends early, the search goes on
         in the complement.
         """
-        most = min(self._options.rank, len(point))
-        values, vectors = point.new_zeros(0), point.new_zeros(0, len(point))
+        n = len(point)
+        values, vectors = point.new_zeros(0), point.new_zeros(0, n)
+
+        def product(v: Tensor) -> Tensor:
+            result = self._unit * ggn(self._unit * v) * self._landscape.likelihood_weight
+            _require_finite(result)
+            return result
+
+        def complement() -> Tensor:
+            """A random vector orthogonal to those found."""
+            v = linalg.draw_probes("gaussian", 1, n, generator=self._generator, dtype=point.dtype, device=point.device)
+            return v[0] - (v[0] @ vectors.mT) @ vectors
+
+        most = min(self._options.rank, n)
         while len(values) < most:
-            start = self._random(point)
-            start = start - (start @ vectors.mT) @ vectors
+            start = complement()
             if len(values):
                 largest = values.amax().clamp(min=0)
                 if bool(product(start[None])[0].norm() <= 1e-7 * largest * start.norm()):
-                    return values, vectors  # what is left is the kernel
-            found: LanczosDecomposition = linalg.lanczos(
-                product, start, most - len(values), check_symmetry=False, dtype=point.dtype
-            )
+                    return values, vectors  # only the null space is left
+            found = linalg.lanczos(product, start, most - len(values), check_symmetry=False, dtype=point.dtype)
             rank = int(found.rank)
-            small, turn = torch.linalg.eigh(found.tridiagonal()[:rank, :rank])
-            values = torch.cat([values, small])
-            vectors = torch.cat([vectors, turn.mT @ found.vectors[:rank]])
+            ritz, basis = torch.linalg.eigh(found.tridiagonal()[:rank, :rank])
+            values, vectors = torch.cat([values, ritz]), torch.cat([vectors, basis.mT @ found.vectors[:rank]])
             if not found.converged:
                 break
-        self._note_tail(product, values, vectors, point)
+        if len(values) < n:  # one more product estimates what fraction of the trace is not resolved
+            probe = complement()
+            missing = (probe @ product(probe[None])[0]) / probe.square().sum() * (n - len(values))
+            self.tail = max(self.tail, float(missing / (missing + values.sum()).clamp(min=1e-300)))
         return values, vectors
-
-    def _note_tail(self, product: Callable[[Tensor], Tensor], values: Tensor, vectors: Tensor, point: Tensor) -> None:
-        """Estimate what fraction of the trace is not resolved, from one more product."""
-        if len(values) == len(point):
-            return
-        probe = self._random(point)
-        probe = probe - (probe @ vectors.mT) @ vectors
-        missing = (probe @ product(probe[None])[0]) / probe.square().sum() * (len(point) - len(values))
-        self.tail = max(self.tail, float(missing / (missing + values.sum()).clamp(min=1e-300)))
-
-    def _random(self, point: Tensor) -> Tensor:
-        return linalg.draw_probes(
-            "gaussian", 1, len(point), generator=self._generator, dtype=point.dtype, device=point.device
-        )[0]
 
 
 class ProjectedField(NoiseField):
-    """Onto the kernel of a root of G, by products with it.
+    """A projection onto the null space of a root of G, by products with it.
 
     Args:
         landscape: The loss with its prior.

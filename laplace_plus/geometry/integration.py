@@ -1,12 +1,12 @@
 """Ordinary differential equations for many samples together, each with a step size and an end of its own.
 
 Dormand and Prince's pair of orders 5 and 4 (1980), with the step size control of Hairer, Nørsett and Wanner, "Solving
-ordinary differential equations I", 1993. The right-hand sides of all samples that are still under way are evaluated as
-one stack, which is what the time goes into.
+ordinary differential equations I", 1993. The right-hand sides of all samples under way are evaluated together, since
+they take most of the time.
 
-It is written out here because no maintained library offers that: torchdiffeq has one step size, and one failure, for
-the whole stack; torchode has them for each sample, but stands on torchtyping, which is retired, and pins an old
-typeguard; SciPy's steppers call the right-hand side of one sample at a time. SciPy's serves as the tests' reference.
+No maintained library offers that: torchdiffeq has one step size, and one failure, for the whole batch; torchode has
+them for each sample, but depends on torchtyping, which is retired, and pins an old typeguard; SciPy's steppers evaluate
+one sample at a time. SciPy's serve as the tests' reference.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a right-hand side says about samples at their states.
+class Rates(NamedTuple):
+    """The right-hand side at samples' states.
 
     Attributes:
         slope: Derivatives of the states, ``[m, n]``.
@@ -35,9 +35,29 @@ class Rates:
     quantity: Tensor
     change: Tensor
 
+    def at(self, which: Tensor) -> Rates:
+        """Copies for some samples."""
+        return Rates(*(values[which] for values in self))
+
+    def set(self, which: Tensor, others: Rates) -> None:
+        """Overwrite some samples' rates."""
+        for values, new in zip(self, others, strict=True):
+            values[which] = new
+
+    def finite(self) -> Tensor:
+        """Which samples have finite rates, ``[m]``."""
+        return torch.isfinite(self.slope).all(1) & torch.isfinite(self.invariant)
+
 
 RightHandSide = Callable[[Tensor, Tensor], Rates]
 """From the samples' numbers ``[m]`` and states ``[m, n]``."""
+
+Correction = Callable[[Tensor, Rates, Tensor], tuple[Tensor, Rates]]
+"""From states ``[m, n]``, their rates and the invariant's ratio ``[m]`` to those with the right invariant."""
+
+Bend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From states ``[m, n]``, the quantity ``[m, q]`` and its jump ``[m, q]`` at a kink to the states behind the kink, and
+their relative change ``[m]``, which :func:`integrate` compares with ``max_change``."""
 
 _A: tuple[tuple[float, ...], ...] = (
     (1 / 5,),
@@ -47,25 +67,16 @@ _A: tuple[tuple[float, ...], ...] = (
     (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
     (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
 )
+_WEIGHTS = _A[-1]
 _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 """Difference of the solutions of order 5 and 4; the last stage of a step is the first one of the next."""
 
-_WEIGHTS = _A[-1]
-"""Of the stages in a step, the last one left out."""
-
 _SAFETY, _LEAST, _MOST = 0.9, 0.2, 10.0
+"""Factors of the step size control; values within the ranges that Hairer, Nørsett and Wanner give (II.4)."""
 _TOWARDS_KINKS = 0.25
-"""Steps that kinks do not allow for become so much smaller; the size of a jump does not tell where it is."""
+"""Factor of a step's length where a kink rejects it; the size of a jump does not tell where in the step it is."""
 _TINY = 1e-6
-"""In a step that is so short a part of the way, or of a hundred roundings, what jumps does so at a kink."""
-_EVALUATIONS = len(_A)
-
-Correction = Callable[[Tensor, Rates, Tensor], tuple[Tensor, Rates]]
-"""From states ``[m, n]``, their rates and the invariant's ratio ``[m]`` to those with the right invariant."""
-
-Bend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From states ``[m, n]``, the quantity ``[m, q]`` and its jump ``[m, q]`` to the states behind the kink that this is,
-and by how much those are other ones, ``[m]``, relative to what :func:`integrate`'s ``max_change`` is of."""
+"""Fraction of the path below which a step that still sees a jump is taken to be at a kink; also 100 roundings."""
 
 
 class PathStatus(IntEnum):
@@ -81,12 +92,22 @@ class PathStatus(IntEnum):
     """A gradient or a Hessian-vector product along it was NaN or infinite."""
 
 
-WORDS = {
-    PathStatus.ARRIVED: "arrived",
+_FAILURES = {
     PathStatus.TOO_MANY_EVALUATIONS: "reached the cap on evaluations",
     PathStatus.STEP_TOO_SMALL: "needed steps below rounding",
     PathStatus.NOT_FINITE: "met derivatives that are not finite",
 }
+
+
+def failures(statuses: Tensor) -> str:
+    """In words how paths failed, most frequent first; empty if none did.
+
+    Example:
+        >>> failures(torch.tensor([0, 3, 1, 3]))
+        '2 met derivatives that are not finite, 1 reached the cap on evaluations'
+    """
+    counts = [(int((statuses == status).sum()), words) for status, words in _FAILURES.items()]
+    return ", ".join(f"{count} {words}" for count, words in sorted(counts, reverse=True) if count)
 
 
 @dataclass(frozen=True)
@@ -94,8 +115,8 @@ class Paths:
     """Solutions of an initial value problem.
 
     Attributes:
-        states: At each of the times asked for, ``[k, T, n]``; NaN where a sample did not get.
-        reached: Time to which each sample got, ``[k]`` float64.
+        states: At each of the times asked for, ``[k, T, n]``; NaN from where a sample failed.
+        reached: Time that each sample reached, ``[k]`` float64.
         statuses: :class:`PathStatus` of each sample, ``[k]`` integers.
         n_evaluations: Evaluations of the right-hand side for each sample, ``[k]``.
         initial: The invariant at the start, ``[k]``.
@@ -130,28 +151,23 @@ def integrate(
     ``atol + rtol max(|y|, |y_next|)``, is at most one, and the invariant's relative change at most ``max_change``.
     After each step the state is put back to where the invariant is what it was at the start.
 
-    The right-hand side does not see kinks, only that the quantity's change is another than the integral of its rate.
-    Steps in which that, or the invariant, would bend the path by more than ``max_change`` are repeated with smaller
-    ones; what is left of it in a tiny step is a kink, and ``bend`` says how the path goes on behind it.
+    A kink shows in the quantity, whose change then differs from the integral of its rate. Steps in which this jump, or
+    the invariant, would bend the path by more than ``max_change`` are repeated with smaller ones. A jump that is left
+    in a tiny step is a kink, and ``bend`` gives the state behind it.
     """
     k, device = len(start), start.device
     goals = times.to(device=device, dtype=torch.float64)
     samples = torch.arange(k, device=device)
     y = start.clone()
     found = function(samples, y)
-    # Written to as samples move on: neither the initial values nor what a landscape returned may share the memory.
-    now = _chosen(found, samples)
+    now = found.at(samples)  # a copy: it is overwritten as samples move on
     initial, drift = found.invariant.clone(), torch.zeros_like(found.invariant)
     states = start.new_full((k, len(goals), start.shape[1]), float("nan"))
-    t = torch.zeros(k, dtype=torch.float64, device=device)
-    goal = torch.zeros(k, dtype=torch.long, device=device)
+    t, h = torch.zeros(2, k, dtype=torch.float64, device=device)
+    goal, n_kinks, statuses = torch.zeros(3, k, dtype=torch.long, device=device)
     count = torch.ones(k, dtype=torch.long, device=device)
-    n_kinks = torch.zeros(k, dtype=torch.long, device=device)
-    statuses = torch.zeros(k, dtype=torch.long, device=device)
-    fits = torch.isfinite(now.slope).all(1) & torch.isfinite(initial)
-    statuses[~fits] = PathStatus.NOT_FINITE
-    active = samples[fits]
-    h = torch.zeros_like(t)
+    active = samples[now.finite()]
+    statuses[~now.finite()] = PathStatus.NOT_FINITE
     h[active] = _first_step(function, active, y[active], now.slope[active], rtol, atol).to(h)
     count[active] += 1
     smallest = 10 * torch.finfo(start.dtype).eps
@@ -162,19 +178,18 @@ def integrate(
         landing = h[active] >= left * (1 - 1e-9)
         step = torch.where(landing, left, h[active])
         short = step.to(start.dtype)[:, None]
-        stages, integral, end = [now.slope[active]], _WEIGHTS[0] * now.change[active], None
+        stages, integral, end = [now.slope[active]], _WEIGHTS[0] * now.change[active], now
         for stage, weights in enumerate(_A, 1):
             state = y[active] + short * sum(w * slope for w, slope in zip(weights, stages, strict=True) if w)
             end = function(active, state)
             stages.append(end.slope)
-            if stage < len(_WEIGHTS) and _WEIGHTS[stage]:
+            if stage < len(_WEIGHTS):
                 integral += _WEIGHTS[stage] * end.change
-        assert end is not None
-        count[active] += _EVALUATIONS
+        count[active] += len(_A)
         error = short * sum(w * slope for w, slope in zip(_ERROR, stages, strict=True) if w)
         scale = atol + rtol * torch.maximum(y[active].abs(), state.abs())
         norm = (error / scale).square().mean(1).sqrt().to(h)
-        finite = torch.isfinite(norm) & torch.isfinite(end.slope).all(1) & torch.isfinite(end.invariant)
+        finite = torch.isfinite(norm) & end.finite()
         base = initial[active]
         change = (end.invariant / base.clamp(min=torch.finfo(y.dtype).tiny) - 1).abs().to(h)
         change = torch.where(base > 0, change, 0.0)
@@ -183,8 +198,8 @@ def integrate(
         at_kink = finite & (norm <= 1) & ~straight & (step < tiny)
         if at_kink.any():
             which, state = active[at_kink], torch.where(at_kink[:, None], behind, state)
-            end = _replaced(end, at_kink, function(which, state[at_kink]))
-            finite &= torch.isfinite(end.slope).all(1) & torch.isfinite(end.invariant)
+            end.set(at_kink, function(which, state[at_kink]))
+            finite &= end.finite()
             change = torch.where(at_kink, 0.0, change)
             count[which] += 1
             n_kinks[active[at_kink & finite]] += 1
@@ -193,15 +208,15 @@ def integrate(
         factor = torch.minimum(_SAFETY * norm.clamp(min=1e-10) ** -0.2, largest).clamp(min=_LEAST)
         factor = torch.where(straight | at_kink, factor, factor.clamp(max=_TOWARDS_KINKS))
         factor = torch.where(accepted, factor, torch.where(finite, factor.clamp(max=1.0), _LEAST))
-        most[active] = torch.where(accepted, _MOST, 1.0).to(most)  # what did not allow for a larger step is still ahead
+        most[active] = torch.where(accepted, _MOST, 1.0).to(most)  # after a rejection no larger step
 
         moved, ratio = active[accepted], (base / end.invariant)[accepted]
         ratio = torch.where(initial[moved] > 0, ratio, 1.0)
-        y[moved], kept = correct(state[accepted], _chosen(end, accepted), ratio)
-        now = _replaced(now, moved, kept)
+        y[moved], kept = correct(state[accepted], end.at(accepted), ratio)
+        now.set(moved, kept)
         t[moved] = torch.where(landing, goals[goal[active]], t[active] + step)[accepted]
         drift[moved] += change[accepted].to(drift)
-        # A step that was cut short to land on a time says nothing against the longer one that was planned.
+        # A step cut short to land on a time does not rule out the longer one that was planned.
         h[active] = torch.where(accepted & landing, torch.maximum(h[active], step * factor), step * factor)
         landed = active[accepted & landing]
         states[landed, goal[landed]] = y[landed]
@@ -209,7 +224,7 @@ def integrate(
 
         ended = goal[active] == len(goals)
         statuses[active[~ended & (h[active] < smallest * left)]] = PathStatus.STEP_TOO_SMALL
-        over = count[active] + _EVALUATIONS >= max_evaluations  # a step may take one more, behind a kink
+        over = count[active] + len(_A) >= max_evaluations  # a step may take one more, behind a kink
         statuses[active[~ended & over]] = PathStatus.TOO_MANY_EVALUATIONS
         failed = ~ended & (statuses[active] != PathStatus.ARRIVED)
         statuses[active[failed & ~finite]] = PathStatus.NOT_FINITE
@@ -217,19 +232,8 @@ def integrate(
     return Paths(states, t, statuses, count, initial, drift, n_kinks)
 
 
-def _chosen(rates: Rates, which: Tensor) -> Rates:
-    return Rates(rates.slope[which], rates.invariant[which], rates.quantity[which], rates.change[which])
-
-
-def _replaced(rates: Rates, which: Tensor, others: Rates) -> Rates:
-    """The same object, where some samples have other rates now."""
-    for mine, new in zip(vars(rates).values(), vars(others).values(), strict=True):
-        mine[which] = new
-    return rates
-
-
 def _first_step(function: RightHandSide, which: Tensor, y: Tensor, slope: Tensor, rtol: float, atol: float) -> Tensor:
-    """Hairer, Nørsett and Wanner's guess, ``[m]``: 1 % change at first, corrected by the second derivative."""
+    """Hairer, Nørsett and Wanner's first step, ``[m]``: a change by 1 %, corrected by the second derivative."""
     if not len(which):
         return y.new_zeros(0)
     scale = atol + rtol * y.abs()

@@ -5,19 +5,21 @@
 the sum over all data, at the likelihood's current noise, without the prior's constant. Training with weight decay, the
 Laplace approximation and geodesics speak of the same L, whose stationary point the trained weights should be.
 
-With ``linearized=True`` the network is replaced by its tangent ``f(θ̂, x) + J(x) (θ − θ̂)``.
+With ``linearized=True`` the network is replaced by its tangent ``f(θ̂, x) + J(x) (θ − θ̂)``. :func:`kinks` tells
+whether a network is smooth enough for methods that differentiate its loss twice.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from laplace_plus import _memory, batches
@@ -27,24 +29,20 @@ from laplace_plus.curvature.operators import CHUNK_SIZE, GGNOperator
 from laplace_plus.curvature.streaming import DataSums, Stream
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.geometry.landscape import Landscape
-from laplace_plus.geometry.second_order import Derivatives, SecondOrder
+from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 256 * 2**20
-"""Data, or a Jacobian of all of them, up to this size are kept."""
-
-_COPIES = 4
-"""A gradient with its forward derivative holds about so many times what a plain backward pass keeps."""
+"""Size up to which the data, or a Jacobian of all of them, are kept: small beside the memory of any machine."""
 
 
 class LossLandscape(Landscape):
     """The negative log-posterior of (some of) a network's parameters, summed over the data.
 
-    Small data sets are kept, in batches as large as the memory budget allows where examples are independent of each
-    other; others are streamed. Points go through the network ``chunk_size`` at a time.
+    Small data sets are kept, in batches as large as the memory budget allows where the outputs do not depend on the
+    batching; others are streamed. Points go through the network ``chunk_size`` at a time.
 
     Args:
         network: The network, or a module of which all parameters that require gradients are taken.
@@ -101,70 +99,67 @@ class LossLandscape(Landscape):
         self.network = self._stream.network
         self._temperature = float(torch.as_tensor(temperature, dtype=torch.float64).detach())
         self.scale = 1.0
-        self._differentiate = SecondOrder()
+        self._second_order = SecondOrder()
         self._kept: list[Batch] | None = self._survey()
-        self._n_data, self._is_part = self._stream.n_data, False
+        self.n_data = self._stream.n_data
+        self._checksum: float | None = self._stream.checksum
         self.vector = self.network.vector()
         prior = GaussianPrior.create(prior_precision, prior_mean, self.network.layer_index(), flat=True)
         self._precision = prior.vector().detach().to(self.vector)
         self._centre = prior.mean.detach().to(self.vector)
-        self._tangents = self._kept_tangents()
-
-    @property
-    def n_data(self) -> int:
-        """Number of examples."""
-        return self._n_data
+        self._tangents = self._keep_tangents()
 
     @property
     def checksum(self) -> float:
         """A sum over the data by which they can be told from others."""
-        if self._is_part:
-            own = DataSums(self.network.device)
+        if self._checksum is None:
+            sums = DataSums(self.network.device)
             for batch in self._batches():
-                own.add(batch, batches.batch_size(batch.target))
-            return own.values()[0]
-        sums = self._stream._sums
-        assert sums is not None
-        return sums[0]
+                sums.add(batch, batches.batch_size(batch.target))
+            self._checksum = sums.values()[0]
+        return self._checksum
 
     @property
     def prior_precision(self) -> Tensor:
         """P₀'s diagonal, ``[P]``."""
         return self._precision
 
+    @property
+    def likelihood_weight(self) -> float:
+        """What the data's loss is multiplied by in L: ``scale / temperature``."""
+        return self.scale / self._temperature
+
     # -- the data ------------------------------------------------------------------------------------------------------
 
     def _survey(self) -> list[Batch] | None:
-        """One pass that checks the data, and keeps them if they are few."""
+        """Check the data in one pass; the batches if they are few, else None."""
         limit = min(_KEPT_BYTES, _memory.budget(self.network.device) // 4)
-        kept: list[Batch] | None = []
-        outputs_of: list[Tensor] = []
+        kept: list[Batch] = []
+        seen: list[Tensor] = []
         total = 0
         with exact_arithmetic(self.network):
             for batch, outputs in self._stream.survey("loss landscape: data"):
                 self.likelihood.validate(outputs, batch.target)
-                total += _n_bytes(batch)
-                if kept is None or total > limit:
-                    kept = None
-                    continue
-                kept.append(batch)
-                outputs_of.append(outputs)
-            return None if kept is None else self._merged(kept, outputs_of)
-
-    def _merged(self, kept: list[Batch], outputs: list[Tensor]) -> list[Batch]:
-        """Fewer batches of the same examples, where the network does not mind."""
-        each = max(1, self._bytes_per_example(kept[0]) * _COPIES * self._stream.chunk_size)
-        largest = max(1, _memory.budget(self.network.device) // each)
-        joined = _joined(kept, largest)
-        if len(joined) == len(kept):
-            return kept
-        again = torch.cat([self.network.forward(batch.inputs).flatten() for batch in joined])
-        before = torch.cat([part.flatten() for part in outputs])
-        tolerance = max(1e-4, torch.finfo(before.dtype).eps ** 0.5)
-        same = again.shape == before.shape and bool((again - before).norm() <= tolerance * before.norm())
-        return joined if same else kept
+                tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+                total += sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+                if total <= limit:
+                    kept.append(batch)
+                    seen.append(outputs.flatten())
+            if total > limit:
+                return None
+            budget = _memory.budget(self.network.device)
+            each = self._bytes_at_one_point(self._bytes_per_example(kept[0]))
+            joined = _joined(kept, max(1, budget // max(1, each * self._stream.chunk_size)))
+            if len(joined) == len(kept):
+                return kept
+            # A network may look at the whole batch: only where its outputs stay the same are batches joined.
+            before, after = torch.cat(seen), torch.cat([self.network.forward(b.inputs).flatten() for b in joined])
+            tolerance = max(1e-4, torch.finfo(before.dtype).eps ** 0.5)
+            same = after.shape == before.shape and bool((after - before).norm() <= tolerance * before.norm())
+            return joined if same else kept
 
     def _bytes_per_example(self, batch: Batch) -> int:
+        """What a backward pass keeps for each example."""
         sizes: list[int] = []
 
         def look(tensor: Tensor) -> Tensor:
@@ -174,6 +169,11 @@ class LossLandscape(Landscape):
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
             self.network(batch.inputs, self.network.substitute(self.network.vector().requires_grad_()))
         return sum(sizes) // max(1, batch.size)
+
+    @staticmethod
+    def _bytes_at_one_point(n_bytes: int) -> int:
+        """Memory of second derivatives, measured: four times what a plain backward pass keeps."""
+        return 4 * n_bytes
 
     def _batches(self) -> Iterable[Batch]:
         return self._stream.batches("loss landscape", ordered=False) if self._kept is None else self._kept
@@ -200,7 +200,7 @@ class LossLandscape(Landscape):
         """
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.n_data:
             raise ConfigurationError(
-                "There is no such subset.", expected=f"a size from 1 to {self.n_data}", got=repr(size)
+                "size must be a number of examples.", expected=f"an integer from 1 to {self.n_data}", got=repr(size)
             )
         device = None if generator is None else generator.device
         orders = [torch.randperm(self.n_data, generator=generator, device=device)[:size].cpu() for _ in range(k)]
@@ -211,7 +211,7 @@ class LossLandscape(Landscape):
 
         Indices into a subset count its own examples, batch by batch.
         """
-        pieces: list[list[Batch]] = [[] for _ in indices]
+        parts: list[list[Batch]] = [[] for _ in indices]
         first = 0
         with exact_arithmetic(self.network):
             for batch in self._batches():
@@ -223,46 +223,41 @@ class LossLandscape(Landscape):
                         got=batches.describe(batch.inputs),
                         fix="Use all data.",
                     )
-                for own, chosen in zip(pieces, indices, strict=True):
+                for own, chosen in zip(parts, indices, strict=True):
                     here = (chosen[(chosen >= first) & (chosen < first + size)] - first).tolist()
                     if here:
                         own.append(Batch(batches.cut(batch.inputs, here), batch.target[here]))
                 first += size
-            results = []
-            for own, chosen in zip(pieces, indices, strict=True):
-                part = copy.copy(self)
-                part._kept, part._n_data, part._is_part = _joined(own, len(chosen)), len(chosen), True
-                part.scale = self.scale * self.n_data / len(chosen)
-                part._tangents = part._kept_tangents()
-                results.append(part)
-        return results
+            return [self._subset(own, len(chosen)) for own, chosen in zip(parts, indices, strict=True)]
+
+    def _subset(self, parts: list[Batch], n: int) -> LossLandscape:
+        subset = copy.copy(self)
+        subset._kept, subset.n_data, subset._checksum = _joined(parts, n), n, None
+        subset.scale = self.scale * self.n_data / n
+        subset._tangents = subset._keep_tangents()
+        return subset
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 
-    def _scope(self) -> AbstractContextManager[Any]:
+    def _scope(self) -> ExitStack:
         scope = ExitStack()
         for context in (exact_arithmetic(self.network), torch.no_grad(), differentiable_kernels(self.network.model)):
             scope.enter_context(context)
         return scope
 
     def _loss(self, outputs: Tensor, target: Any) -> Tensor:
-        """``−log p(target | outputs)``, times what it is scaled by."""
+        """``−log p(target | outputs)``, times the likelihood's weight."""
         rows, targets, weight = self.likelihood.rows(outputs, target)
         density = self.likelihood.log_density(rows, targets)
-        return -torch.where(weight > 0, density, 0.0).sum() * (self.scale / self._temperature)
+        return -torch.where(weight > 0, density, 0.0).sum() * self.likelihood_weight
 
     def _batch_loss(self, batch: Batch, point: Tensor) -> Tensor:
         outputs = self.network(batch.inputs, self.network.substitute(point)).to(point.dtype)
         return self._loss(outputs, batch.target).to(point.dtype)
 
-    def _chunks(self, points: Tensor) -> Iterator[slice]:
-        for start in range(0, len(points), self._stream.chunk_size):
-            yield slice(start, start + self._stream.chunk_size)
-
     @override
     def value(self, points: Tensor) -> Tensor:
-        away = points - self._centre
-        total = (self._precision * away.square()).sum(1).double() / 2
+        total = (self._precision * (points - self._centre).square()).sum(1).double() / 2
         with self._scope():
             if self.linearized:
                 for batch, line in self._lines():
@@ -279,72 +274,66 @@ class LossLandscape(Landscape):
         result = self._precision * (points - self._centre)
         with self._scope():
             if self.linearized:
-                return self._linear_derivatives(result, torch.zeros_like(result), points, None).gradients
+                return self._add_tangent_derivatives(result, None, points, None)
             for batch in self._batches():
-                result += self._differentiate.gradients(partial(self._batch_loss, batch), points)
+                result += gradients(partial(self._batch_loss, batch), points)
         return result
 
     @override
     def derivatives(self, points: Tensor, directions: Tensor) -> Derivatives:
-        gradients, products = self._precision * (points - self._centre), self._precision * directions
+        firsts, products = self._precision * (points - self._centre), self._precision * directions
         with self._scope():
             if self.linearized:
-                return self._linear_derivatives(gradients, products, points, directions)
-            for batch in self._batches():
-                for some in self._chunks(points):
-                    part = self._differentiate(partial(self._batch_loss, batch), points[some], directions[some])
-                    gradients[some] += part.gradients
-                    products[some] += part.products
-        return Derivatives(gradients, products)
+                self._add_tangent_derivatives(firsts, products, points, directions)
+            else:
+                for batch in self._batches():
+                    for some in self._chunks(points):
+                        part = self._second_order(partial(self._batch_loss, batch), points[some], directions[some])
+                        firsts[some] += part.gradients
+                        products[some] += part.products
+        return Derivatives(firsts, products)
+
+    def _chunks(self, points: Tensor) -> Iterator[slice]:
+        for start in range(0, len(points), self._stream.chunk_size):
+            yield slice(start, start + self._stream.chunk_size)
 
     # -- the network's tangent -----------------------------------------------------------------------------------------
 
-    def _linear_derivatives(
-        self, gradients: Tensor, products: Tensor, points: Tensor, directions: Tensor | None
-    ) -> Derivatives:
-        """Add ``Jᵀ r`` and ``Jᵀ Λ J u`` at the tangent's outputs."""
+    def _add_tangent_derivatives(
+        self, firsts: Tensor, products: Tensor | None, points: Tensor, directions: Tensor | None
+    ) -> Tensor:
+        """Add ``Jᵀ r`` and ``Jᵀ Λ J u``, r and Λ the loss's derivatives in the tangent's outputs; the first of both."""
         for batch, line in self._lines():
             for some in self._chunks(points):
                 outputs = line.outputs + line.push(points[some] - self.vector)
-                turned = None if directions is None else line.push(directions[some])
-                residual, bent = self._output_derivatives(outputs, turned, batch.target)
-                gradients[some] += line.pull(residual)
-                if bent is not None:
-                    products[some] += line.pull(bent)
-        return Derivatives(gradients, products)
+                with torch.enable_grad():
+                    leaf = outputs.detach().requires_grad_()  # [m, B, *, C]
+                    loss = torch.stack([self._loss(one, batch.target) for one in leaf]).sum()
+                    (residual,) = torch.autograd.grad(loss, leaf, create_graph=directions is not None)
+                firsts[some] += line.pull(residual.detach())
+                if directions is not None and products is not None and residual.requires_grad:
+                    pushed = line.push(directions[some])
+                    (curved,) = torch.autograd.grad(residual, leaf, pushed, materialize_grads=True)
+                    products[some] += line.pull(curved)
+        return firsts
 
-    def _output_derivatives(
-        self, outputs: Tensor, directions: Tensor | None, target: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss's gradient in outputs ``[m, B, *, C]``, and its Hessian times directions there."""
-        with torch.enable_grad():
-            leaf = outputs.detach().requires_grad_()
-            loss = torch.stack([self._loss(one, target) for one in leaf]).sum()
-            (residual,) = torch.autograd.grad(loss, leaf, create_graph=directions is not None)
-        if directions is None:
-            return residual.detach(), None
-        if not residual.requires_grad:  # the log-density is linear
-            return residual, None
-        (bent,) = torch.autograd.grad(residual, leaf, directions, materialize_grads=True)
-        return residual.detach(), bent
-
-    def _lines(self) -> Iterator[tuple[Batch, Linearization | _Tangent]]:
+    def _lines(self) -> Iterator[tuple[Batch, Linearization | _WrittenOut]]:
         if self._tangents is not None and self._kept is not None:
             yield from zip(self._kept, self._tangents, strict=True)
             return
         for batch in self._batches():
             yield batch, Linearization(self.network, self.vector, batch.inputs, self._stream.ways)
 
-    def _kept_tangents(self) -> list[_Tangent] | None:
-        """The Jacobian of all data, if they are few enough."""
-        entries = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
+    def _keep_tangents(self) -> list[_WrittenOut] | None:
+        """The Jacobian of all data, if it is small."""
+        n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
         if not self.linearized or self._kept is None:
             return None
-        if entries > min(_KEPT_BYTES, _memory.budget(self.network.device) // 4):
+        if n_bytes > min(_KEPT_BYTES, _memory.budget(self.network.device) // 4):
             return None
         with exact_arithmetic(self.network), torch.no_grad():
             lines = (Linearization(self.network, self.vector, batch.inputs, self._stream.ways) for batch in self._kept)
-            return [_Tangent(line, self._stream.chunk_size) for line in lines]
+            return [_WrittenOut(line, len(self.vector), self._stream.chunk_size) for line in lines]
 
     # -- the Gauss-Newton matrix ---------------------------------------------------------------------------------------
 
@@ -354,33 +343,27 @@ class LossLandscape(Landscape):
         Raises:
             NonFiniteError: The outputs are not finite there.
         """
-        moved = _Moved(self.network, point)
-        return GGNOperator(moved, self.likelihood, self.data(), chunk_size=self._stream.chunk_size)
+        return self._ggn(_Moved(self.network, point), self.data())
 
     def batchwise_ggn(self, point: Tensor) -> Iterator[GGNOperator]:
         """The terms of :meth:`ggn`, batch by batch."""
         moved = _Moved(self.network, point)
         for batch in self._batches():
-            yield GGNOperator(
-                moved, self.likelihood, [(batch.inputs, batch.target)], chunk_size=self._stream.chunk_size
-            )
+            yield self._ggn(moved, [(batch.inputs, batch.target)])
 
-    @property
-    def likelihood_weight(self) -> float:
-        """What the data's loss is multiplied by in L: ``scale / temperature``."""
-        return self.scale / self._temperature
+    def _ggn(self, network: Network, data: Iterable[Any]) -> GGNOperator:
+        return GGNOperator(network, self.likelihood, data, chunk_size=self._stream.chunk_size)
 
 
-class _Tangent:
+class _WrittenOut:
     """A batch's Jacobian written out, with the interface of a linearisation."""
 
-    def __init__(self, line: Linearization, chunk_size: int):
+    def __init__(self, line: Linearization, n_parameters: int, chunk_size: int):
         self.outputs = line.outputs
-        rows = self.outputs.numel()
-        self._jacobian = self.outputs.new_empty(rows, len(line.pull._point))  # [n, P]
-        for some in torch.arange(rows, device=self.outputs.device).split(chunk_size):
-            units = self.outputs.new_zeros(len(some), rows)
-            units[torch.arange(len(some)), some] = 1.0
+        n = self.outputs.numel()
+        self._jacobian = self.outputs.new_empty(n, n_parameters)
+        for some in torch.arange(n, device=self.outputs.device).split(chunk_size):
+            units = self.outputs.new_zeros(len(some), n).scatter_(1, some[:, None], 1.0)
             self._jacobian[some] = line.pull(units.view(-1, *self.outputs.shape))
 
     def push(self, vectors: Tensor) -> Tensor:
@@ -405,39 +388,74 @@ class _Moved(Network):
         return Network.parameters.fget(self) | self._point  # type: ignore[attr-defined]
 
 
-def _n_bytes(batch: Batch) -> int:
-    leaves = [*batches.flatten(batch.inputs)[0], batch.target]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+def _leaves(batch: Batch) -> list[Any]:
+    return [*batches.flatten(batch.inputs)[0], batch.target]
 
 
-def _joined(pieces: list[Batch], largest: int) -> list[Batch]:
-    """Batches of up to ``largest`` examples, made of those that fit together."""
-    result: list[Batch] = []
-    group: list[Batch] = []
-    for batch in pieces:
-        size = sum(batches.batch_size(member.target) for member in group)
-        if group and not (_fits(group[-1], batch) and size + batches.batch_size(batch.target) <= largest):
-            result.append(_concatenated(group))
-            group = []
-        group.append(batch)
-    return [*result, _concatenated(group)] if group else result
+def _joined(parts: list[Batch], largest: int) -> list[Batch]:
+    """Batches of up to ``largest`` examples, made of successive ones that can be concatenated."""
+    groups: list[list[Batch]] = []
+    last, size = None, 0
+    for batch in parts:
+        own, n = _signature(batch), batches.batch_size(batch.target)
+        if own is None or own != last or size + n > largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(batch)
+        last, size = own, size + n
+    result = []
+    for group in groups:
+        columns = zip(*(batches.flatten(batch.inputs)[0] for batch in group), strict=True)
+        leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        inputs = batches.flatten(group[0].inputs)[1](leaves)
+        result.append(group[0] if len(group) == 1 else Batch(inputs, torch.cat([batch.target for batch in group])))
+    return result
 
 
-def _fits(left: Batch, right: Batch) -> bool:
-    if not all(batches.can_be_cut(batch.inputs, batches.batch_size(batch.target)) for batch in (left, right)):
-        return False
-    ours, theirs = ([*batches.flatten(batch.inputs)[0], batch.target] for batch in (left, right))
-    return len(ours) == len(theirs) and all(
-        a.shape[1:] == b.shape[1:] and a.ndim == b.ndim > 0 and a.dtype == b.dtype
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else type(a) is type(b) and a == b
-        for a, b in zip(ours, theirs, strict=True)
-    )
+def _signature(batch: Batch) -> list[Any] | None:
+    """What batches have in common that can be concatenated; None for a batch that cannot be."""
+    leaves = _leaves(batch)
+    cuttable = batches.can_be_cut(batch.inputs, batches.batch_size(batch.target))
+    if not cuttable or any(isinstance(leaf, Tensor) and not leaf.ndim for leaf in leaves):
+        return None
+    return [(x.shape[1:], x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
 
 
-def _concatenated(group: list[Batch]) -> Batch:
-    if len(group) == 1:
-        return group[0]
-    columns = zip(*(batches.flatten(batch.inputs)[0] for batch in group), strict=True)
-    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return Batch(batches.flatten(group[0].inputs)[1](leaves), torch.cat([batch.target for batch in group]))
+# -- smoothness --------------------------------------------------------------------------------------------------------
+
+_KINKED = (
+    "relu relu6 leaky_relu prelu rrelu threshold hardtanh hardsigmoid hardswish hardshrink softshrink elu selu celu "
+    "abs absolute sign floor ceil round trunc clamp clamp_min clamp_max clip maximum minimum fmax fmin max min amax "
+    "amin cummax cummin topk kthvalue median sort"
+)
+"""Functions whose first or second derivative jumps somewhere, by name; besides the kinds of max-pooling."""
+
+
+def kinks(network: Network, inputs: Any) -> tuple[str, ...]:
+    """Names of the operations that make a network's outputs other than twice continuously differentiable.
+
+    Seen in one forward pass. It finds functions of torch that are known for it, wherever they are called; whether the
+    selected parameters are before or after them it does not tell.
+
+    Args:
+        network: The network.
+        inputs: One batch's inputs.
+    """
+    seen = _SeenKinks()
+    with torch.no_grad(), seen:
+        network.raw(network.receive(inputs))
+    return tuple(sorted(seen.names))
+
+
+class _SeenKinks(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").rstrip("_")
+        kinked = name in _KINKED.split() or "max_pool" in name
+        if kinked and args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))

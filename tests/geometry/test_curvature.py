@@ -114,7 +114,15 @@ def test_of_a_network():
     x = random(10, 2)
     landscape = LossLandscape(net, "regression", [(x, x.prod(1, keepdim=True))])
     point = landscape.vector
-    g, h = derivatives(lambda p: landscape._batch_loss(landscape._kept[0], p) + p.square().sum() / 2, point)
+    names, shapes = zip(*((name, p.shape) for name, p in net.named_parameters()), strict=True)
+
+    def loss(p):
+        parts = p.split([shape.numel() for shape in shapes])
+        own = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        residual = torch.func.functional_call(net, own, (x,)) - x.prod(1, keepdim=True)
+        return residual.square().sum() / 2 + p.square().sum() / 2
+
+    g, h = derivatives(loss, point)
     beta = 1 / (1 + g @ g)
     expected = beta * (h.trace() ** 2 - (h @ h).trace())
     expected = expected - 2 * beta**2 * (h.trace() * (g @ h @ g) - (h @ g).square().sum())
@@ -127,9 +135,9 @@ def test_of_a_network():
 def test_bad_arguments_are_refused():
     point = random(3)
     for options in ({"probes": 1}, {"deflate": 4}, {"deflate": -1}, {"probes": 2.5}):
-        with pytest.raises(ConfigurationError, match="no such number"):
+        with pytest.raises(ConfigurationError, match="out of range"):
             estimate_scalar_curvature(wavy, point, **options)
-    with pytest.raises(ConfigurationError, match="no point"):
+    with pytest.raises(ConfigurationError, match="must be a vector"):
         scalar_curvature(wavy, point[None])
     with pytest.raises(NonFiniteError):
         scalar_curvature(lambda p: p.sqrt().sum(), -point.abs())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_plus._memory import memory_budget
-from laplace_plus.geometry import LossLandscape, particles
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.geometry.particles import ParticleLandscape
 
 
@@ -60,55 +60,58 @@ def both(net, batches, **options):
     ("net", "keyed", "way"),
     [
         (nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(), nn.Linear(6, 3)), False, "recorded"),
+        (nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, 3)), False, "recorded"),
         (Keyed(), True, "recorded"),
         (Branching(5, 3), False, "one by one"),
         (Misleading(5, 3), False, "one by one"),
     ],
-    ids=["perceptron", "keyed", "branching", "misleading"],
+    ids=["perceptron", "convolution", "keyed", "branching", "misleading"],
 )
-def test_gradients_are_those_of_each_point(net, keyed, way, monkeypatch):
-    monkeypatch.setattr(particles, "_WORTH", 2)
+def test_gradients_are_those_of_each_point(net, keyed, way):
     one, other, points = both(net.double().eval(), data(keyed))
     for step in range(5):
         here = points + 0.1 * step
         torch.testing.assert_close(one.gradient(here), other.gradient(here), rtol=1e-10, atol=1e-10)
+        if step == 1:
+            assert one.way == ("mapped" if way == "recorded" else way)
+            one.expect(1000)
     assert one.way == way
-    assert len(one._gradients._recordings) == (way == "recorded")
+
+
+def test_slower_ways_may_be_asked_for():
+    one, other, points = both(nn.Linear(5, 3).double(), data())
+    one.expect(1000)
+    for way in ("mapped", "one by one"):
+        one.allow(way)
+        torch.testing.assert_close(one.gradient(points), other.gradient(points), rtol=1e-10, atol=1e-10)
+        assert one.way == way
 
 
 def test_parts_that_fit_into_memory_add_up():
-    net = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    one, other, points = both(net, data(), chunk_size=4)
     sizes = []
-    function = one._batch_loss
-    one._batch_loss = lambda batch, point: (sizes.append(len(batch.target)), function(batch, point))[1]
+
+    class Noting(nn.Sequential):
+        def forward(self, x):
+            sizes.append(len(x))
+            return super().forward(x)
+
+    net = Noting(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    one, other, points = both(net, data(), chunk_size=4)
+    expected = other.gradient(points)
     with memory_budget(20_000):
-        torch.testing.assert_close(one.gradient(points), other.gradient(points), rtol=1e-10, atol=1e-10)
+        one.gradient(points)  # compares ways, and measures
+        sizes.clear()
+        torch.testing.assert_close(one.gradient(points), expected, rtol=1e-10, atol=1e-10)
     assert max(sizes) < 12
 
 
-@pytest.mark.parametrize(("room", "together"), [(1, 1), (2.5, 2), (100, 6)])
-def test_points_whose_tensors_leave_the_caches_go_apart(room, together, monkeypatch):
-    net = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    one, other, points = both(net, data())
-    largest = max(one._bytes_per_example(batch) * len(batch.target) for batch in one._batches())
-    monkeypatch.setattr(particles, "_CACHE", int(room * largest))
-    taken = []
-    pieces = one._pieces
-    one._pieces = lambda batch, points: (
-        (taken.append(len(points[some])), (part, some))[1] for part, some in pieces(batch, points)
-    )
-    torch.testing.assert_close(one.gradient(points), other.gradient(points), rtol=1e-10, atol=1e-10)
-    assert max(taken) == together
-
-
-def test_subsets_share_what_was_learnt(monkeypatch):
-    monkeypatch.setattr(particles, "_WORTH", 2)
+def test_subsets_share_what_was_learnt():
     one, other, points = both(nn.Linear(5, 3).double(), data())
+    one.expect(1000)
     orders = [torch.randperm(20, generator=torch.Generator().manual_seed(k))[:6] for k in range(5)]
     for mine, theirs in zip(one.subsets(orders), other.subsets(orders), strict=True):
         torch.testing.assert_close(mine.gradient(points), theirs.gradient(points), rtol=1e-10, atol=1e-10)
-    assert len(one._gradients._recordings) == 1
+    assert one.way == "recorded"
 
 
 def test_the_largest_curvature():

@@ -25,7 +25,7 @@ from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, SmoothnessWarning
 from laplace_plus.evidence import fitted_data
 from laplace_plus.geometry import LossLandscape, PathStatus, kinks
-from laplace_plus.geometry.geodesic import failures
+from laplace_plus.geometry.integration import failures
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.gaussian import GaussianPosterior
