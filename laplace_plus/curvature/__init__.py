@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from laplace_plus.curvature.accumulation import (
+    Accumulation,
+    DenseAccumulation,
+    DiagonalAccumulation,
+    register_structure,
+)
 from laplace_plus.curvature.base import (
     Backend,
     Kind,
@@ -12,6 +18,7 @@ from laplace_plus.curvature.base import (
     register_backend,
     resolve_backend,
 )
+from laplace_plus.curvature.calls import Call, LinearCall, register_rule
 from laplace_plus.curvature.native import Native
 from laplace_plus.curvature.operators import (
     FisherOperator,
@@ -25,15 +32,21 @@ from laplace_plus.curvature.structures import (
     DiagonalStructure,
     FullStructure,
     KroneckerStructure,
+    Layout,
     LowRankStructure,
     Structure,
+    register_block,
 )
 
 __all__ = [
+    "Accumulation",
     "BackPack",
     "Backend",
+    "Call",
     "Curvature",
     "Curvlinops",
+    "DenseAccumulation",
+    "DiagonalAccumulation",
     "DiagonalStructure",
     "FisherOperator",
     "FullStructure",
@@ -42,12 +55,17 @@ __all__ = [
     "JacobianOperator",
     "Kind",
     "KroneckerStructure",
+    "Layout",
+    "LinearCall",
     "LowRankStructure",
     "Native",
     "RootOperator",
     "Structure",
     "backend_from_config",
     "register_backend",
+    "register_block",
+    "register_rule",
+    "register_structure",
     "resolve_backend",
 ]
 

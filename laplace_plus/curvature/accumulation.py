@@ -1,35 +1,38 @@
-"""Adding up a batch's curvature, a chunk of directions at a time, into the sums of all data.
+"""Adding up a batch's curvature, a chunk of cotangents at a time, into the sums of all data.
 
-Sums are updated in place. The inputs of a Kronecker factor are the same for every chunk of directions, so they enter
-with the first one. Only where an attention mask hides tokens do they enter with the last one, when it is known that no
-direction reaches the masked positions: the inputs at these are then left out, of ``Σ a aᵀ`` and of its count (or of
-the mean over positions, where positions are summed first).
+Sums are updated in place. The inputs of a Kronecker factor are the same for every chunk of cotangents, so they enter
+with the first chunk. Where an attention mask hides tokens, they enter with the last chunk: a masked position is padding
+if no cotangent's gradient reaches it. Padding is left out of ``Σ a aᵀ`` and of its count (or of the mean over
+positions, where positions are summed first), so that a fit does not depend on the longest sequence of each batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.layouts import CHANNELS, EMBEDDING, MATRIX, Layout
 from laplace_plus.curvature.structures import (
+    CHANNELS,
+    EMBEDDING,
+    MATRIX,
     Curvature,
     DiagonalStructure,
     FullStructure,
     KroneckerStructure,
+    Layout,
     Structure,
     used_differently,
 )
-from laplace_plus.curvature.token_masks import Padding, has_tokens, token_mask
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.structured import (
     Block,
     DenseBlock,
@@ -45,19 +48,23 @@ from laplace_plus.structured.kronecker import DiagonalOutputBlock
 
 B = TypeVar("B", bound=Block)
 
+MASK_KEY = "attention_mask"
+"""The key under which a mapping's inputs may hold a mask ``[B, T]``, zero for padding and one for tokens."""
+
 
 class Accumulation(ABC):
     """Adds one batch's curvature to a sum.
 
     Args:
         gradients: The batch's per-example gradients.
-        structure: What to add up.
-        n_components: K.
+        structure: The structure of the sum.
+        n_components: K, the number of noise levels whose curvatures are kept apart.
         used: ``[B]``: whether an example has any target that is not ignored.
-        total: The sum so far, which is added to.
+        total: The sum so far, which is added to; None begins one.
 
     Attributes:
         total: The sum.
+        deferred: Functions that :meth:`finish` calls first.
     """
 
     def __init__(
@@ -65,253 +72,283 @@ class Accumulation(ABC):
     ):
         self.gradients, self.structure, self.n_components, self.used = gradients, structure, n_components, used
         self.total = Curvature([]) if total is None else total
-        self._blocks = {layout.key: block for layout, block in self.total}
         self._is_begun = total is not None
+        self._blocks: dict[str, Block] = {}
+        for layout, block in self.total.blocks:
+            self._blocks[layout.key] = block
         self._touched: set[str] = set()
+        self.deferred: list[Callable[[], None]] = []
 
     @abstractmethod
     def add(self, cotangents: Tensor, components: Tensor) -> None:
-        """Add the directions ``[V, B, *, C]``, which belong to components ``[V]``."""
+        """Add the cotangents ``[V, B, *, C]``, which belong to components ``[V]``."""
 
     def finish(self) -> Curvature:
-        """The sum, after all directions of the batch.
+        """The sum, after all cotangents of the batch.
 
         Raises:
             DataError: The batch did not use every parameter in the way that earlier ones did.
         """
+        for late in self.deferred:
+            late()
         if self._touched != self._blocks.keys():
             raise used_differently(sorted(self._touched ^ self._blocks.keys()))
         return self.total
+
+    def blocks(self, cotangents: Tensor) -> Iterator[tuple[Layout, ExampleGradients]]:
+        """Per-example gradients of each of the structure's blocks."""
+        own = self.gradients.layouts
+        layouts = self.structure.layouts(self.gradients.network, own)
+        return self.gradients.blocks(cotangents, None if layouts is own else layouts)
 
     def block(self, layout: Layout, kind: type[B], create: Callable[[], B]) -> tuple[B, bool]:
         """The block of a layout, and whether this batch comes to it for the first time."""
         is_new = layout.key not in self._touched
         self._touched.add(layout.key)
-        if layout.key not in self._blocks:
-            if self._is_begun:
-                raise used_differently([layout.key])
+        if layout.key not in self._blocks and not self._is_begun:
             self._blocks[layout.key] = create()
             self.total.blocks.append((layout, self._blocks[layout.key]))
-        block = self._blocks[layout.key]
+        block = self._blocks.get(layout.key)
         if not isinstance(block, kind):
             raise used_differently([layout.key])
         return block, is_new
 
-    def parts(self, stack: ExampleGradients, components: Tensor) -> list[ExampleGradients]:
-        """The directions of each component."""
-        return by_component(stack, components, self.n_components)
+    def by_component(self, gradients: ExampleGradients, components: Tensor) -> list[ExampleGradients]:
+        """The gradients of each component's cotangents."""
+        if self.n_components == 1:
+            return [gradients]
+        return [gradients.select((components == k).nonzero().squeeze(-1)) for k in range(self.n_components)]
 
-    def add_squares(self, layout: Layout, stack: ExampleGradients, components: Tensor) -> None:
+    def add_squares(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
-        network = self.gradients.network
 
         def create() -> DiagonalBlock:
-            shape = (self.n_components, *layout.shape)
-            return DiagonalBlock(torch.zeros(shape, dtype=network.dtype, device=stack.device))
+            shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
+            return DiagonalBlock(torch.zeros(shape, dtype=dtype, device=gradients.device))
 
         block, _ = self.block(layout, DiagonalBlock, create)
-        for number, part in enumerate(self.parts(stack, components)):
-            if part.dtype == block.values.dtype:
-                part.add_squares_(block.values[number])
+        for total, part in zip(block.values, self.by_component(gradients, components), strict=True):
+            if part.dtype == total.dtype:
+                part.add_squares_(total)
             else:
-                block.values[number] += part.squares()
+                total += part.squares()
 
-    def add_outer_products(self, layout: Layout, stack: ExampleGradients, components: Tensor) -> None:
+    def add_outer_products(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""
         groups, rows, columns = layout.shape
-        block, _ = self.block(
-            layout, DenseBlock, lambda: DenseBlock(self._sums(groups, rows * columns, stack.device), layout.shape)
-        )
+
+        def create() -> DenseBlock:
+            dtype, device = self.gradients.network.dtype, gradients.device
+            size = rows * columns
+            sums = [GramSum(groups, size, dtype=dtype, device=device) for _ in range(self.n_components)]
+            return DenseBlock(sums, layout.shape)
+
+        block, _ = self.block(layout, DenseBlock, create)
         block.changed()
-        for total, part in zip(block.sums, self.parts(stack, components), strict=True):
+        for total, part in zip(block.sums, self.by_component(gradients, components), strict=True):
             for _, values in part.chunks():
                 total.add_rows(values.flatten(3).flatten(0, 1).movedim(1, 0))  # [G, Vb, n]
 
-    def _sums(self, groups: int, size: int, device: torch.device) -> list[GramSum]:
-        dtype = self.gradients.network.dtype
-        return [GramSum(groups, size, dtype=dtype, device=device) for _ in range(self.n_components)]
-
-
-def by_component(stack: ExampleGradients, components: Tensor, n_components: int) -> list[ExampleGradients]:
-    """The directions of each component."""
-    if n_components == 1:
-        return [stack]
-    return [stack.select((components == k).nonzero().squeeze(-1)) for k in range(n_components)]
-
 
 class DiagonalAccumulation(Accumulation):
-    """For :class:`DiagonalStructure`."""
+    """A diagonal block for each of the structure's layouts."""
 
     @override
     def add(self, cotangents: Tensor, components: Tensor) -> None:
-        for layout, stack in self.gradients.stacks(cotangents):
-            self.add_squares(layout, stack, components)
+        for layout, gradients in self.blocks(cotangents):
+            self.add_squares(layout, gradients, components)
 
 
-class FullAccumulation(Accumulation):
-    """For :class:`FullStructure`."""
+class DenseAccumulation(Accumulation):
+    """A dense block for each of the structure's layouts."""
 
     @override
     def add(self, cotangents: Tensor, components: Tensor) -> None:
-        self.add_outer_products(*self.gradients.whole(cotangents), components)
+        for layout, gradients in self.blocks(cotangents):
+            self.add_outer_products(layout, gradients, components)
 
 
 class KroneckerAccumulation(Accumulation):
     """For :class:`KroneckerStructure`."""
 
-    def __init__(
-        self, gradients: Gradients, structure: Structure, n_components: int, used: Tensor, total: Curvature | None
-    ):
-        super().__init__(gradients, structure, n_components, used, total)
-        capture = gradients.capture
-        self._tokens = None if capture.pointwise else token_mask(capture.inputs, capture.n_examples)
-        self._waiting: dict[str, _Inputs] = {}
-
-    @override
-    def finish(self) -> Curvature:
-        for inputs in self._waiting.values():
-            self._add_right(inputs.block, inputs.stack, inputs.layout, inputs.padding.kept())
-        self._waiting.clear()
-        return super().finish()
+    structure: KroneckerStructure
+    _tokens: Tensor | None = None
+    _waiting: dict[str, _Inputs] | None = None
 
     @override
     def add(self, cotangents: Tensor, components: Tensor) -> None:
-        assert isinstance(self.structure, KroneckerStructure)
-        for layout, stack in self.gradients.stacks(cotangents):
-            if layout.rule in (MATRIX, EMBEDDING) and isinstance(stack, (OuterGradients, EmbeddingGradients)):
-                self._add_products(layout, stack, components, self.structure.weight_sharing)
+        capture = self.gradients.capture
+        if self._waiting is None:
+            self._waiting = {}
+            if isinstance(capture.inputs, Mapping) and not capture.pointwise:
+                self._tokens = token_mask(capture.inputs, capture.n_examples)
+        for layout, gradients in self.gradients.blocks(cotangents):
+            if layout.rule in (MATRIX, EMBEDDING) and isinstance(gradients, (OuterGradients, EmbeddingGradients)):
+                self._add_product(layout, gradients, components)
             elif layout.rule == CHANNELS or layout.n_entries <= self.structure.dense_limit:
-                self.add_outer_products(layout, stack, components)
+                self.add_outer_products(layout, gradients, components)
             else:
-                self.add_squares(layout, stack, components)
+                self.add_squares(layout, gradients, components)
 
-    def _add_products(
-        self, layout: Layout, stack: OuterGradients | EmbeddingGradients, components: Tensor, weight_sharing: str
-    ) -> None:
+    def _add_product(self, layout: Layout, gradients: OuterGradients | EmbeddingGradients, components: Tensor) -> None:
+        """Add ``Σ g gᵀ``, or ``Σ g²`` for a last layer with many outputs, and the inputs to a Kronecker block."""
         groups, rows, columns = layout.shape
-        if isinstance(stack, OuterGradients) and self._keeps_diagonal(layout):
-            self._add_diagonal_outputs(layout, stack, components, weight_sharing)
-            return
-
-        def create() -> KroneckerBlock:
-            nothing = torch.zeros((), dtype=torch.float64)
-            left = self._sums(groups, rows, stack.device)
-            if isinstance(stack, EmbeddingGradients):
-                counts = torch.zeros(groups, columns, dtype=self.gradients.network.dtype, device=stack.device)
-                return KroneckerBlock(left, counts, nothing)
-            # Groups that share their input (attention's projections) share its factor.
-            return KroneckerBlock(left, self._sums(stack.right_shape[0], columns, stack.device)[0], nothing)
-
-        block, is_new = self.block(layout, KroneckerBlock, create)
-        block.changed()
-        for total, part in zip(block.left_sums, self.parts(stack, components), strict=True):
-            _add_left(total, part, weight_sharing)
-        self._add_inputs(block, stack, layout, is_new)
-
-    def _keeps_diagonal(self, layout: Layout) -> bool:
-        """Whether this is the last layer, and so wide that its output factor is kept as a diagonal."""
-        assert isinstance(self.structure, KroneckerStructure)
-        capture, (groups, rows, _) = self.gradients.capture, layout.shape
+        capture, device = self.gradients.capture, gradients.device
         is_last = groups == 1 and rows == capture.output_shape[-1] and capture.last_used in layout.names
-        return is_last and self.structure.keeps_diagonal(rows)
+        diagonal = is_last and isinstance(gradients, OuterGradients) and self.structure.keeps_diagonal(rows)
 
-    def _add_diagonal_outputs(
-        self, layout: Layout, stack: OuterGradients, components: Tensor, weight_sharing: str
-    ) -> None:
-        """Add ``Σ g²`` and ``Σ a aᵀ`` to the block of a last layer with many outputs."""
+        def create() -> KroneckerBlock | DiagonalOutputBlock:
+            nothing, dtype = torch.zeros((), dtype=torch.float64), self.gradients.network.dtype
+            if isinstance(gradients, EmbeddingGradients):
+                right: Any = torch.zeros(groups, columns, dtype=dtype, device=device)
+            else:  # groups that share their input (attention's projections) share its factor
+                right = GramSum(gradients.right_shape[0], columns, dtype=dtype, device=device)
+            if diagonal:
+                left = torch.zeros(self.n_components, groups, rows, dtype=dtype, device=device)
+                return DiagonalOutputBlock(left, right, nothing)
+            sums = []
+            for _ in range(self.n_components):
+                sums.append(GramSum(groups, rows, dtype=dtype, device=device))
+            return KroneckerBlock(sums, right, nothing)
 
-        def create() -> DiagonalOutputBlock:
-            left = torch.zeros(self.n_components, *layout.shape[:2], dtype=self.gradients.network.dtype)
-            right = self._sums(1, layout.shape[2], stack.device)[0]
-            return DiagonalOutputBlock(left.to(stack.device), right, torch.zeros((), dtype=torch.float64))
-
-        block, is_new = self.block(layout, DiagonalOutputBlock, create)
+        kind: Any = DiagonalOutputBlock if diagonal else KroneckerBlock
+        block, is_new = self.block(layout, kind, create)
         block.changed()
-        for number, part in enumerate(self.parts(stack, components)):
-            assert isinstance(part, OuterGradients)
-            for examples in part.side_chunks():
-                left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, 1, o]
-                left = left.sum(2, keepdim=True) if weight_sharing == "reduce" else left
-                block.left[number] += left.to(block.left.dtype).square().sum((0, 1, 2))
-        self._add_inputs(block, stack, layout, is_new)
+        parts = [gradients] if self.n_components == 1 else self.by_component(gradients, components)
+        for total, part in zip(block.left if diagonal else block.left_sums, parts, strict=True):
+            _add_left(total, part, self.structure.weight_sharing == "reduce")
+        if self._tokens is not None and self._await(block, gradients, layout, self._tokens, is_new):
+            return
+        if is_new:
+            self._add_inputs(block, gradients, layout)
+
+    def _await(
+        self, block: Any, gradients: OuterGradients | EmbeddingGradients, layout: Layout, tokens: Tensor, is_new: bool
+    ) -> bool:
+        """Defer the inputs of a layer whose positions are those of the tokens; False for other layers."""
+        assert self._waiting is not None
+        if is_new and self._are_tokens(layout, gradients, tokens.shape[1]):
+            inputs = self._waiting[layout.key] = _Inputs(gradients, tokens)
+            self.deferred.append(lambda: self._add_inputs(block, inputs.gradients, layout, inputs.kept()))
+        if layout.key in self._waiting:
+            self._waiting[layout.key].note(gradients)
+        return layout.key in self._waiting
+
+    def _are_tokens(self, layout: Layout, gradients: OuterGradients | EmbeddingGradients, n_tokens: int) -> bool:
+        """Whether a block's positions are those of the tokens, once for each use of its weight."""
+        uses, names = Counter(call.rows for call in self.gradients.capture.calls), set(layout.names)
+        own = [count for rows, count in uses.items() if {part.name for part in rows} == names]
+        return any(_n_positions(gradients) == count * n_tokens for count in own)
 
     def _add_inputs(
-        self,
-        block: KroneckerBlock | DiagonalOutputBlock,
-        stack: OuterGradients | EmbeddingGradients,
-        layout: Layout,
-        is_new: bool,
-    ) -> None:
-        """Add the inputs with the first directions, or, where tokens are masked, keep them for :meth:`finish`."""
-        if is_new and (self._tokens is None or not self._has_tokens(layout, stack)):
-            self._add_right(block, stack, layout)
-        elif is_new:
-            assert self._tokens is not None
-            self._waiting[layout.key] = _Inputs(block, _without_left(stack), layout, Padding(self._tokens, stack))
-        if layout.key in self._waiting:
-            self._waiting[layout.key].padding.note(stack)
-
-    def _has_tokens(self, layout: Layout, stack: OuterGradients | EmbeddingGradients) -> bool:
-        assert self._tokens is not None
-        n_positions = stack.index.shape[1] if isinstance(stack, EmbeddingGradients) else stack.n_positions
-        return has_tokens(layout, self.gradients.capture.calls, n_positions, self._tokens.shape[1])
-
-    def _add_right(
-        self,
-        block: KroneckerBlock | DiagonalOutputBlock,
-        stack: OuterGradients | EmbeddingGradients,
-        layout: Layout,
-        kept: Tensor | None = None,
+        self, block: Any, gradients: OuterGradients | EmbeddingGradients, layout: Layout, kept: Tensor | None = None
     ) -> None:
         """Add ``Σ a aᵀ`` and its count, over all positions of used examples, or over those ``kept [B, S]``."""
-        assert isinstance(self.structure, KroneckerStructure)
-        expand = self.structure.weight_sharing == "expand"
-        if isinstance(stack, EmbeddingGradients):
-            assert isinstance(block.right_sum, Tensor)
-            index = _checked(stack, self.structure.weight_sharing, layout)
-            index = index[self.used] if kept is None else index[kept & self.used[:, None]]
-            block.right_sum += torch.bincount(index.flatten(), minlength=stack.n_columns).to(block.right_sum)
+        expand, total = self.structure.weight_sharing == "expand", block.right_sum
+        if isinstance(gradients, EmbeddingGradients):
+            if not expand and gradients.index.shape[1] > 1:
+                raise UnsupportedError(
+                    f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary.",
+                    expected='weight_sharing="expand" where embeddings are selected',
+                    got='weight_sharing="reduce"',
+                    fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
+                )
+            index = gradients.index[self.used] if kept is None else gradients.index[kept & self.used[:, None]]
+            total += torch.bincount(index.flatten(), minlength=gradients.n_columns).to(total)
             block.count = block.count + index.numel()
             return
-        total = block.right_sum
-        assert isinstance(total, GramSum)
-        groups, width = stack.right_shape
+        groups, width = gradients.right_shape
         every = bool(self.used.all())
-        for examples in slices(stack.n_examples, stack.n_positions * groups * width * 4):
-            raw = stack.raw_right[examples] if every else stack.raw_right[examples][self.used[examples]]
+        for examples in slices(gradients.n_examples, gradients.n_positions * groups * width * 4):
+            raw = gradients.raw_right[examples] if every else gradients.raw_right[examples][self.used[examples]]
             own = None if kept is None else kept[examples][self.used[examples]]
-            direct = stack.add_right_products
-            if expand and own is None and direct is not None and len(raw) * stack.n_positions >= width:
+            direct = gradients.add_right_products
+            if expand and own is None and direct is not None and len(raw) * gradients.n_positions >= width:
                 total.add_products(partial(direct, raw))
                 continue
-            right = stack.expand_right(raw)  # [b, S, G, i]
+            right = gradients.expand_right(raw)  # [b, S, G, i]
             if own is not None:
                 right = right[own] if expand else _means(right, own, total.dtype)
             else:
                 right = right.flatten(0, 1) if expand else right.mean(1, dtype=total.dtype)
             total.add_rows(right.movedim(1, 0))
         if kept is None:
-            block.count = block.count + int(self.used.sum()) * (stack.n_positions if expand else 1)
+            block.count = block.count + int(self.used.sum()) * (gradients.n_positions if expand else 1)
         else:
             own = kept[self.used]
             block.count = block.count + int(own.sum() if expand else own.any(1).sum())
 
 
+def _add_left(total: Any, gradients: ExampleGradients, reduce: bool) -> None:
+    """Add ``Σ g gᵀ`` to sums ``[G, o, o]``, or ``Σ g²`` to a tensor ``[G, o]``."""
+    if isinstance(gradients, EmbeddingGradients):
+        total.add_rows(gradients.left.flatten(0, 2)[None])
+        return
+    assert isinstance(gradients, OuterGradients)
+    for examples in gradients.side_chunks():
+        left = gradients.expand_left(gradients.raw_left[:, examples])  # [V, b, S, G, o]
+        left = left.sum(2, keepdim=True, dtype=total.dtype) if reduce else left
+        if isinstance(total, Tensor):
+            total += left.to(total.dtype).square().sum((0, 1, 2))
+        elif left.stride(-1) != 1 and left.shape[2] > 1:
+            # Channels before pixels, as convolutions have them: contiguous runs are copied for columns, not for rows.
+            total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
+        else:
+            total.add_rows(left.flatten(0, 2).movedim(1, 0))
+
+
+# -- padding -----------------------------------------------------------------------------------------------------------
+
+
+def token_mask(inputs: Any, n_examples: int) -> Tensor | None:
+    """The mask among a batch's inputs as ``[B, T]``, true for tokens; None where there is none or it hides nothing."""
+    mask = inputs.get(MASK_KEY) if isinstance(inputs, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != n_examples:
+        return None
+    tokens = mask != 0
+    is_mask = torch.equal(tokens.to(mask.dtype), mask)  # and not numbers that are added to the attention scores
+    return None if not is_mask or bool(tokens.all()) else tokens
+
+
 @dataclass
 class _Inputs:
-    """A layer's inputs, to be added when it is known which of them are padding."""
+    """A layer's inputs, which wait until all cotangents have told which positions are padding.
 
-    block: KroneckerBlock | DiagonalOutputBlock
-    stack: OuterGradients | EmbeddingGradients
-    layout: Layout
-    padding: Padding
+    A masked position may count all the same: the mask may be about another sequence of the same length (a decoder's
+    positions under the encoder's mask), or the network may ignore it. So an example's masked positions are padding if
+    no output gradient of any cotangent reaches them, however data and cotangents are cut.
+    """
+
+    gradients: OuterGradients | EmbeddingGradients
+    tokens: Tensor
+
+    def __post_init__(self) -> None:
+        own = self.gradients
+        self.tokens = self.tokens.to(own.device).repeat(1, _n_positions(own) // self.tokens.shape[1])
+        self.is_reached = torch.zeros(len(self.tokens), dtype=torch.bool, device=own.device)
+        # Without output gradients (V = 0): only the inputs are kept.
+        if isinstance(own, EmbeddingGradients):
+            self.gradients = replace(own, left=own.left.new_empty(0, *own.left.shape[1:]))
+        else:
+            self.gradients = replace(own, raw_left=own.raw_left.new_empty(0, *own.raw_left.shape[1:]))
+
+    def note(self, gradients: OuterGradients | EmbeddingGradients) -> None:
+        """Take some cotangents into account."""
+        masked = ~self.tokens
+        if isinstance(gradients, EmbeddingGradients):
+            self.is_reached |= ((gradients.left != 0).any(-1).any(0) & masked).any(1)
+            return
+        for examples in gradients.side_chunks():
+            left = gradients.expand_left(gradients.raw_left[:, examples])  # [V, b, S, G, o]
+            self.is_reached[examples] |= ((left != 0).flatten(3).any(-1).any(0) & masked[examples]).any(1)
+
+    def kept(self) -> Tensor:
+        """``[B, S]``: the positions that are not padding."""
+        return self.tokens | self.is_reached[:, None]
 
 
-def _without_left(stack: OuterGradients | EmbeddingGradients) -> OuterGradients | EmbeddingGradients:
-    """The stack in no direction, which holds on to its right side alone."""
-    if isinstance(stack, EmbeddingGradients):
-        return replace(stack, left=stack.left.new_empty(0, *stack.left.shape[1:]))
-    return replace(stack, raw_left=stack.raw_left.new_empty(0, *stack.raw_left.shape[1:]))
+def _n_positions(gradients: OuterGradients | EmbeddingGradients) -> int:
+    return gradients.index.shape[1] if isinstance(gradients, EmbeddingGradients) else gradients.n_positions
 
 
 def _means(right: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
@@ -321,38 +358,30 @@ def _means(right: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
     return (sums / counts.clamp(min=1))[kept.any(1)]
 
 
-def _add_left(total: GramSum, stack: ExampleGradients, weight_sharing: str) -> None:
-    """Add ``Σ g gᵀ``, ``[G, o, o]``."""
-    if isinstance(stack, EmbeddingGradients):
-        total.add_rows(stack.left.flatten(0, 2)[None])
-        return
-    assert isinstance(stack, OuterGradients)
-    for examples in stack.side_chunks():
-        left = stack.expand_left(stack.raw_left[:, examples])  # [V, b, S, G, o]
-        if weight_sharing == "reduce":
-            total.add_rows(left.sum(2, dtype=total.dtype).flatten(0, 1).movedim(1, 0))
-        elif left.stride(-1) != 1 and left.shape[2] > 1:
-            # Channels before pixels, as convolutions have them: columns are copied in runs, and rows would not be.
-            columns = left.permute(3, 4, 0, 1, 2).flatten(2)
-            total.add_rows(columns.mT)
-        else:
-            total.add_rows(left.flatten(0, 2).movedim(1, 0))
+# -- structures --------------------------------------------------------------------------------------------------------
 
-
-def _checked(stack: EmbeddingGradients, weight_sharing: str, layout: Layout) -> Tensor:
-    """The look-ups ``[B, S]``, of which KFAC-reduce allows one for each example."""
-    if weight_sharing == "reduce" and stack.index.shape[1] > 1:
-        raise UnsupportedError(
-            f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary.",
-            expected='weight_sharing="expand" where embeddings are selected',
-            got='weight_sharing="reduce"',
-            fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
-        )
-    return stack.index
-
-
-ACCUMULATIONS: dict[type, type[Accumulation]] = {
+ACCUMULATIONS: dict[type[Structure], type[Accumulation]] = {
     DiagonalStructure: DiagonalAccumulation,
-    FullStructure: FullAccumulation,
+    FullStructure: DenseAccumulation,
     KroneckerStructure: KroneckerAccumulation,
 }
+
+
+def register_structure(structure: type[Structure], accumulation: type[Accumulation]) -> None:
+    """Tell the native backend how the curvature of a structure is added up.
+
+    Args:
+        structure: A subclass of :class:`Structure`.
+        accumulation: How its blocks are added up: :class:`DenseAccumulation`, :class:`DiagonalAccumulation`, or another
+            subclass of :class:`Accumulation`.
+
+    Raises:
+        ConfigurationError: The structure is registered with another accumulation.
+    """
+    if ACCUMULATIONS.get(structure, accumulation) is not accumulation:
+        raise ConfigurationError(
+            f"{structure.__name__} is registered already.",
+            expected="a new structure",
+            got=f"one that {ACCUMULATIONS[structure].__name__} adds up",
+        )
+    ACCUMULATIONS[structure] = accumulation

@@ -1,23 +1,29 @@
-"""What a parametric call computes.
+"""Uses of parameters: which function calls are understood, and how they give per-example gradients.
 
-A :class:`Call` knows in which ``[G, o, i]`` array the weights lie and how input and output gradient make the stack of
-per-example gradients of that array. The bias is the last column: its input is the constant one, so that weight and bias
-share a Kronecker factor with their covariance kept. Calls are made by :mod:`laplace_plus.curvature.rules`.
+A *rule* looks at the arguments of a function that the network calls and returns a :class:`Call`, or None where the call
+is of a kind that the rule does not describe. A call knows which ``[G, o, i]`` array its parameters form, and how its
+input and its output gradient give the per-example gradients of that array. The bias is the last column: its input is
+the constant one, so that weight and bias share a Kronecker factor with their covariance kept.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from laplace_plus import kernels
+from laplace_plus.curvature.structures import CHANNELS, EMBEDDING, GENERAL, MATRIX
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 
 
@@ -40,76 +46,8 @@ class ParameterRows:
         return index if self.count is None else index[self.start : self.start + self.count]
 
 
-@dataclass
-class Call(ABC):
-    """One use of a weight and/or a bias.
-
-    Attributes:
-        weight: The weight, or None where it is not among the tracked parameters.
-        bias: The bias, likewise.
-        value: The input that multiplies the weight.
-        feature_axis: Axis of the output along which the features lie.
-        example_axes: Axes of the output that may run over examples.
-        pointwise: Whether each position of the output depends on the input at one position only, so that every position
-            may be an example of its own.
-        packed: Whether several projections lie stacked in the weight (attention).
-        version: How often the input had been written to when the call was made.
-    """
-
-    weight: ParameterRows | None
-    bias: ParameterRows | None
-    value: Tensor
-    feature_axis: int = -1
-    example_axes: tuple[int, ...] = (0,)
-    pointwise: bool = False
-    packed: bool = False
-    version: int = 0
-
-    @property
-    def rows(self) -> tuple[ParameterRows, ...]:
-        """The parameters that the call uses, the weight first."""
-        return tuple(rows for rows in (self.weight, self.bias) if rows is not None)
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What :meth:`index` depends on, besides the network."""
-        return (type(self).__name__, self.rows, self.packed)
-
-    def restrict(self, wanted: frozenset[str]) -> None:
-        """Forget the parameters that are not wanted."""
-        if self.weight is not None and self.weight.name not in wanted:
-            self.weight = None
-        if self.bias is not None and self.bias.name not in wanted:
-            self.bias = None
-
-    @abstractmethod
-    def index(self, positions: dict[str, Tensor]) -> Tensor:
-        """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``."""
-
-    @abstractmethod
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        """Per-example gradients of the ``[G, o, i]`` array.
-
-        Args:
-            gradient: ``[V, *output shape]``.
-            n_examples: B.
-            where: Where the examples lie in the output.
-        """
-
-    def _width(self, inputs: int) -> int:
-        """Number of columns that :meth:`_columns` makes of so many inputs."""
-        return 1 if self.weight is None else inputs + (self.bias is not None)
-
-    def _columns(self, rows: Tensor) -> Tensor:
-        """Inputs ``[..., i]`` with the column of ones that is the bias's input."""
-        ones = rows.new_ones(*rows.shape[:-1], 1)
-        if self.weight is None:
-            return ones
-        return rows if self.bias is None else torch.cat([rows, ones], -1)
-
-
 class ExampleAxis(NamedTuple):
-    """Where the examples of a batch lie in a call's output.
+    """Position of a batch's examples in a call's output.
 
     Attributes:
         axis: The axis; its size is a multiple of B.
@@ -129,37 +67,104 @@ def by_example(values: Tensor, n_examples: int, where: ExampleAxis, lead: int = 
 
 
 @dataclass
+class Call(ABC):
+    """One use of a weight and/or a bias.
+
+    Attributes:
+        weight: The weight, or None where it is not among the tracked parameters.
+        bias: The bias, likewise.
+        value: The input that multiplies the weight.
+        feature_axis: Axis of the output along which the features lie.
+        example_axes: Axes of the output that may run over examples.
+        pointwise: Whether each position of the output depends on the input at one position only, so that every position
+            may be an example of its own.
+        packed: Whether several projections lie stacked in the weight (attention).
+        rule: How structures treat the gradients: ``"matrix"``, ``"embedding"``, ``"per channel"`` or ``"general"``.
+    """
+
+    weight: ParameterRows | None
+    bias: ParameterRows | None
+    value: Tensor
+    feature_axis: int = -1
+    example_axes: tuple[int, ...] = (0,)
+    pointwise: bool = False
+    packed: bool = False
+
+    rule: ClassVar[str] = MATRIX
+
+    # Set when the call is recorded: the number of writes to the input so far, a name that the same call has in every
+    # batch, the position of the output in the autograd graph, and the output's shape with an empty tensor of its type.
+    version: int = field(init=False, repr=False)
+    label: str = field(init=False, repr=False)
+    edge: GradientEdge = field(init=False, repr=False)
+    output_shape: torch.Size = field(init=False, repr=False)
+    output_like: Tensor = field(init=False, repr=False)
+
+    @property
+    def rows(self) -> tuple[ParameterRows, ...]:
+        """The parameters that the call uses, the weight first."""
+        if self.weight is None:
+            return () if self.bias is None else (self.bias,)
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @abstractmethod
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``."""
+
+    @abstractmethod
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+        """Per-example gradients of the ``[G, o, i]`` array.
+
+        Args:
+            gradient: ``[V, *output shape]``.
+            n_examples: B.
+            where: Position of the examples in the output.
+        """
+
+
+@dataclass
 class LinearCall(Call):
     """``y = x Wᵀ + b``, with ``transposed`` for weights stored as ``[in, out]``."""
 
     transposed: bool = False
     weight_shape: torch.Size = torch.Size()
 
-    @property
-    def groups(self) -> int:
-        """Number of projections that are packed in the weight: 3 for attention's query, key and value."""
-        return max(1, self.weight_shape[0] // self.weight_shape[1]) if self.packed else 1
-
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
-        parts = []
+        columns = []
         if self.weight is not None:
             weight = self.weight.slice_of(positions[self.weight.name])
-            parts.append(weight.T if self.transposed else weight)
+            columns.append(weight.T if self.transposed else weight)
         if self.bias is not None:
-            parts.append(self.bias.slice_of(positions[self.bias.name])[:, None])
-        return torch.cat(parts, 1).unflatten(0, (self.groups, -1))
+            columns.append(self.bias.slice_of(positions[self.bias.name])[:, None])
+        return torch.cat(columns, 1).unflatten(0, (self._groups() if self.packed else 1, -1))
+
+    def _groups(self) -> int:
+        """Number of projections that are packed in the weight: 3 for attention's query, key and value."""
+        return max(1, self.weight_shape[0] // self.weight_shape[1])
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
-        left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+        if self.value.ndim == 2 and len(self.value) == n_examples:
+            value, left = self.value[:, None], gradient[:, :, None]
+        else:
+            value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
+            left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
+        width = 1 if self.weight is None else value.shape[2] + (self.bias is not None)
+        groups = self._groups() if self.packed else 1
         return OuterGradients(
             value,
-            left.unflatten(-1, (self.groups, -1)),
-            expand_right=lambda x: self._columns(x)[:, :, None],
-            right_sizes=(value.shape[1], 1, self._width(value.shape[2])),
+            left.unflatten(-1, (groups, -1)),
+            expand_right=self._expand,
+            right_sizes=(value.shape[1], 1, width),
         )
+
+    def _expand(self, value: Tensor) -> Tensor:
+        """Inputs ``[b, S, i]`` as ``[b, S, 1, i]`` with the column of ones that is the bias's input."""
+        if self.bias is not None:
+            ones = value.new_ones(*value.shape[:-1], 1)
+            value = ones if self.weight is None else torch.cat([value, ones], -1)
+        return value[:, :, None]
 
 
 @dataclass
@@ -174,24 +179,25 @@ class ConvolutionCall(Call):
 
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
-        parts = []
+        columns = []
         if self.weight is not None:
-            parts.append(positions[self.weight.name].flatten(1).unflatten(0, (self.groups, -1)))
+            columns.append(positions[self.weight.name].flatten(1).unflatten(0, (self.groups, -1)))
         if self.bias is not None:
-            parts.append(positions[self.bias.name][:, None].unflatten(0, (self.groups, -1)))
-        return torch.cat(parts, 2)
+            columns.append(positions[self.bias.name][:, None].unflatten(0, (self.groups, -1)))
+        return torch.cat(columns, 2)
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         value, left = by_example(self.value, n_examples, where), by_example(gradient, n_examples, where, lead=1)
         patch = value.shape[2] // self.groups * math.prod(self.kernel)
+        width = 1 if self.weight is None else patch + (self.bias is not None)
         return OuterGradients(
             value,
             left,
             expand_right=self._patches,
             expand_left=self._positions,
             add_right_products=self._add_patch_products if self.weight is not None else None,
-            right_sizes=(left.shape[2] * left.shape[4:].numel(), self.groups, self._width(patch)),
+            right_sizes=(left.shape[2] * left.shape[4:].numel(), self.groups, width),
         )
 
     def _add_patch_products(self, value: Tensor, total: Tensor) -> None:
@@ -239,13 +245,15 @@ class EmbeddingCall(Call):
     n_rows: int = 0
     padding: int | None = None
 
+    rule: ClassVar[str] = EMBEDDING
+
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         assert self.weight is not None
         return positions[self.weight.name].T[None]
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         index = by_example(self.value, n_examples, where).flatten(1)
         left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)
         if self.padding is not None:  # the padding row is never updated
@@ -260,17 +268,19 @@ class NormalisationCall(Call):
     ``value`` is the normalised input x̂, taken before scale and shift (dividing the output by γ would fail at γ = 0).
 
     Attributes:
-        channels_last: How many trailing axes of the output run over channels; 0 where it is axis 1.
+        channels_last: Number of trailing axes of the output that run over channels; 0 where channels are axis 1.
     """
 
     channels_last: int = 0
+
+    rule: ClassVar[str] = CHANNELS
 
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         return torch.stack([positions[rows.name].flatten() for rows in self.rows], -1)[:, None]
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         value = by_example(self.value, n_examples, where)  # [B, r, …]
         gradient = by_example(gradient, n_examples, where, lead=1)
         if self.channels_last:
@@ -279,20 +289,20 @@ class NormalisationCall(Call):
             value, gradient = value.movedim(2, -1), gradient.movedim(3, -1)
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         value, gradient = value.flatten(1, -2).to(dtype), gradient.flatten(2, -2).to(dtype)  # [B, S, C], [V, B, S, C]
-        parts = []
+        columns = []
         if self.weight is not None:
-            parts.append((gradient * value).sum(2))
+            columns.append((gradient * value).sum(2))
         if self.bias is not None:
-            parts.append(gradient.sum(2))
-        return DenseGradients(torch.stack(parts, -1)[:, :, :, None])
+            columns.append(gradient.sum(2))
+        return DenseGradients(torch.stack(columns, -1)[:, :, :, None])
 
 
 @dataclass
 class BroadcastCall(Call):
     """A parameter that enters every example alike: added or multiplied to the input, or expanded over the batch.
 
-    Class tokens, tables of positions and layer scales are used so. With ``value`` the parameter multiplies it, so that
-    an example's gradient is the output gradient times the value, summed over the axes along which it was broadcast.
+    Class tokens, tables of positions and layer scales are used so. With ``scales`` the parameter multiplies the value:
+    an example's gradient is the output gradient times the value, summed over the axes of the broadcast.
 
     Attributes:
         scales: Whether the parameter multiplies ``value``.
@@ -302,13 +312,15 @@ class BroadcastCall(Call):
     scales: bool = False
     shape: torch.Size = torch.Size()
 
+    rule: ClassVar[str] = GENERAL
+
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         assert self.weight is not None
         return positions[self.weight.name].flatten()[None, None]
 
     @override
-    def stack(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
+    def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         gradient = gradient.to(dtype) * self.value if self.scales else gradient.to(dtype)
         values = by_example(gradient, n_examples, where, lead=1).sum(2)  # [V, B, …], without the examples' own axis
@@ -318,3 +330,177 @@ class BroadcastCall(Call):
         spread = [2 + d for d, size in enumerate(self.shape) if size == 1 and values.shape[2 + d] != 1]
         values = values.sum(spread, keepdim=True) if spread else values
         return DenseGradients(values.reshape(*values.shape[:2], 1, 1, -1))
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+Finder = Callable[[Any], ParameterRows | None]
+Rule = Callable[..., Call | None]
+
+
+def _linear(find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    if find(input) is not None:
+        return None
+    axes = tuple(range(input.ndim - 1))
+    return LinearCall(find(weight), find(bias), input, -1, axes, True, weight_shape=weight.shape)
+
+
+def _addmm(
+    find: Finder, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Call | None:
+    if find(mat1) is not None or beta != 1 or alpha != 1 or input.ndim != 1:
+        return None
+    return LinearCall(find(mat2), find(input), mat1, -1, (0,), True, transposed=True)
+
+
+def _convolution(
+    dimensions: int,
+    find: Finder,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Call | None:
+    if find(input) is not None or input.ndim != dimensions + 2:
+        return None
+
+    def each(value: Any) -> tuple[int, ...]:
+        return (int(value),) * dimensions if isinstance(value, int) else tuple(value) * (dimensions // len(value))
+
+    kernel, spread = tuple(weight.shape[2:]), each(dilation)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+        pads = tuple((total // 2, total - total // 2) for total in totals)
+    else:
+        pads = tuple((p, p) for p in each(0 if padding == "valid" else padding))
+    call = ConvolutionCall(find(weight), find(bias), input, 1, (0,), True, groups=groups)
+    call.kernel, call.stride, call.padding, call.dilation = kernel, each(stride), pads, spread
+    return call
+
+
+def _embedding(
+    find: Finder,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Call | None:
+    if max_norm is not None or scale_grad_by_freq or weight.ndim != 2:
+        return None
+    n_rows = weight.shape[0]
+    padding = None if padding_idx is None else padding_idx % n_rows
+    return EmbeddingCall(find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding)
+
+
+def _layer_norm(
+    find: Finder, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Call | None:
+    n = len(normalized_shape)
+    value = F.layer_norm(input, normalized_shape, eps=eps)
+    return NormalisationCall(find(weight), find(bias), value, -1, tuple(range(input.ndim - n)), channels_last=n)
+
+
+def _rms_norm(
+    find: Finder, input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Call | None:
+    n = len(normalized_shape)
+    value = F.rms_norm(input, normalized_shape, eps=eps)
+    return NormalisationCall(find(weight), None, value, -1, tuple(range(input.ndim - n)), channels_last=n)
+
+
+def _batch_norm(
+    find: Finder,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Call | None:
+    if training or running_mean is None:
+        return None
+    return NormalisationCall(find(weight), find(bias), F.batch_norm(input, running_mean, running_var, eps=eps), 1)
+
+
+def _group_norm(
+    find: Finder, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Call | None:
+    return NormalisationCall(find(weight), find(bias), F.group_norm(input, num_groups, eps=eps), 1)
+
+
+def _broadcast(scales: bool, find: Finder, *args: Any, **kwargs: Any) -> Call | None:
+    """``x + p``, ``p + x``, ``x * p`` or ``p * x`` with a parameter p that does not depend on the example."""
+    if len(args) != 2 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
+        return None
+    (value, parameter) = args if find(args[1]) is not None else args[::-1]
+    if find(value) is not None or not value.is_floating_point():
+        return None
+    return _broadcast_call(find, parameter, value, torch.broadcast_shapes(value.shape, parameter.shape), scales)
+
+
+def _expand(find: Finder, parameter: Tensor, *sizes: Any, **kwargs: Any) -> Call | None:
+    if kwargs or find(parameter) is None:
+        return None
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    own = (1,) * (len(sizes) - parameter.ndim) + tuple(parameter.shape)
+    shape = tuple(old if new == -1 else new for old, new in zip(own, sizes, strict=True))
+    return _broadcast_call(find, parameter, parameter, shape, False)
+
+
+def _broadcast_call(find: Finder, parameter: Tensor, value: Tensor, out: tuple[int, ...], scales: bool) -> Call | None:
+    rows = find(parameter)
+    if rows is None or rows.count is not None:
+        return None
+    own = (1,) * (len(out) - parameter.ndim) + tuple(parameter.shape)
+    axes = tuple(axis for axis, size in enumerate(own) if size == 1)
+    value = value if scales else value.new_empty(0)
+    return BroadcastCall(rows, None, value, -1, axes, scales=scales, shape=parameter.shape)
+
+
+RULES: dict[Any, Rule] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.conv1d: partial(_convolution, 1),
+    F.conv2d: partial(_convolution, 2),
+    F.conv3d: partial(_convolution, 3),
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), partial(_broadcast, False)),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), partial(_broadcast, True)),
+    Tensor.expand: _expand,
+}
+"""The rule of every function whose use of parameters is described by one."""
+
+
+def register_rule(function: Callable[..., Any], rule: Rule) -> None:
+    """Describe how a function uses parameters, so that their curvature is computed layer by layer.
+
+    Parameters in calls without a rule take the general path, which is exact but slower, and get no Kronecker factors.
+    The function must be visible to a :class:`torch.overrides.TorchFunctionMode`: torch's own functions are, and a
+    Python function is if it begins with ``torch.overrides.handle_torch_function``.
+
+    Args:
+        function: The function.
+        rule: Takes ``find`` and then the function's arguments. ``find(argument)`` gives the :class:`ParameterRows` of a
+            parameter, and None for anything else. The rule returns a :class:`Call`, or None to leave this call to the
+            general path.
+
+    Raises:
+        ConfigurationError: The function has another rule already.
+    """
+    if RULES.get(function, rule) is not rule:
+        raise ConfigurationError(f"{function!r} has a rule already.", expected="a function without a rule", got="one")
+    RULES[function] = rule

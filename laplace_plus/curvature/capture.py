@@ -4,63 +4,39 @@ A :class:`torch.overrides.TorchFunctionMode` watches the functions that a networ
 embeddings, normalisations) rather than its module types, so that tied and re-used weights, functional calls and modules
 of other libraries are seen alike. Gradients are taken with respect to the *outputs* of these calls and never with
 respect to weights: a weight's gradient for one example is the outer product of a call's input and output gradient, and
-:mod:`laplace_plus.structured.gradients` keeps it as one.
+:mod:`laplace_plus.structured` keeps it as one.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.calls import Call, ParameterRows
-from laplace_plus.curvature.rules import RULES
+from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, ParameterRows, by_example
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import layer_of
 
-_KEPT_BYTES = 32 * 2**20 - 2**16
-"""Blocks of up to so many bytes are used again rather than given back to the system; the most that glibc allows."""
+# glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
+# Freeing one untouched block of that size makes it keep the memory of one batch's gradients for the next batch. Without
+# this, clearing new pages took up to a third of the time of a small convolutional network's backward passes.
+torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8, device="cpu")
 
-
-@cache
-def _keep_pages() -> None:
-    """Have the C library keep the memory of one batch's gradients for those of the next one.
-
-    Where it is given back, each batch has the system clear thousands of pages anew, which took up to a third of the
-    time of a small convolutional network's backward passes. glibc raises its threshold to the largest block that was
-    ever released, so releasing one that nothing was written to is enough, and takes no memory.
-    """
-    torch.empty(_KEPT_BYTES, dtype=torch.uint8)
-
-
-@dataclass
-class _Recorded:
-    """A call together with the place in the autograd graph where its output's gradient is to be had."""
-
-    call: Call
-    edge: GradientEdge
-    output_shape: torch.Size
-    output_dtype: torch.dtype
-    output_device: torch.device
-    returned: Tensor
-
-
-# The body of multi_head_attention_forward, run once more under the mode: the public function hands itself over to the
-# mode as a whole, and only its inner linear maps are of a kind that a rule describes.
+# The body of multi_head_attention_forward, run again under the mode: the public function hands itself over to the mode
+# as a whole, and rules describe only its inner linear maps.
 _attention_body = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda tensors: False},
@@ -69,14 +45,23 @@ _attention_body = types.FunctionType(
 )
 _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
-
 _SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
 
 _DERIVATIVES = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
-"""Functions that return derivatives of what came before; also those that a network took by ``backward()``."""
+"""Functions that return derivatives of earlier calls; the second one also after the network's own ``backward()``."""
 
 _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_, Tensor.data.__get__})  # type: ignore[attr-defined]
-"""Functions that cut what comes behind them off from what comes before."""
+"""Functions whose results no gradient passes."""
+
+_NO_DERIVATIVE = "an autograd kernel was not registered"
+"""Part of torch's warning about an operation that it takes for a constant."""
+
+_MAX_PROBES = 16
+"""Pairs of examples that are tried before a call is left to the general path.
+
+Two examples are enough unless all units of a layer are inactive for both; 16 pairs fail with a layer inactive for 95 %
+of the examples in less than one case of five.
+"""
 
 
 class _Recorder(TorchFunctionMode):
@@ -85,85 +70,111 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
         super().__init__()
         self.n_bytes = 0
-        self.rows = {id(tensor): ParameterRows(name, None, 0) for name, tensor in parameters.items()}
-        # Ids are only unique among living tensors: hold on to everything that was ever registered.
+        self.rows: dict[int, ParameterRows] = {}
+        for name, tensor in parameters.items():
+            self.rows[id(tensor)] = ParameterRows(name, None, 0)
+        # Ids are only unique among living tensors: hold on to every registered tensor.
         self.alive: list[Tensor] = list(parameters.values())
-        self.wanted = wanted
-        self.keep_graph = keep_graph
-        self.recorded: list[_Recorded] = []
+        self.wanted, self.keep_graph = wanted, keep_graph
+        self.calls: list[Call] = []
+        self.counts: dict[str, int] = {}
+        self.latest: Tensor | None = None  # the output of the latest recorded call, for an identity test
+        self.covered: set[str] = set()
         self.uncovered: set[str] = set()
-        # Used detached, or while gradients were switched off; and whether anything at all may have been cut off.
+        # Parameters that are used detached, or while gradients were switched off; and whether any may be cut off.
         self.switched_off: set[str] = set()
         self.may_be_cut_off = False
         self.last_used: str | None = None
         self.packed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = self._watched(func, args, kwargs or {})
-        if isinstance(output, Tensor) and output.requires_grad and not output._is_view():
-            self.n_bytes += output.numel() * output.element_size()
-        return output
-
-    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             return self._attention(args, kwargs)
-        used = [rows for rows in map(self._find, _tensors((args, kwargs))) if rows is not None]
-        if not used:
-            output = func(*args, **kwargs)
-            if func in _DETACHING and self.last_used is not None:
-                self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
-            if func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
-                # The weights of all calls so far are in there, past the outputs of these calls.
-                self.uncovered |= {rows.name for recorded in self.recorded for rows in recorded.call.rows}
-            return output
-        rule = RULES.get(func)
-        if rule is not None:
+        used = []
+        for tensor in _tensors((args, kwargs)):
+            if (rows := self.rows.get(id(tensor))) is not None:
+                used.append(rows)
+        call = None
+        if used and func in RULES:
             with nullcontext() if self.keep_graph else torch.no_grad():
-                call = rule(self._find, args, kwargs)
-            # A parameter in any other place of a call (a learnt query that is normalised) is not described by the rule.
-            if call is not None and {rows.name for rows in used} <= {rows.name for rows in call.rows}:
-                self.last_used = used[-1].name
-                call.restrict(self.wanted)
-                if not call.rows:
-                    return func(*args, **kwargs)
-                if not torch.is_grad_enabled():  # nothing downstream will ever ask for this call's gradient
-                    return self._switch_off(call.rows, func(*args, **kwargs))
-                call.packed = self.packed
-                if not self.keep_graph:
-                    call.value = call.value.detach()
-                call.version = call.value._version
-                output = func(*args, **kwargs)
-                if _watch(output):
-                    return self._record(call, output)
-                self.uncovered |= {rows.name for rows in call.rows}
-                return output
-        output = func(*args, **kwargs)
-        if self._is_split(func, used, output):
-            return output
-        if any(True for _ in _tensors(output)):  # queries such as .shape return none
+                call = RULES[func](self._find, *args, **kwargs)
+            # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
+            if call is not None and not {rows.name for rows in used} <= {rows.name for rows in call.rows}:
+                call = None
+        if call is not None:
             self.last_used = used[-1].name
-            if func in _DETACHING or not torch.is_grad_enabled():
-                return self._switch_off(used, output)
-            self.uncovered |= {rows.name for rows in used} & self.wanted
+            if call.weight is not None and call.weight.name not in self.wanted:
+                call.weight = None
+            if call.bias is not None and call.bias.name not in self.wanted:
+                call.bias = None
+            if call.rows and torch.is_grad_enabled():
+                call.version = call.value._version
+        output = func(*args, **kwargs)
+        if call is not None:
+            if call.rows:
+                output = self._record(call, output)
+        elif used:
+            self._note_other_use(func, used, output)
+        elif func in _DETACHING:
+            if self.last_used is not None:
+                self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
+        elif func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
+            # The derivative depends on the weights of all calls so far, past the outputs of these calls.
+            self.uncovered |= self.covered
+        if isinstance(output, Tensor) and output.requires_grad and not output._is_view():
+            self.n_bytes += output.numel() * output.element_size()
         return output
 
     def _find(self, value: Any) -> ParameterRows | None:
         return self.rows.get(id(value)) if isinstance(value, Tensor) else None
 
+    def _record(self, call: Call, output: Tensor) -> Tensor:
+        """Note a call and have its output take gradients; returns the output for the network to go on with."""
+        if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
+            return self._switch_off(call.rows, output)
+        # Inside forward derivatives, weights are in the tangents, too.
+        possible = forward_ad.unpack_dual(output).tangent is None
+        if possible and not output.requires_grad:
+            try:
+                output.requires_grad_()
+            except RuntimeError:  # torch.func's transformations do not allow it
+                possible = False
+        label = ""
+        for rows in call.rows:
+            label += f"+{rows.name}[{rows.start}]" if label else f"{rows.name}[{rows.start}]"
+            (self.covered if possible else self.uncovered).add(rows.name)
+        if not possible:
+            return output
+        self.counts[label] = self.counts.get(label, 0) + 1
+        call.label, call.packed, call.edge = f"{label}#{self.counts[label]}", self.packed, get_gradient_edge(output)
+        call.output_shape, call.output_like = output.shape, output.detach().new_empty(0)
+        if not self.keep_graph:
+            call.value = call.value.detach()
+        self.calls.append(call)
+        # ReLUs and other operations write in place, which a leaf does not allow; the edge still points to the leaf.
+        self.latest = output.clone() if output.is_leaf else output
+        return self.latest
+
+    def _note_other_use(self, func: Any, used: list[ParameterRows], output: Any) -> None:
+        """Note a use of parameters that no rule describes."""
+        if self.packed and func in _SPLITS:  # attention splits its packed projection by rows
+            start = used[0].start
+            for rows in output:
+                self.rows[id(rows)] = ParameterRows(used[0].name, rows.shape[0], start)
+                self.alive.append(rows)
+                start += rows.shape[0]
+        elif _tensors(output):  # queries such as .shape return none
+            self.last_used = used[-1].name
+            if func in _DETACHING or not torch.is_grad_enabled():
+                self._switch_off(used, output)
+            else:
+                self.uncovered |= {rows.name for rows in used} & self.wanted
+
     def _switch_off(self, used: Iterable[ParameterRows], output: Any) -> Any:
         self.switched_off |= {rows.name for rows in used} & self.wanted
         self.may_be_cut_off |= bool(self.switched_off)
         return output
-
-    def _record(self, call: Call, output: Tensor) -> Tensor:
-        edge = get_gradient_edge(output)
-        # A leaf must not be written to in place, as ReLUs do; the edge keeps pointing to where the gradient is wanted.
-        returned = output.clone() if output.is_leaf else output
-        # The tensor itself is kept (for an identity test only) while it is the latest; edges hold no data.
-        if self.recorded:
-            self.recorded[-1].returned = returned.new_empty(0)
-        self.recorded.append(_Recorded(call, edge, output.shape, output.dtype, output.device, returned))
-        return returned
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
         packed, self.packed = self.packed, True
@@ -173,59 +184,19 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.packed = packed
 
-    def _is_split(self, func: Any, used: list[ParameterRows], output: Any) -> bool:
-        """Register the pieces of a weight that is split by rows, as attention does with its packed projection."""
-        if not self.packed or func not in _SPLITS:
-            return False
-        start = used[0].start
-        for piece in output:
-            self.rows[id(piece)] = ParameterRows(used[0].name, piece.shape[0], start)
-            self.alive.append(piece)
-            start += piece.shape[0]
-        return True
 
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
-
-
-def _watch(output: Tensor) -> bool:
-    """Have a call's output take gradients; false inside of forward derivatives, as weights are in tangents, too."""
-    if forward_ad.unpack_dual(output).tangent is not None:
-        return False
-    if not output.requires_grad:
-        try:
-            output.requires_grad_()
-        except RuntimeError:  # torch.func's transformations do not allow it
-            return False
-    return True
-
-
-_NO_DERIVATIVE = "an autograd kernel was not registered"
-
-
-@contextmanager
-def _no_derivative_refused() -> Iterator[None]:
-    """Name operations that torch warns of and takes for constants: what lies before them would seem not to matter."""
-    try:
-        yield
-    except UserWarning as warning:
-        operation, found, _ = str(warning).partition(f": {_NO_DERIVATIVE}")
-        if not found:
-            raise
-        raise UnsupportedError(
-            f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
-            expected="operations with derivatives behind every selected parameter",
-            got=f"{operation!r} behind some of them",
-            fix='Select only parameters behind it, such as parameters="last_layer".',
-        ) from warning
+def _tensors(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    found, waiting = [], [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            waiting.extend(reversed(item.values()))
+        elif isinstance(item, (tuple, list)):
+            waiting.extend(reversed(item))
+    return found
 
 
 class Capture:
@@ -234,13 +205,16 @@ class Capture:
     Attributes:
         outputs: ``[B, *, C]``; with ``pointwise``, ``[B', C]`` with every position an example of its own.
         output_shape: ``[B, *, C]`` in any case.
+        n_examples: B, or B' = B·positions if pointwise.
         calls: The recorded calls, in order.
         uncovered: Selected parameters that were used in a way which no rule describes.
         unused: Selected parameters that the forward pass did not use, or whose use no gradient reaches.
         pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
             backward pass is needed and positions do not depend on each other.
         last_used: Name of the last parameter used; None where uses are hidden (scripted modules) and it is not known.
-        n_bytes: What the results of the forward pass take that derivatives may need, about.
+        n_bytes: About the memory of the forward pass's results that derivatives may need.
+        activation_elements: Number of elements in all recorded outputs, and in one cotangent's gradients.
+        cotangent_bytes: Memory of one cotangent's backward pass: the gradients of all recorded outputs, twice.
 
     Raises:
         UnsupportedError: No gradient of the outputs reaches any of the selected parameters that the network uses.
@@ -250,48 +224,47 @@ class Capture:
     """
 
     def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
-        parameters = network.parameters
-        wanted = frozenset(network.parameter_names)
+        parameters, wanted = network.parameters, frozenset(network.parameter_names)
         recorder = _Recorder(parameters, wanted, differentiable)
         with torch.enable_grad():
             with recorder:
                 raw = batches.output_tensor(network.raw(inputs, parameters))
             arranged = network.arrange(raw)
-        self.inputs = inputs
-        self.differentiable = differentiable
-        touched = {rows.name for r in recorder.recorded for rows in r.call.rows} | recorder.uncovered
-        hidden = _settle(network, inputs, recorder, frozenset(touched))
+        self.inputs, self.differentiable, self.n_bytes = inputs, differentiable, recorder.n_bytes
+        touched, hidden = recorder.covered | recorder.uncovered, frozenset[str]()
+        if recorder.may_be_cut_off or len(touched) < len(wanted):
+            hidden = _hidden_uses(network, inputs, recorder, touched)
         # A parameter that some call uses in an unknown way takes the general path altogether.
         self.uncovered = hidden | recorder.uncovered
-        kept = [r for r in recorder.recorded if not {rows.name for rows in r.call.rows} & self.uncovered]
-        self._recorded = kept
-        self.calls = [r.call for r in kept]
         self.unused = wanted - touched - hidden
         self.last_used = None if hidden else recorder.last_used
+        self.calls: list[Call] = []
+        self.activation_elements = self.cotangent_bytes = 0
+        for call in recorder.calls:
+            if self.uncovered and any(rows.name in self.uncovered for rows in call.rows):
+                continue
+            self.calls.append(call)
+            size = call.output_shape.numel()
+            self.activation_elements += size
+            self.cotangent_bytes += 2 * size * call.output_like.element_size()
         self.output_shape = arranged.shape
-        only = kept[0] if len(kept) == 1 and not self.uncovered else None
         self.pointwise = (
-            only is not None
-            and only.returned is raw
-            and only.call.feature_axis % raw.ndim == _feature_axis(network, raw)
-            and only.call.pointwise
+            len(self.calls) == 1
+            and not self.uncovered
+            and recorder.latest is raw
+            and self.calls[0].pointwise
+            and self.calls[0].feature_axis % raw.ndim == _feature_axis(network, raw)
         )
         with torch.enable_grad():
             self.graph_outputs = arranged.flatten(0, -2) if self.pointwise else arranged
         self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
-        self.n_bytes = recorder.n_bytes
+        self.n_examples = len(self.outputs)
 
-    @property
-    def n_examples(self) -> int:
-        """B, or B' = B·positions if pointwise."""
-        return self.outputs.shape[0]
-
-    def gradients(self, cotangents: Tensor, *, batched: bool = True) -> list[Tensor]:
+    def gradients(self, cotangents: Tensor) -> list[Tensor]:
         """Gradients with respect to the output of each call.
 
         Args:
             cotangents: ``[V, B, *, C]``, matching ``outputs``.
-            batched: Whether all directions go backwards at once; otherwise one after the other.
 
         Returns:
             One ``[V, *output shape]`` for each call; zeros where the output does not depend on it.
@@ -299,85 +272,75 @@ class Capture:
         Raises:
             UnsupportedError: An operation on the way has no derivative, and would pass on zeros.
         """
-        if not self._recorded:
+        if not self.calls:
             return []
-        _keep_pages()
         if self.pointwise:
-            only = self._recorded[0]
             positions = cotangents.unflatten(1, self.output_shape[:-1])
-            return [positions.movedim(-1, 1 + only.call.feature_axis % (positions.ndim - 1))]
-        cotangents = cotangents.to(self.graph_outputs.dtype)
-        if not self.graph_outputs.requires_grad:
-            return [self._zeros(r, len(cotangents)) for r in self._recorded]
-        with warnings.catch_warnings(), _no_derivative_refused():
-            # Neither operations that torch loops over by itself nor a user's own hooks are news to the user.
+            return [positions.movedim(-1, 1 + self.calls[0].feature_axis % (positions.ndim - 1))]
+        found: Any = [None] * len(self.calls)
+        if self.graph_outputs.requires_grad:
+            found = self._backward(cotangents.to(self.graph_outputs.dtype))
+        gradients = []
+        for call, gradient in zip(self.calls, found, strict=True):
+            if gradient is None:
+                gradient = call.output_like.new_zeros(len(cotangents), *call.output_shape)
+            gradients.append(gradient)
+        return gradients
+
+    def _backward(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Vector-Jacobian products ``[V, *output shape]`` for each call, None where there is no dependence."""
+        edges = []
+        for call in self.calls:
+            edges.append(call.edge)
+        options: dict[str, Any] = {"create_graph": self.differentiable, "retain_graph": True, "allow_unused": True}
+        with warnings.catch_warnings():
+            # The user knows about hooks, and cannot change that torch loops over some operations.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
-            if batched and len(cotangents) > 1 and not self.differentiable:
-                with suppress(RuntimeError):  # no batching rule; the loop raises what is really wrong
-                    return self._backward(cotangents, is_grads_batched=True)
-            rows = [self._backward(cotangent, is_grads_batched=False) for cotangent in cotangents]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-    def _backward(self, cotangents: Tensor, *, is_grads_batched: bool) -> list[Tensor]:
-        gradients = torch.autograd.grad(
-            self.graph_outputs,
-            [r.edge for r in self._recorded],
-            cotangents,
-            retain_graph=True,
-            create_graph=self.differentiable,
-            allow_unused=True,
-            is_grads_batched=is_grads_batched,
-        )
-        n = (len(cotangents),) if is_grads_batched else ()
-        return [
-            torch.zeros(*n, *r.output_shape, dtype=r.output_dtype, device=r.output_device) if g is None else g
-            for r, g in zip(self._recorded, gradients, strict=True)
-        ]
-
-    @staticmethod
-    def _zeros(recorded: _Recorded, n_directions: int) -> Tensor:
-        shape = (n_directions, *recorded.output_shape)
-        return torch.zeros(shape, dtype=recorded.output_dtype, device=recorded.output_device)
-
-    def direction_bytes(self) -> int:
-        """Memory that one direction's backward pass takes: the gradients of all recorded outputs, and as much again."""
-        return 2 * sum(r.output_shape.numel() * r.output_dtype.itemsize for r in self._recorded)
-
-    def activation_elements(self) -> int:
-        """Number of elements in all recorded outputs, which is what one direction's backward pass returns."""
-        return sum(r.output_shape.numel() for r in self._recorded)
+            try:
+                if len(cotangents) > 1 and not self.differentiable:
+                    with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
+                        return list(
+                            torch.autograd.grad(self.graph_outputs, edges, cotangents, is_grads_batched=True, **options)
+                        )
+                rows = [torch.autograd.grad(self.graph_outputs, edges, one, **options) for one in cotangents]
+            except UserWarning as warning:
+                operation, is_it, _ = str(warning).partition(f": {_NO_DERIVATIVE}")
+                if not is_it:
+                    raise
+                raise UnsupportedError(
+                    f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
+                    expected="operations with derivatives behind every selected parameter",
+                    got=f"{operation!r} behind some of them",
+                    fix='Select only parameters behind it, such as parameters="last_layer".',
+                ) from warning
+        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-def _settle(network: Network, inputs: Any, recorder: _Recorder, touched: frozenset[str]) -> frozenset[str]:
-    """The selected parameters whose use was not seen, as in scripted modules, although the outputs depend on them.
+def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: set[str]) -> frozenset[str]:
+    """The selected parameters without a visible use, as in scripted modules, on which the outputs depend all the same.
 
-    Autograd is asked, for one more forward pass, where parameters seem unused or may be cut off; once for each.
+    Autograd is asked, for one more forward pass, about parameters that seem unused or may be cut off; once for each.
     """
     wanted, known = recorder.wanted, network.reached
     unseen = wanted - touched
     new = (wanted if recorder.may_be_cut_off else unseen) - known.keys()
     if new:
-        reached = _reached(network, inputs, new)
+        leaves = {name: network.parameters[name].clone().requires_grad_() for name in new}
+        reached: set[str] = set()
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the passes that count give the same warnings
+            outputs = network(inputs, leaves)
+            if outputs.requires_grad:
+                gradients = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+                reached = {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
         used = (touched | recorder.switched_off) & new
         lost = [name for name in network.parameter_names if name in used - reached]
         if recorder.may_be_cut_off and lost:
             _report_cut_off(lost, some=bool(reached) or any(known.values()))
         known.update({name: name in reached for name in new})
     return frozenset(name for name in unseen if known[name])
-
-
-def _reached(network: Network, inputs: Any, names: Iterable[str]) -> frozenset[str]:
-    """Those of the parameters that a gradient of the outputs reaches."""
-    leaves = {name: network.parameters[name].clone().requires_grad_() for name in names}
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are for the passes that count
-        outputs = network(inputs, leaves)
-        if not outputs.requires_grad:
-            return frozenset()
-        gradients = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
-    return frozenset(name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None)
 
 
 def _report_cut_off(names: list[str], *, some: bool) -> None:
@@ -407,9 +370,131 @@ def _feature_axis(network: Network, raw: Tensor) -> int:
 def capture_batch(network: Network, batch: Batch) -> Capture:
     """Capture a batch, correcting which layer is the last one if execution order says so."""
     capture = Capture(network, batch.inputs)
-    if network.selection == "last_layer" and isinstance(network.selection, str) and capture.last_used is not None:
+    if isinstance(network.selection, str) and network.selection == "last_layer" and capture.last_used is not None:
         actual = layer_of(capture.last_used)
         if actual not in network.layers:
             network.select_last_layer(actual)
             capture = Capture(network, batch.inputs)
     return capture
+
+
+# -- which axis of each call runs over examples ------------------------------------------------------------------------
+
+
+def example_axes(network: Network, capture: Capture) -> list[ExampleAxis | None]:
+    """The example axis of every call, from which gradients a single example's output reaches; None without one.
+
+    Where every input has the examples along its first axis, the network remembers the result, so that this takes one
+    backward pass more for each network. Other inputs (the nodes of all graphs in one table, time before batch) are
+    examined in every batch, because a table of one batch may be divisible into examples by chance.
+    """
+    calls, known, inputs = capture.calls, network.example_axes, capture.inputs
+    if capture.pointwise:
+        return [ExampleAxis(0, False)] * len(calls)
+    comes_first = []
+    for leaf in [inputs] if isinstance(inputs, Tensor) else batches.flatten(inputs)[0]:
+        if isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.ndim):
+            comes_first.append(isinstance(leaf, Tensor) and leaf.shape[0] == capture.n_examples)
+    axes: list[ExampleAxis | None] = []
+    for call in calls:
+        axes.append(known.get(call.label))
+    if all(comes_first) and None not in axes:
+        return axes
+    # One example tells nothing: put it beside a copy of itself.
+    probed = capture if capture.n_examples > 1 else _doubled(network, capture)
+    if probed is None:  # then it is treated as in other batches
+        return axes
+    searches = _search(probed, exact=not any(comes_first))
+    for number, (call, search) in enumerate(zip(calls, searches, strict=True)):
+        axes[number] = known.get(call.label, search.axis) if all(comes_first) else search.axis
+        # Learnt once: a later, malformed input must not change it.
+        if search.axis is not None and search.n_witnesses >= 2:
+            known.setdefault(call.label, search.axis)
+    return axes
+
+
+class _AxisSearch:
+    """The axes of a call's output along which examples may lie, narrowed down by what single examples reach.
+
+    Attributes:
+        candidates: The axes that agree with every example so far.
+        n_witnesses: Number of examples whose outputs reach the call.
+        is_settled: Whether further examples would not change the answer.
+        axis: The answer: None if no axis agrees, or if too few examples reach the call.
+    """
+
+    def __init__(self, call: Call, n_examples: int, exact: bool):
+        self.candidates: list[ExampleAxis] = []
+        for axis in call.example_axes:
+            size = call.output_shape[axis]
+            if size == n_examples if exact else size % n_examples == 0:
+                self.candidates += [ExampleAxis(axis, False), ExampleAxis(axis, True)]
+        self.n_witnesses = 0
+        self.is_settled = not self.candidates
+        self.axis: ExampleAxis | None = None
+
+    def narrow(self, row: Tensor, example: int, n_examples: int) -> None:
+        """Take the gradient ``[*output shape]`` of one example's outputs into account."""
+        if not row.any():
+            return
+        self.n_witnesses += 1
+        agreeing = []
+        for where in self.candidates:
+            reached = by_example(row, n_examples, where).flatten(1).any(-1)
+            reached[example] = False
+            if not reached.any():
+                agreeing.append(where)
+        self.candidates = agreeing
+        self.is_settled = self.n_witnesses >= 2 or not agreeing
+
+
+def _search(capture: Capture, *, exact: bool) -> list[_AxisSearch]:
+    """Look for the example axis of each call.
+
+    Args:
+        capture: At least two examples.
+        exact: Whether the axis must hold one entry for each example rather than a multiple.
+    """
+    outputs, n = capture.outputs, capture.n_examples
+    searches = [_AxisSearch(call, n, exact) for call in capture.calls]
+    # Deterministic, and generic enough that no gradient vanishes by symmetry.
+    pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
+    patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
+    seen: set[int] = set()
+    # Two examples are enough, unless all units of some layer happen to be dead for them.
+    for first in range(min((n + 1) // 2, _MAX_PROBES)):
+        examples = sorted({first, n - 1 - first})
+        seen.update(examples)
+        probes = outputs.new_zeros(len(examples), *outputs.shape)
+        for row, example in enumerate(examples):
+            probes[row, example] = patterns[row]
+        for search, gradient in zip(searches, capture.gradients(probes), strict=True):
+            for row, example in enumerate(examples):
+                search.narrow(gradient[row], example, n)
+        if all(search.is_settled for search in searches):
+            break
+        if first == 0:
+            everything = patterns[:1, None].expand(1, n, *outputs.shape[1:])
+            for search, gradient in zip(searches, capture.gradients(everything), strict=True):
+                search.is_settled = search.is_settled or not bool(gradient.any())
+    for search in searches:
+        if search.candidates and (search.is_settled or len(seen) == n):
+            search.axis = search.candidates[0]
+    return searches
+
+
+def _doubled(network: Network, capture: Capture) -> Capture | None:
+    """A capture of the batch's one example twice, or None where its inputs cannot be doubled."""
+    leaves, rebuild = batches.flatten(capture.inputs)
+    for axis in (0, 1):
+        twice = []
+        for leaf in leaves:
+            single = isinstance(leaf, Tensor) and leaf.ndim > axis and leaf.shape[axis] == 1
+            twice.append(torch.cat([leaf, leaf], axis) if single else leaf)
+        try:
+            double = Capture(network, rebuild(twice))
+        except Exception:  # noqa: BLE001, S112  -- the inputs were not meant to be doubled along this axis
+            continue
+        if double.n_examples == 2 and [call.label for call in double.calls] == [call.label for call in capture.calls]:
+            return double
+    return None

@@ -1,27 +1,28 @@
-"""Per-example gradients of a whole network, block by block.
+"""Per-example gradients of a whole network, block by block, and batches cut into micro-batches that fit into memory.
 
 The calls of a :class:`~laplace_plus.curvature.capture.Capture` are grouped into *blocks*: one for each weight and its
 bias (all uses of a tied weight together), one for each parameter that no rule covers. Blocks partition the parameter
-vector. For each block and each set of cotangents there is a stack of per-example gradients; everything else – dense,
-diagonal and Kronecker curvature, functional variance – is made of these stacks.
+vector. For each block and each set of cotangents there are batched per-example gradients; everything else – dense,
+diagonal and Kronecker curvature, functional variance – is made of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
 
 from laplace_plus import _memory, batches
-from laplace_plus.curvature.calls import BroadcastCall, Call, EmbeddingCall, ExampleAxis, NormalisationCall, by_example
-from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.layouts import CHANNELS, EMBEDDING, GENERAL, MATRIX, Layout, whole_layout
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.calls import Call, ExampleAxis
+from laplace_plus.curvature.capture import Capture, capture_batch, example_axes
+from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
 from laplace_plus.structured.gradients import (
@@ -34,367 +35,339 @@ from laplace_plus.structured.gradients import (
     concatenate,
 )
 
-_DIRECTION_BYTES = 512 * 2**20
-"""What the gradients of the directions that go backwards together may take: more would not be quicker."""
+_COTANGENT_BYTES = 512 * 2**20
+"""Memory for the gradients of the cotangents that go backwards together: more is not quicker."""
 
-_MAX_PROBES = 16
-"""How many pairs of examples are tried before a call is left to the general path."""
+_QUICK_BYTES = 128 * 2**20
+"""Memory for the graph of a micro-batch on a CPU: larger graphs leave the caches for longer and are not quicker."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One block of the parameter vector and the calls that its gradients come from.
+
+    Attributes:
+        layout: The block's layout, of selected entries only.
+        members: Numbers of the calls; none for a parameter on the general path.
+        chosen: ``[n]`` positions of the selected entries in the flattened ``[G, o, i]`` array; None for all.
+    """
+
+    layout: Layout
+    members: tuple[int, ...]
+    chosen: Tensor | None
 
 
 class Gradients:
     """Per-example gradients for the batch behind a capture.
 
     Args:
-        network: The network.
+        network: The network; it remembers the example axes and the blocks.
         capture: Its capture of a batch.
+
+    Attributes:
+        axes: The example axis of each call, None for calls that are left to the general path.
     """
 
     def __init__(self, network: Network, capture: Capture):
-        self.network = network
-        self.capture = capture
-        self._find_example_axes()
-        self._plan()
+        self.network, self.capture = network, capture
+        self.axes = example_axes(network, capture)
+        calls: list[Any] = []
+        for call, axis in zip(capture.calls, self.axes, strict=True):
+            calls.append((type(call), call.rows, call.packed, axis))
+        key = tuple(calls)
+        if key not in network.layouts:
+            network.layouts[key] = _plans(network, capture.calls, self.axes)
+        self._plans: list[_Plan] = network.layouts[key]
 
-    # -- which axis of each call runs over examples --------------------------------------------------------------------
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The blocks' layouts, which together cover every selected entry once."""
+        return tuple(plan.layout for plan in self._plans)
 
-    def _find_example_axes(self) -> None:
-        """Find the example axis of every call, by looking which gradients a single example's output reaches.
-
-        Calls without such an axis (a table of positions shared by the batch) are left to the general path. Where every
-        input has the examples along its first axis, the result is kept on the network, so that this takes one extra
-        backward pass per network. Other inputs (the nodes of all graphs in one table, time before batch) are looked at
-        anew in every batch, because a table of one batch may be divisible into examples by chance.
-        """
-        calls = self.capture.calls
-        labels = self._labels(calls)
-        self.axes: list[ExampleAxis | None] = [ExampleAxis(0, False)] * len(calls)
-        if self.capture.pointwise:
-            return
-        along_first = _examples_come_first(self.capture.inputs, self.capture.n_examples)
-        known = self.network.example_axes
-        if all(along_first) and all(label in known for label in labels):
-            self.axes = [known[label] for label in labels]
-            return
-        # One example tells nothing: look at it beside a copy of itself.
-        capture = self.capture if self.capture.n_examples > 1 else self._beside_itself()
-        if capture is None:  # then it is treated as it was in other batches
-            self.axes = [known.get(label) for label in labels]
-            return
-        searches = self._search(capture, exact=not any(along_first))
-        for number, (label, search) in enumerate(zip(labels, searches, strict=True)):
-            self.axes[number] = known.get(label, search.axis) if all(along_first) else search.axis
-            # Learnt once: a later, malformed input must not change it.
-            if search.axis is not None and search.n_witnesses >= 2:
-                known.setdefault(label, search.axis)
-
-    def _search(self, capture: Capture, *, exact: bool) -> list[_AxisSearch]:
-        """Look for the example axis of each call.
-
-        Args:
-            capture: At least two examples.
-            exact: Whether the axis must hold one entry for each example rather than a multiple.
-        """
-        outputs, n = capture.outputs, capture.n_examples
-        searches = [_AxisSearch(call, n, exact) for call in capture.calls]
-        # Deterministic, and generic enough that no gradient vanishes by symmetry.
-        pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
-        patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
-        # Two examples are enough, unless all units of some layer happen to be dead for them.
-        for first in range(min((n + 1) // 2, _MAX_PROBES)):
-            examples = sorted({first, n - 1 - first})
-            probes = outputs.new_zeros(len(examples), *outputs.shape)
-            for row, example in enumerate(examples):
-                probes[row, example] = patterns[row]
-            for search, gradient in zip(searches, capture.gradients(probes), strict=True):
-                search.narrow(gradient, examples)
-            if all(search.is_settled for search in searches):
-                break
-            if first == 0:
-                everything = patterns[:1, None].expand(1, n, *outputs.shape[1:])
-                for search, gradient in zip(searches, capture.gradients(everything), strict=True):
-                    search.is_unreached = not bool(gradient.any())
-        return searches
-
-    def _beside_itself(self) -> Capture | None:
-        """A capture of the batch's one example twice, or None where its inputs cannot be doubled."""
-        for axis in (0, 1):
-            try:
-                capture = Capture(self.network, _doubled(self.capture.inputs, axis))
-            except Exception:  # noqa: BLE001, S112  -- the inputs were not meant to be doubled along this axis
-                continue
-            if capture.n_examples == 2 and self._labels(capture.calls) == self._labels(self.capture.calls):
-                return capture
-        return None
-
-    @staticmethod
-    def _labels(calls: Sequence[Call]) -> list[str]:
-        counts: dict[str, int] = {}
-        labels = []
-        for call in calls:
-            name = "+".join(f"{rows.name}[{rows.start}]" for rows in call.rows)
-            counts[name] = counts.get(name, 0) + 1
-            labels.append(f"{name}#{counts[name]}")
-        return labels
-
-    # -- blocks --------------------------------------------------------------------------------------------------------
-
-    def _plan(self) -> None:
-        """Group the calls into blocks, in the order of the parameter vector."""
-        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-        for number, call in enumerate(self.capture.calls):
-            groups.setdefault(tuple((rows.name, rows.start) for rows in call.rows), []).append(number)
-        self._members: dict[str, list[int]] = {}
-        general = set(self.network.parameter_names)
-        claims: dict[str, set[tuple[tuple[str, int], ...]]] = {}
-        for rows in groups:
-            for name, _ in rows:
-                claims.setdefault(name, set()).add(rows)
-        kept: dict[str, tuple[Call, list[int]]] = {}
-        for rows, members in groups.items():
-            if self._is_clean(rows, members, claims):
-                key = "+".join(name if start == 0 else f"{name}[{start}:]" for name, start in rows)
-                kept[key] = (self.capture.calls[members[0]], members)
-        covered = {rows.name for call, _ in kept.values() for rows in call.rows}
-        # A parameter that is clean in one call but not in another takes the general path altogether.
-        dirty = {name for rows in groups for name, _ in rows} - covered
-        self._layouts: dict[str, Layout] = {}
-        for key, (call, members) in kept.items():
-            names = tuple(dict.fromkeys(rows.name for rows in call.rows))
-            if dirty & set(names):
-                continue
-            general -= set(names)
-            self._members[key] = members
-            self._layouts[key] = self._layout(key, names, _rule_of(call), call)
-        self.general = tuple(name for name in self.network.parameter_names if name in general)
-        for name in self.general:
-            self._layouts[name] = self._layout(name, (name,), GENERAL, None)
-        self.layouts = tuple(self._layouts[key].selected for key in (*self._members, *self.general))
-        self._check_partition()
-
-    def _is_clean(
-        self, rows: tuple[tuple[str, int], ...], members: list[int], claims: dict[str, set[tuple[tuple[str, int], ...]]]
-    ) -> bool:
-        calls = [self.capture.calls[number] for number in members]
-        first = calls[0]
-        if any(self.axes[number] is None for number in members):
-            return False
-        if any(type(call) is not type(first) or call.packed != first.packed for call in calls):
-            return False
-        for name, start in rows:
-            for other in claims[name]:
-                # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
-                if other != rows and (len(other) != len(rows) or any(s == start for n, s in other if n == name)):
-                    return False
-        return True
-
-    def _layout(self, key: str, names: tuple[str, ...], rule: str, call: Call | None) -> Layout:
-        """The block's layout, kept on the network: it only depends on what identifies it here."""
-        identity = (key, rule, None if call is None else call.signature)
-        if identity not in self.network.layouts:
-            self.network.layouts[identity] = self._new_layout(f"{key} ({rule})", names, rule, call)
-        layout: Layout = self.network.layouts[identity]
-        return layout
-
-    def _new_layout(self, key: str, names: tuple[str, ...], rule: str, call: Call | None) -> Layout:
-        items = tuple(item for item in self.network.selected if item.name in names)
-        offsets = self.network.offsets()
-        if call is None:
-            flat = _positions(items, offsets)[names[0]].flatten()
-            return Layout(key, names, rule, flat[flat >= 0][None, None])
-        if any(item.mask is not None for item in items):
-            return Layout(key, names, rule, call.index(_positions(items, offsets)))
-        shape = call.index({item.name: torch.empty(item.shape, device="meta") for item in items}).shape
-        # Without the captured input, which must not be kept alive.
-        placing = replace(call, value=call.value.new_empty(0))
-        return Layout(key, names, rule, partial(_index, placing, items, offsets), tuple(shape))
-
-    def _check_partition(self) -> None:
-        total = sum(layout.n_entries for layout in self.layouts)
-        if total != self.network.n_parameters:
-            raise UnsupportedError(
-                "The network used its parameters differently from one batch to the next.",
-                expected="every selected parameter used in the same way in every batch",
-                got=f"blocks that cover {total} of {self.network.n_parameters} selected entries",
-                fix="Select only parameters that every input uses alike.",
-            )
-
-    # -- stacks --------------------------------------------------------------------------------------------------------
-
-    def stacks(self, cotangents: Tensor) -> Iterator[tuple[Layout, ExampleGradients]]:
+    def blocks(
+        self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
+    ) -> Iterator[tuple[Layout, ExampleGradients]]:
         """Each block's gradients for cotangents ``[V, B, *, C]``.
 
         Blocks of which only some entries are selected come as ``[1, 1, n]`` matrices of those.
+
+        Args:
+            cotangents: Gradients of a scalar with respect to the outputs, V for each example.
+            layouts: Other blocks than the layers' own, as :meth:`Structure.layouts` gives them.
         """
+        if layouts is not None:
+            yield from self._regrouped(cotangents, layouts)
+            return
         gradients = self.capture.gradients(cotangents)
-        for key, members in self._members.items():
-            uses = [self._use(number, gradients[number]) for number in members]
-            yield self._selected(self._layouts[key], _sum(uses))
-        if self.general:
-            values = self._general_gradients(cotangents)
-            for name in self.general:
-                flat = values[name].reshape(*cotangents.shape[:2], 1, 1, -1)  # a parameter may be 0-d
-                yield self._selected(self._layouts[name], DenseGradients(flat), name)
+        general: dict[str, Tensor] | None = None
+        for plan in self._plans:
+            uses = []
+            for number in plan.members:
+                call, axis = self.capture.calls[number], self.axes[number]
+                if call.value._version != call.version:
+                    raise _written_into(call)
+                assert axis is not None
+                use = call.gradients(gradients[number], self.capture.output_shape[0], axis)
+                if self.capture.pointwise and isinstance(
+                    use, OuterGradients
+                ):  # every position is an example of its own
+                    left, right = use.sides(slice(0, use.n_examples))
+                    use = OuterGradients(right.flatten(0, 1)[:, None], left.flatten(1, 2)[:, :, None])
+                uses.append(use)
+            if not uses:
+                general = self._general_gradients(cotangents) if general is None else general
+                # A parameter may be 0-d.
+                flat = general[plan.layout.names[0]].reshape(*cotangents.shape[:2], 1, 1, -1)
+                uses.append(DenseGradients(flat))
+            total = uses[0] if len(uses) == 1 else _sum(uses)
+            chosen = plan.chosen
+            yield plan.layout, total if chosen is None else SelectedGradients(total, chosen.to(total.device))
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
-        parts = [(stack, layout.index) for layout, stack in self.stacks(cotangents)]
+        parts = [(gradients, layout.index) for layout, gradients in self.blocks(cotangents)]
         return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
-    def _use(self, number: int, gradient: Tensor) -> ExampleGradients:
-        call = self.capture.calls[number]
-        if call.value._version != call.version:
-            raise UnsupportedError(
-                f"The network writes into the input of {call.rows[0].name!r} after it was used.",
-                expected="inputs of layers that stay what they were, which training needs, too",
-                got="a tensor that was modified in place",
-                fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
-            )
-        axis = self.axes[number]
-        assert axis is not None
-        if not self.capture.pointwise:
-            return call.stack(gradient, self.capture.n_examples, axis)
-        stack = call.stack(gradient, self.capture.output_shape[0], axis)
-        if isinstance(stack, OuterGradients):
-            # Every position is an example of its own.
-            left, right = stack.sides(slice(0, stack.n_examples))
-            return OuterGradients(right.flatten(0, 1)[:, None], left.flatten(1, 2)[:, :, None])
-        return stack
+    def _regrouped(self, cotangents: Tensor, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ExampleGradients]]:
+        """The gradients of blocks that take entries from several layers, or order them differently."""
+        layers = {layout.key: (layout, gradients) for layout, gradients in self.blocks(cotangents)}
+        for layout in layouts:
+            if layout.key in layers:
+                yield layout, layers[layout.key][1]
+                continue
+            place = torch.full((self.network.n_parameters,), -1)
+            place[layout.index.flatten().cpu()] = torch.arange(layout.n_entries)
+            parts: list[tuple[ExampleGradients, Tensor]] = []
+            for layer, gradients in layers.values():
+                positions = place[layer.index.cpu()]
+                chosen = (positions.flatten() >= 0).nonzero().squeeze(-1)
+                if len(chosen) == layer.n_entries:
+                    parts.append((gradients, positions))
+                elif len(chosen):
+                    subset = SelectedGradients(gradients, chosen.to(gradients.device))
+                    parts.append((subset, positions.flatten()[chosen][None, None]))
+            joined = JoinedGradients(parts, layout.n_entries)
+            yield layout, joined if layout.shape[:2] == (1, 1) else _Reshaped(joined, layout.shape)
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
-        used = tuple(name for name in self.general if name not in self.capture.unused)
-        shapes = {item.name: item.shape for item in self.network.selected}
-        values = {
-            name: cotangents.new_zeros(*cotangents.shape[:2], *shapes[name])
-            for name in self.general
-            if name in self.capture.unused
-        }
-        if used:
-            values |= self.network.per_example_gradients(self.capture.inputs, used, cotangents)
+        """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
+        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
+        used = tuple(name for name in names if name not in self.capture.unused)
+        values = self.network.per_example_gradients(self.capture.inputs, used, cotangents) if used else {}
+        for item in self.network.selected:
+            if item.name in names and item.name in self.capture.unused:
+                values[item.name] = cotangents.new_zeros(*cotangents.shape[:2], *item.shape)
         return values
 
-    def _selected(
-        self, layout: Layout, stack: ExampleGradients, general: str | None = None
-    ) -> tuple[Layout, ExampleGradients]:
-        if general is not None:
-            mask = next(item.mask for item in self.network.selected if item.name == general)
-            if mask is None:
-                return layout, stack
-            return layout, SelectedGradients(stack, mask.to(stack.device).nonzero().squeeze(-1))
-        if layout.is_whole:
-            return layout, stack
-        return layout.selected, SelectedGradients(stack, layout.chosen.to(stack.device))
-
-    def direction_chunks(self, n_directions: int) -> Iterator[slice]:
-        """Slices of the directions whose gradients, all calls together, are of bounded size."""
-        each = self.capture.direction_bytes()
-        for name in self.general:
-            each += 4 * self.capture.n_examples * sum(self._layouts[name].shape[2:])
-        step = max(1, min(_DIRECTION_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
-        for start in range(0, n_directions, step):
-            yield slice(start, min(start + step, n_directions))
+    def cotangent_chunks(self, n_cotangents: int) -> Iterator[slice]:
+        """Slices of the cotangents whose gradients, all calls together, are of bounded size."""
+        each = self.capture.cotangent_bytes
+        for plan in self._plans:
+            if not plan.members:
+                each += 4 * self.capture.n_examples * plan.layout.n_entries
+        step = max(1, min(_COTANGENT_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
+        for start in range(0, n_cotangents, step):
+            yield slice(start, min(start + step, n_cotangents))
 
 
-def _positions(items: Sequence[Selected], offsets: dict[str, int]) -> dict[str, Tensor]:
-    """For each parameter, the places of its entries in the parameter vector (−1 for unselected ones)."""
-    result = {}
-    for item in items:
-        if item.mask is None:
-            place = torch.arange(item.size) + offsets[item.name]
-        else:
-            place = torch.full((item.shape.numel(),), -1)
-            place[item.mask.cpu()] = torch.arange(item.size) + offsets[item.name]
-        result[item.name] = place.view(item.shape)
-    return result
+@dataclass
+class _Reshaped(ExampleGradients):
+    """Gradients ``[1, 1, n]`` as ``[G, o, i]`` matrices."""
+
+    source: ExampleGradients
+    shape: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        self.n_cotangents, self.n_examples = self.source.n_cotangents, self.source.n_examples
+        self.dtype, self.device = self.source.dtype, self.source.device
+
+    @override
+    def dense(self, examples: slice) -> Tensor:
+        return self.source.dense(examples).flatten(2).unflatten(2, self.shape)
+
+    @override
+    def select(self, directions: Tensor) -> _Reshaped:
+        return _Reshaped(self.source.select(directions), self.shape)
+
+    @override
+    def in_dtype(self, dtype: torch.dtype) -> _Reshaped:
+        return _Reshaped(self.source.in_dtype(dtype), self.shape)
 
 
-def _index(call: Call, items: Sequence[Selected], offsets: dict[str, int]) -> Tensor:
-    return call.index(_positions(items, offsets))
-
-
-def _doubled(inputs: Any, axis: int) -> Any:
-    """Inputs of one example, twice."""
-
-    def double(leaf: Any) -> Any:
-        single = isinstance(leaf, Tensor) and leaf.ndim > axis and leaf.shape[axis] == 1
-        return torch.cat([leaf, leaf], axis) if single else leaf
-
-    leaves, rebuild = batches.flatten(inputs)
-    return rebuild([double(leaf) for leaf in leaves])
-
-
-def _examples_come_first(inputs: Any, n_examples: int) -> list[bool]:
-    """For each tensor of the inputs, whether its first axis runs over the examples."""
-    leaves, _ = batches.flatten(inputs)
-    return [
-        isinstance(leaf, Tensor) and leaf.shape[0] == n_examples
-        for leaf in leaves
-        if (isinstance(leaf, Tensor) and leaf.ndim > 0) or isinstance(leaf, PackedSequence)
-    ]
-
-
-def _rule_of(call: Call) -> str:
-    if isinstance(call, EmbeddingCall):
-        return EMBEDDING
-    if isinstance(call, BroadcastCall):
-        return GENERAL
-    return CHANNELS if isinstance(call, NormalisationCall) else MATRIX
-
-
-def _sum(stacks: list[ExampleGradients]) -> ExampleGradients:
-    """The gradient of a weight that is used several times."""
-    if len(stacks) == 1:
-        return stacks[0]
-    if all(isinstance(stack, OuterGradients) for stack in stacks):
-        return concatenate([stack for stack in stacks if isinstance(stack, OuterGradients)])
-    if all(isinstance(stack, EmbeddingGradients) for stack in stacks):
-        hot = [stack for stack in stacks if isinstance(stack, EmbeddingGradients)]
-        return EmbeddingGradients(
-            torch.cat([stack.index for stack in hot], 1), torch.cat([stack.left for stack in hot], 2), hot[0].n_columns
+def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> list[_Plan]:
+    """Group the calls into blocks, in the order of their first use; then come the parameters without calls."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, call in enumerate(calls):
+        groups.setdefault(call.rows, []).append(number)
+    claims: dict[str, list[tuple[Any, ...]]] = {}
+    for rows in groups:
+        for part in rows:
+            claims.setdefault(part.name, []).append(rows)
+    general: set[str] = set()  # parameters with some use that does not fit the others take the general path altogether
+    for rows, members in groups.items():
+        first, clean = calls[members[0]], True
+        for number in members:
+            call = calls[number]
+            clean = clean and axes[number] is not None and type(call) is type(first) and call.packed == first.packed
+        for part in rows:
+            for other in claims[part.name]:
+                # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
+                if other == rows:
+                    continue
+                overlaps = [theirs.start == part.start for theirs in other if theirs.name == part.name]
+                clean = clean and len(other) == len(rows) and not any(overlaps)
+        if not clean:
+            general.update([part.name for part in rows])
+    plans: list[_Plan] = []
+    covered: set[str] = set()
+    for rows, members in groups.items():
+        names = tuple(dict.fromkeys([part.name for part in rows]))
+        if general.isdisjoint(names):
+            key = "+".join([part.name if part.start == 0 else f"{part.name}[{part.start}:]" for part in rows])
+            plans.append(_plan(network, key, names, calls[members[0]], tuple(members)))
+            covered.update(names)
+    for name in network.parameter_names:
+        if name not in covered:
+            plans.append(_plan(network, name, (name,), None, ()))
+    total = sum([plan.layout.n_entries for plan in plans])
+    if total != network.n_parameters:
+        raise UnsupportedError(
+            "The network used its parameters differently from one batch to the next.",
+            expected="every selected parameter used in the same way in every batch",
+            got=f"blocks that cover {total} of {network.n_parameters} selected entries",
+            fix="Select only parameters that every input uses alike.",
         )
-    every = slice(None)
-    return DenseGradients(torch.stack([stack.dense(every) for stack in stacks]).sum(0))
+    return plans
 
 
-class _AxisSearch:
-    """The places in a call's output along which examples may lie, narrowed down by what single examples reach."""
+def _plan(network: Network, key: str, names: tuple[str, ...], call: Call | None, members: tuple[int, ...]) -> _Plan:
+    rule = GENERAL if call is None else call.rule
+    key = f"{key} ({rule})"
+    items, offsets = [item for item in network.selected if item.name in names], network.offsets()
+    if call is not None:
+        call = replace(call, value=call.value.new_empty(0))  # the captured input must not be kept alive
+        if all(item.mask is None for item in items):
+            shape = call.index({item.name: torch.empty(item.shape, device="meta") for item in items}).shape
+            return _Plan(Layout(key, names, rule, partial(_index, call, items, offsets), shape), members, None)
+    index = _index(call, items, offsets)
+    if call is not None and bool((index >= 0).all()):
+        return _Plan(Layout(key, names, rule, index), members, None)
+    chosen = (index.flatten() >= 0).nonzero().squeeze(-1)
+    layout = Layout(key, names, GENERAL, index.flatten()[chosen][None, None])
+    return _Plan(layout, members, None if len(chosen) == index.numel() else chosen)
 
-    def __init__(self, call: Call, n_examples: int, exact: bool):
-        self.call, self.n_examples, self.exact = call, n_examples, exact
-        self.candidates: list[ExampleAxis] | None = None
-        self.probed: set[int] = set()
-        self.n_witnesses = 0
-        self.is_unreached = False
 
-    def narrow(self, gradient: Tensor, examples: list[int]) -> None:
-        """Take the gradients ``[v, *output shape]`` of some examples' outputs into account."""
-        if self.candidates is None:
-            self.candidates = [
-                ExampleAxis(axis, innermost)
-                for axis in self.call.example_axes
-                if self._divides(gradient.shape[1 + axis])
-                for innermost in (False, True)
-            ]
-        for row, example in zip(gradient, examples, strict=True):
-            self.probed.add(example)
-            if row.any():
-                self.n_witnesses += 1
-                self.candidates = [where for where in self.candidates if self._reaches_only(row, example, where)]
+def _index(call: Call | None, items: Sequence[Selected], offsets: dict[str, int]) -> Tensor:
+    """Positions of a block's entries in the parameter vector, ``[G, o, i]``; −1 for entries that are not selected."""
+    positions = {}
+    for item in items:
+        own = torch.arange(item.size) + offsets[item.name]
+        if item.mask is not None:
+            own = torch.full((item.shape.numel(),), -1).masked_scatter(item.mask.cpu(), own)
+        positions[item.name] = own.view(item.shape)
+    return positions[items[0].name].flatten()[None, None] if call is None else call.index(positions)
 
-    def _divides(self, size: int) -> bool:
-        return size == self.n_examples if self.exact else size % self.n_examples == 0
 
-    def _reaches_only(self, row: Tensor, example: int, where: ExampleAxis) -> bool:
-        reached = by_example(row, self.n_examples, where).flatten(1).any(-1)
-        reached[example] = False
-        return not bool(reached.any())
+def _sum(uses: list[ExampleGradients]) -> ExampleGradients:
+    """The gradient of a weight that is used several times."""
+    outer = [use for use in uses if isinstance(use, OuterGradients)]
+    hot = [use for use in uses if isinstance(use, EmbeddingGradients)]
+    if len(outer) == len(uses):
+        return concatenate(outer)
+    if len(hot) == len(uses):
+        index, left = torch.cat([use.index for use in hot], 1), torch.cat([use.left for use in hot], 2)
+        return EmbeddingGradients(index, left, hot[0].n_columns)
+    return DenseGradients(torch.stack([use.dense(slice(None)) for use in uses]).sum(0))
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether further examples would not change the answer."""
-        return self.n_witnesses >= 2 or not self.candidates or self.is_unreached
 
-    @property
-    def axis(self) -> ExampleAxis | None:
-        """The first place that agrees with every example seen; None if there is none, or too few were seen to tell."""
-        told = self.is_settled or len(self.probed) == self.n_examples
-        return self.candidates[0] if self.candidates and told else None
+def _written_into(call: Call) -> UnsupportedError:
+    return UnsupportedError(
+        f"The network writes into the input of {call.rows[0].name!r} after it was used.",
+        expected="inputs of layers that stay as they are, which training needs, too",
+        got="a tensor that was modified in place",
+        fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
+    )
+
+
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradients]]:
+    """A batch's gradients, in micro-batches where the whole batch would take too much memory.
+
+    Two examples of a network's first batch run by themselves, to measure the memory of one example and to see whether
+    examples may run apart. Inputs that do not have their examples along the first axes stay together, and so do those
+    of a linear last layer, of which nothing is differentiated.
+
+    Raises:
+        ConfigurationError: The memory budget does not hold the gradients of one output for one example.
+    """
+    size = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
+    if size <= 2 or not batches.can_be_cut(batch.inputs, size):
+        yield batch, _captured(network, batch)
+        return
+    if network.can_cut is None:
+        if isinstance(network.selection, str) and network.selection == "last_layer":
+            # No layer before the last one leaves a graph, so the whole batch usually fits.
+            whole = _captured(network, batch)
+            if whole.capture.pointwise:
+                yield batch, whole
+                return
+            del whole
+        network.can_cut = _survey(network, batch)
+    step = size
+    if network.can_cut and network.bytes_per_example:
+        allowed = _memory.budget(network.device)
+        if network.bytes_per_example > allowed:
+            raise ConfigurationError(
+                "The memory budget does not hold the gradients of one output for one example.",
+                expected=f"at least {_memory.in_words(network.bytes_per_example)}, which they take",
+                got=f"{_memory.in_words(allowed)}",
+                fix="Raise memory_budget, or select fewer parameters.",
+            )
+        quick = _QUICK_BYTES if network.device.type == "cpu" else allowed
+        step = max(1, min(quick, allowed // 2) // network.bytes_per_example)
+    if step >= size:
+        yield batch, _captured(network, batch)
+        return
+    for start in range(0, size, step):
+        some = slice(start, min(size, start + step))
+        part = Batch(batches.cut(batch.inputs, some), batch.target[some])
+        yield part, _captured(network, part)
+
+
+def _captured(network: Network, batch: Batch) -> Gradients:
+    """A batch's gradients; the network remembers the memory of one example and one cotangent."""
+    capture = capture_batch(network, batch)
+    own = 0 if capture.pointwise else capture.n_bytes + capture.cotangent_bytes
+    each = -(-own // max(1, capture.output_shape[0]))
+    network.bytes_per_example = max(each, network.bytes_per_example or 0)
+    return Gradients(network, capture)
+
+
+def _survey(network: Network, batch: Batch) -> bool | None:
+    """Measure the memory of one example, and see whether examples may run apart; None where two examples do not tell.
+
+    The two are the first example and the last one that differs from it.
+    """
+    leaves = [leaf for leaf in batches.flatten(batch.inputs)[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    for other in reversed(range(1, len(leaves[0]))):
+        if any(bool((leaf[other] != leaf[0]).any()) for leaf in leaves):
+            break
+    else:
+        return None
+    pair = Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]])
+    try:
+        capture = _captured(network, pair).capture
+        alone = network.forward(batches.cut(batch.inputs, [0]))
+    except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
+        return False
+    return same_outputs(alone, capture.outputs.view(capture.output_shape)[:1])
+
+
+def same_outputs(some: Tensor, among_others: Tensor) -> bool:
+    """Whether the outputs of some examples are, up to rounding, their outputs in a larger batch."""
+    if some.shape != among_others.shape:
+        return False
+    rounding = min(1e3 * torch.finfo(among_others.dtype).eps, 0.05)
+    return bool((some - among_others).abs().max() <= rounding * among_others.abs().max())

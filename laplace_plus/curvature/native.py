@@ -13,12 +13,10 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.accumulation import ACCUMULATIONS
 from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.gradients import Gradients, micro_batches
 from laplace_plus.curvature.last_layer import last_layer_curvature
-from laplace_plus.curvature.layouts import Layout, whole_layout
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator
-from laplace_plus.curvature.pieces import gradient_pieces
-from laplace_plus.curvature.structures import Curvature, FullStructure, Structure
+from laplace_plus.curvature.structures import Curvature, FullStructure, Layout, Structure, whole_layout
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
@@ -26,6 +24,8 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg import Operator
 from laplace_plus.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+
+_STRUCTURES = ("full", "diagonal", "KFAC", "low-rank")
 
 
 class Native(Backend):
@@ -36,7 +36,7 @@ class Native(Backend):
 
     name: ClassVar[str] = "native"
     supported: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {(kind, name) for kind in KINDS for name in ("full", "diagonal", "KFAC", "low-rank")} - {("hessian", "KFAC")}
+        {(kind, name) for kind in KINDS for name in _STRUCTURES} - {("hessian", "KFAC")}
     )
 
     @override
@@ -50,6 +50,14 @@ class Native(Backend):
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
         return self.accumulate(None, network, likelihood, batch, structure, generator=generator)
+
+    @override
+    def check(self, structure: Structure, likelihood: Likelihood) -> None:
+        """Refuse by name what the backend cannot do; structures of other packages have to be registered."""
+        if structure.name not in _STRUCTURES and type(structure) in ACCUMULATIONS and self.kind != "hessian":
+            structure = FullStructure()  # what it can do for one block, it can do for any
+        if (self.kind, structure.name) not in self.supported or self.kind in ("empirical_fisher", "hessian"):
+            Backend.check(self, structure, likelihood)
 
     @override
     def accumulate(
@@ -66,36 +74,26 @@ class Native(Backend):
         if self.kind == "hessian":
             curvature, outputs = _hessian(network, likelihood, batch, structure)
             return curvature if total is None else total.add_(curvature), outputs
-        found = []
-        for piece, gradients in gradient_pieces(network, batch):
-            total = self._accumulate(total, likelihood, piece, gradients, structure, generator)
-            found.append(gradients.capture.outputs.view(gradients.capture.output_shape))
+        all_outputs = []
+        for part, gradients in micro_batches(network, batch):
+            capture = gradients.capture
+            outputs = capture.outputs.view(capture.output_shape)
+            all_outputs.append(outputs)
+            likelihood.validate(outputs, part.target)
+            rows, targets, weight = likelihood.rows(outputs, part.target)
+            if self.kind == "ggn" and likelihood.n_noise == 1 and (capture.pointwise or structure.name == "full"):
+                direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
+                if direct is not None:
+                    total = direct if total is None else total.add_(direct)
+                    continue
+            # An example with nothing but ignored targets does not count.
+            used = weight.view(capture.n_examples, -1).bool().any(1)
+            sums = ACCUMULATIONS[type(structure)](gradients, structure, likelihood.n_noise, used, total)
+            for cotangents, components in self._cotangents(likelihood, rows, targets, weight, gradients, generator):
+                sums.add(cotangents, components)
+            total = sums.finish()
         assert total is not None
-        return total, found[0] if len(found) == 1 else torch.cat(found)
-
-    def _accumulate(
-        self,
-        total: Curvature | None,
-        likelihood: Likelihood,
-        batch: Batch,
-        gradients: Gradients,
-        structure: Structure,
-        generator: torch.Generator | None,
-    ) -> Curvature:
-        """Add the curvature of a captured batch to the sum."""
-        outputs = gradients.capture.outputs.view(gradients.capture.output_shape)
-        likelihood.validate(outputs, batch.target)
-        rows, _, weight = likelihood.rows(outputs, batch.target)
-        if self.kind == "ggn" and likelihood.n_noise == 1:
-            short_cut = last_layer_curvature(gradients, structure, likelihood, rows, weight)
-            if short_cut is not None:
-                return short_cut if total is None else total.add_(short_cut)
-        # An example with nothing but ignored targets does not count.
-        used = weight.view(gradients.capture.n_examples, -1).bool().any(1)
-        sums = ACCUMULATIONS[type(structure)](gradients, structure, likelihood.n_noise, used, total)
-        for cotangents, components in self._cotangents(likelihood, batch, gradients, generator):
-            sums.add(cotangents, components)
-        return sums.finish()
+        return total, all_outputs[0] if len(all_outputs) == 1 else torch.cat(all_outputs)
 
     @override
     def correct(
@@ -108,13 +106,15 @@ class Native(Backend):
         generator: torch.Generator | None = None,
     ) -> int:
         blocks, count = {layout.key: block for layout, block in curvature}, 0
-        for piece, gradients in gradient_pieces(network, batch):
-            for cotangents, components in self._cotangents(likelihood, piece, gradients, generator):
-                for layout, stack in gradients.stacks(cotangents):
+        for part, gradients in micro_batches(network, batch):
+            capture = gradients.capture
+            rows, targets, weight = likelihood.rows(capture.outputs.view(capture.output_shape), part.target)
+            for cotangents, components in self._cotangents(likelihood, rows, targets, weight, gradients, generator):
+                for layout, own in gradients.blocks(cotangents):
                     block = blocks[layout.key]
                     if isinstance(block, KroneckerBlock):
-                        block.correct_(stack, components)
-            count += gradients.capture.output_shape[0]
+                        block.correct_(own, components)
+            count += capture.output_shape[0]
         return count
 
     @override
@@ -137,65 +137,59 @@ class Native(Backend):
         return FisherOperator(network, unit, data, kind=fisher, n_samples=self.n_samples, seed=seed, progress=progress)
 
     def _cotangents(
-        self, likelihood: Likelihood, batch: Batch, gradients: Gradients, generator: torch.Generator | None
+        self,
+        likelihood: Likelihood,
+        rows: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        gradients: Gradients,
+        generator: torch.Generator | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chunks of cotangents ``[V, B, *, C]`` with the component ``[V]`` that each direction belongs to.
+        """Chunks of cotangents ``[V, B, *, C]`` with the component ``[V]`` that each belongs to.
 
         Over all chunks, the cotangents' outer products sum to (for Monte Carlo: in expectation) the likelihood's
         Hessian at unit noise.
         """
-        outputs = gradients.capture.outputs  # [B, *, C], pointwise [B', C]
-        whole = outputs.view(gradients.capture.output_shape)
-        rows, targets, weight = likelihood.rows(whole, batch.target)
+        capture = gradients.capture
+        shape = capture.outputs.shape  # [B, *, C], pointwise [B', C]
         if self.kind == "ggn":
             root = likelihood.output_root(rows, targets) * weight[:, None, None].to(rows.dtype)
-            yield from _exact_cotangents(root, outputs, likelihood, gradients)
-            return
-        if self.kind == "empirical_fisher":
-            gradient = likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
-            zero = torch.zeros(1, dtype=torch.long)
-            if gradients.capture.pointwise and outputs.shape != whole.shape:
+            n_columns = root.shape[-1]
+            groups = likelihood.output_groups(n_columns).cpu()
+            by_position = root.unflatten(0, (shape[0], -1))  # [B, M, C, V]
+            n_positions = by_position.shape[1]
+            for chunk in gradients.cotangent_chunks(n_positions * n_columns):
+                picked = torch.arange(chunk.start, chunk.stop)
+                position, column = picked // n_columns, picked % n_columns
+                if n_positions == 1:
+                    cotangents = by_position[:, 0].movedim(-1, 0)[column]
+                else:  # one position at a time: gradients of different positions must not mix
+                    cotangents = root.new_zeros(len(picked), shape[0], n_positions, root.shape[1])
+                    values = by_position[:, position, :, column]  # [V, B, C]: advanced indices come first
+                    cotangents[torch.arange(len(picked)), :, position] = values
+                yield cotangents.reshape(len(picked), *shape), groups[column]
+        elif self.kind == "empirical_fisher":
+            if capture.pointwise and shape != capture.output_shape:
                 raise UnsupportedError(
                     "The empirical Fisher of a last layer sums the positions of an example.",
                     expected="outputs [B, C]",
-                    got=f"outputs {tuple(whole.shape)}",
+                    got=f"outputs {tuple(capture.output_shape)}",
                     fix='Use kind="ggn" or kind="ggn_mc" for token-level outputs.',
                 )
-            yield gradient.view_as(outputs)[None], zero
-            return
-        n_components = likelihood.n_noise
-        for samples in gradients.direction_chunks(self.n_samples * n_components):
-            drawn, component = [], []
-            for direction in range(samples.start, samples.stop):
-                labels = likelihood.sample_targets(rows, generator=generator)
-                gradient = likelihood.gradient(rows, labels) * weight[:, None].to(rows.dtype)
-                if n_components > 1:  # one noise level at a time
-                    only = torch.zeros_like(gradient)
-                    only[:, direction % n_components] = gradient[:, direction % n_components]
-                    gradient = only
-                drawn.append(gradient.view_as(outputs) / self.n_samples**0.5)
-                component.append(direction % n_components)
-            yield torch.stack(drawn), torch.tensor(component)
-
-
-def _exact_cotangents(
-    root: Tensor, outputs: Tensor, likelihood: Likelihood, gradients: Gradients
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Columns of the output Hessian's root, one position at a time: gradients of different positions must not mix."""
-    n_directions = root.shape[-1]
-    groups = likelihood.output_groups(n_directions).cpu()
-    by_position = root.unflatten(0, (outputs.shape[0], -1))  # [B, M, C, V]
-    n_positions = by_position.shape[1]
-    for chunk in gradients.direction_chunks(n_positions * n_directions):
-        picked = torch.arange(chunk.start, chunk.stop)
-        position, direction = picked // n_directions, picked % n_directions
-        if n_positions == 1:
-            cotangents = by_position[:, 0].movedim(-1, 0)[direction]
+            gradient = likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
+            yield gradient.view(1, *shape), torch.zeros(1, dtype=torch.long)
         else:
-            cotangents = root.new_zeros(len(picked), outputs.shape[0], n_positions, root.shape[1])
-            values = by_position[:, position, :, direction]  # [V, B, C]: advanced indices come first
-            cotangents[torch.arange(len(picked)), :, position] = values
-        yield cotangents.reshape(len(picked), *outputs.shape), groups[direction]
+            n_components = likelihood.n_noise
+            for chunk in gradients.cotangent_chunks(self.n_samples * n_components):
+                component = torch.arange(chunk.start, chunk.stop) % n_components
+                drawn = []
+                for own in component:
+                    labels = likelihood.sample_targets(rows, generator=generator)
+                    gradient = likelihood.gradient(rows, labels) * weight[:, None].to(rows.dtype)
+                    if n_components > 1:  # one noise level at a time
+                        gradient = gradient * (torch.arange(gradient.shape[1], device=gradient.device) == int(own))
+                    drawn.append(gradient.view(shape) / self.n_samples**0.5)
+                yield torch.stack(drawn), component
 
 
 # -- the Hessian -------------------------------------------------------------------------------------------------------

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.gradients import Gradients, micro_batches
 from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
 from laplace_plus.curvature.output_roots import IdentityRoot, OutputRoot, empirical_root, exact_root, sampled_root
-from laplace_plus.curvature.pieces import gradient_pieces
 from laplace_plus.curvature.streaming import NetworkOperator, Stream
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
@@ -89,7 +88,7 @@ class _RowOperator(NetworkOperator):
         start = first_row = 0
         with exact_arithmetic(self.network):
             for batch in self._stream.batches(type(self).__name__, ordered=True):
-                for piece, gradients in gradient_pieces(self.network, batch):
+                for piece, gradients in micro_batches(self.network, batch):
                     capture = gradients.capture
                     outputs = capture.outputs.view(capture.output_shape)
                     root = self._output_root(piece, outputs, first_row)

@@ -1,52 +1,143 @@
-"""The structures that a curvature can have, and the structured matrix itself."""
+"""The structures that a curvature can have, where their blocks lie in the parameter vector, and the matrix itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from laplace_plus.curvature.layouts import Layout
-from laplace_plus.errors import DataError
+from laplace_plus.errors import CheckpointError, ConfigurationError, DataError
+from laplace_plus.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
 from laplace_plus.structured.gram_sum import restored
 from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.parameter_slices import ParameterSlices
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
+MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
+
 DENSE_OUTPUTS = 4096
-"""With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise."""
+"""With more outputs than this, KFAC keeps the diagonal of a last layer's output factor unless told otherwise.
+
+At this size the dense factor takes 64 MiB in float32, and its eigendecomposition about a minute on one core.
+"""
+
+
+class Layout:
+    """Positions of a block's ``[G, o, i]`` array in the parameter vector.
+
+    Args:
+        key: Identifies the block within its network.
+        names: The parameters that it covers, wholly or in part.
+        rule: Origin of its gradients: ``"matrix"``, ``"embedding"``, ``"per channel"`` or ``"general"``.
+        index: ``[G, o, i]`` positions in the parameter vector. Or a function that returns them, to save eight bytes for
+            each weight until they are needed.
+        shape: The index's shape, where it is a function.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        names: tuple[str, ...],
+        rule: str,
+        index: Tensor | Callable[[], Tensor],
+        shape: Sequence[int] | None = None,
+    ):
+        self.key, self.names, self.rule, self._index = key, names, rule, index
+        if isinstance(index, Tensor):
+            shape = index.shape
+        assert shape is not None
+        self.shape: tuple[int, int, int] = (shape[0], shape[1], shape[2])
+        self.n_entries = shape[0] * shape[1] * shape[2]
+
+    @property
+    def index(self) -> Tensor:
+        """``[G, o, i]`` positions in the parameter vector."""
+        return self._index if isinstance(self._index, Tensor) else self._index()
+
+    @cached_property
+    def parameter_slices(self) -> ParameterSlices:
+        """Reads and writes the block's entries in parameter vectors."""
+        return ParameterSlices(self.index)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """The block's part of ``[…, P]`` vectors, ``[…, G, o, i]``."""
+        return self.parameter_slices.gather(vector)
+
+    def scatter_(self, vector: Tensor, values: Tensor) -> None:
+        """Write ``[…, G, o, i]`` values to their positions in ``[…, P]`` vectors."""
+        self.parameter_slices.scatter_(vector, values)
+
+    def __repr__(self) -> str:
+        return f"Layout({self.key!r}, {list(self.shape)})"
+
+
+def whole_layout(network: Network) -> Layout:
+    """One block that covers the parameter vector in its own order."""
+    total = network.n_parameters
+    return Layout("all", network.parameter_names, GENERAL, partial(_counted, total), (1, 1, total))
+
+
+def _counted(total: int) -> Tensor:
+    return torch.arange(total)[None, None]
+
+
+class Structure(ABC):
+    """Which entries of a curvature are kept; :func:`register_structure` tells how they are computed.
+
+    Attributes:
+        name: The structure's name, in errors and in :attr:`Backend.supported`.
+    """
+
+    name: str
+
+    def layouts(self, network: Network, layers: Sequence[Layout]) -> Sequence[Layout]:
+        """The blocks, which together cover every selected entry once; by default one for each layer.
+
+        Args:
+            network: The network.
+            layers: The layers' own layouts: a weight with its bias, or a single parameter.
+        """
+        return layers
 
 
 @dataclass(frozen=True)
-class FullStructure:
+class FullStructure(Structure):
     """One dense matrix over all selected entries."""
 
     name: str = field(default="full", init=False)
 
+    def layouts(self, network: Network, layers: Sequence[Layout]) -> Sequence[Layout]:
+        """A single block."""
+        return [whole_layout(network)]
+
 
 @dataclass(frozen=True)
-class DiagonalStructure:
+class DiagonalStructure(Structure):
     """The diagonal only."""
 
     name: str = field(default="diagonal", init=False)
 
 
 @dataclass(frozen=True)
-class KroneckerStructure:
+class KroneckerStructure(Structure):
     """One Kronecker product for each layer (KFAC; Martens and Grosse, 2015).
 
     Attributes:
-        weight_sharing: How positions (tokens, pixels) are treated: ``"expand"`` as examples of their own, for
-            token-level losses; ``"reduce"`` summed over first, for networks that pool over positions
+        weight_sharing: Treatment of positions (tokens, pixels): ``"expand"`` takes them as examples of their own, for
+            token-level losses; ``"reduce"`` sums over them first, for networks that pool over positions
             (Eschenhagen et al., 2023).
         eigenvalue_corrected: Whether the eigenvalues are measured in the Kronecker eigenbasis (EKFAC; George et al.,
             2018), which takes a second pass over the data.
         dense_limit: Parameters that no Kronecker rule covers get an exact dense block up to this size, and an exact
             diagonal one above.
-        output_factor: How the output factor of a last layer is kept: ``"dense"``; ``"diagonal"``, without covariances
-            between outputs; or ``"auto"``, dense up to ``DENSE_OUTPUTS`` outputs and diagonal beyond.
+        output_factor: Form of a last layer's output factor: ``"dense"``; ``"diagonal"``, without covariances between
+            outputs; or ``"auto"``, dense up to ``DENSE_OUTPUTS`` outputs and diagonal beyond.
     """
 
     weight_sharing: Literal["expand", "reduce"] = "expand"
@@ -56,20 +147,17 @@ class KroneckerStructure:
     name: str = field(default="KFAC", init=False)
 
     def keeps_diagonal(self, n_outputs: int) -> bool:
-        """Whether the factor of so many outputs is kept as its diagonal."""
+        """Whether only the diagonal of a factor over this many outputs is kept."""
         if self.output_factor == "auto":
             return n_outputs > DENSE_OUTPUTS and not self.eigenvalue_corrected
         return self.output_factor == "diagonal"
 
 
 @dataclass(frozen=True)
-class LowRankStructure:
+class LowRankStructure(Structure):
     """Leading eigenpairs of the whole matrix, from products with it; see :meth:`Backend.operator`."""
 
     name: str = field(default="low-rank", init=False)
-
-
-Structure = FullStructure | DiagonalStructure | KroneckerStructure | LowRankStructure
 
 
 @dataclass
@@ -92,8 +180,8 @@ class Curvature:
             DataError: The two treat some parameter differently.
         """
         mine, theirs = {lay.key: block for lay, block in self}, {lay.key: block for lay, block in other}
-        if mine.keys() != theirs.keys() or any(type(mine[key]) is not type(theirs[key]) for key in mine):
-            changed = sorted(mine.keys() ^ theirs.keys()) or [k for k in mine if type(mine[k]) is not type(theirs[k])]
+        changed = sorted(mine.keys() ^ theirs.keys()) or [k for k in mine if type(mine[k]) is not type(theirs[k])]
+        if changed:
             raise used_differently(changed)
         for key, block in mine.items():
             block.add_(theirs[key])
@@ -105,25 +193,19 @@ class Curvature:
 
     def corrected(self, weights: Tensor) -> Curvature:
         """The same curvature with the eigenvalues of its Kronecker blocks set to zero, to be measured anew."""
-        return Curvature(
-            [
-                (layout, block.with_correction(weights) if isinstance(block, KroneckerBlock) else block)
-                for layout, block in self
-            ]
-        )
+        blocks: list[tuple[Layout, Block]] = []
+        for layout, block in self:
+            blocks.append((layout, block.with_correction(weights) if isinstance(block, KroneckerBlock) else block))
+        return Curvature(blocks)
 
     def dense(self, weights: Tensor) -> Tensor:
         """The whole matrix written out at component weights ``[K]``, ``[P, P]``; only for small P."""
-        total = sum(layout.n_entries for layout, _ in self)
-        result: Tensor | None = None
-        for layout, block in self:
-            values = block.dense(weights)
-            if result is None:
-                result = values.new_zeros(total, total)
-            for group, matrix in enumerate(values):
-                place = layout.index[group].flatten().to(values.device)
-                result[place[:, None], place] = matrix
-        assert result is not None
+        matrices = [(layout, block.dense(weights)) for layout, block in self]
+        total = sum(layout.n_entries for layout, _ in matrices)
+        result = matrices[0][1].new_zeros(total, total)
+        for layout, groups in matrices:
+            for positions, matrix in zip(layout.index.flatten(1).to(result.device), groups, strict=True):
+                result[positions[:, None], positions] = matrix
         return result
 
     def n_bytes(self) -> int:
@@ -132,7 +214,7 @@ class Curvature:
 
 
 def used_differently(keys: Sequence[str]) -> DataError:
-    """The error for blocks that some batch does not treat as another one did."""
+    """The error for blocks that differ from one batch to another."""
     return DataError(
         "The network used its parameters differently in one batch than in another.",
         expected="every batch to use every selected parameter in the same way",
@@ -141,17 +223,49 @@ def used_differently(keys: Sequence[str]) -> DataError:
     )
 
 
+_BLOCKS: dict[str, Callable[[dict[str, Tensor], tuple[int, int, int]], Block]] = {
+    DiagonalBlock.storage: lambda tensors, _: DiagonalBlock(tensors["values"]),
+    DenseBlock.storage: lambda tensors, shape: DenseBlock(restored(tensors, "matrix"), shape),
+    KroneckerBlock.storage: lambda tensors, _: KroneckerBlock.from_tensors(tensors),
+    DiagonalOutputBlock.storage: lambda t, _: DiagonalOutputBlock(t["left"], t["right"], t["count"]),
+    SoftmaxOutputBlock.storage: SoftmaxOutputBlock.from_tensors,
+    LowRankBlock.storage: lambda t, _: LowRankBlock(
+        t["values"], t["vectors"], SampledSpectrum(t["nodes"], t["node_weights"])
+    ),
+}
+
+
+def register_block(block: type[Block]) -> None:
+    """Make a kind of block known to :func:`laplace_plus.load`.
+
+    Args:
+        block: A subclass with a ``storage`` name of its own and a class method ``from_tensors(tensors, shape)``, which
+            rebuilds a block from the result of :meth:`Block.tensors` and its shape ``(G, o, i)``.
+
+    Raises:
+        ConfigurationError: Another class has that storage name, or there is no ``from_tensors``.
+    """
+    make = getattr(block, "from_tensors", None)
+    if make is None or _BLOCKS.get(block.storage, make) != make:
+        raise ConfigurationError(
+            f"Cannot register the block {block.__name__}.",
+            expected="a class method from_tensors, and a storage name of its own",
+            got=f"storage = {block.storage!r}" + ("" if make else " and no from_tensors"),
+        )
+    _BLOCKS[block.storage] = make
+
+
 def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[str, Tensor]) -> Block:
-    """Rebuild a block from what :meth:`Block.tensors` returned."""
-    if storage == "diagonal":
-        return DiagonalBlock(tensors["values"])
-    if storage == "dense":
-        return DenseBlock(restored(tensors, "matrix"), shape)
-    if storage == LowRankBlock.storage:
-        rest = SampledSpectrum(tensors["nodes"], tensors["node_weights"])
-        return LowRankBlock(tensors["values"], tensors["vectors"], rest)
-    if storage == SoftmaxOutputBlock.storage:
-        return SoftmaxOutputBlock.from_tensors(tensors, shape)
-    if storage == DiagonalOutputBlock.storage:
-        return DiagonalOutputBlock(tensors["left"], tensors["right"], tensors["count"])
-    return KroneckerBlock.from_tensors(tensors)
+    """Rebuild a block from the result of :meth:`Block.tensors`.
+
+    Raises:
+        CheckpointError: No block with that storage name is registered.
+    """
+    if storage not in _BLOCKS:
+        raise CheckpointError(
+            "A saved block is of an unknown kind.",
+            expected=", ".join(_BLOCKS),
+            got=repr(storage),
+            fix="Import the package that registers it with laplace_plus.curvature.register_block.",
+        )
+    return _BLOCKS[storage](tensors, shape)

@@ -141,7 +141,7 @@ class TangentModel:
         size = outputs[0].numel()
         units = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
         rows = torch.empty(len(outputs), size, len(self.vector), dtype=outputs.dtype, device=outputs.device)
-        for some in gradients.direction_chunks(size):
+        for some in gradients.cotangent_chunks(size):
             cotangents = units[some].expand(-1, len(outputs), *outputs.shape[1:])
             stack = gradients.whole(cotangents)[1].dense(slice(0, len(outputs)))  # [V, B, 1, 1, P]
             rows[:, some] = stack.flatten(2).transpose(0, 1).to(rows)

@@ -36,8 +36,7 @@ from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import Capture, capture_batch
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.layouts import whole_layout
-from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure
+from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure, whole_layout
 from laplace_plus.integrations.foreign import ForeignBackend, Layer, loss_targets
 from laplace_plus.likelihoods import Bernoulli, Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness

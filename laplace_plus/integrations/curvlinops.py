@@ -22,8 +22,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS
 from laplace_plus.curvature.calls import EmbeddingCall
 from laplace_plus.curvature.capture import Capture, capture_batch
-from laplace_plus.curvature.layouts import whole_layout
-from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure
+from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure, whole_layout
 from laplace_plus.integrations.foreign import ForeignBackend, Loss, loss_targets
 from laplace_plus.likelihoods import Categorical, Likelihood
 from laplace_plus.likelihoods.checks import widen
@@ -131,7 +130,7 @@ class Curvlinops(ForeignBackend):
                 # Forward mode compiles its rules by torch.jit.script, too; operations that vmap loops over are no news.
                 warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                parts.append(_dense(operator, network, capture.activation_elements()))
+                parts.append(_dense(operator, network, capture.activation_elements))
         matrix = torch.stack(parts)[:, None] * self._scale(task.loss)  # [K, 1, P, P]
         tolerance = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max()
         if bool(((matrix - matrix.mT).abs() > tolerance).any()):

@@ -21,8 +21,7 @@ from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.calls import Call, ExampleAxis
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.layouts import MATRIX, Layout
-from laplace_plus.curvature.structures import KroneckerStructure, Structure
+from laplace_plus.curvature.structures import MATRIX, KroneckerStructure, Layout, Structure
 from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
 from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_plus.network import Network

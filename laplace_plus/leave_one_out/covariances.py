@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.batches import batch_size, can_be_cut, cut
-from laplace_plus.curvature.pieces import same_outputs
+from laplace_plus.curvature.gradients import same_outputs
 from laplace_plus.errors import DataError
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import functional_posteriors

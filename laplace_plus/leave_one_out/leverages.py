@@ -178,7 +178,7 @@ def _jacobian(network: Network, inputs: Any, deviations: Tensor) -> tuple[Tensor
     # Captured outputs may count positions as examples of their own: cotangents have the captured shape.
     shape = capture.outputs.shape
     parts = []
-    for chunk in gradients.direction_chunks(each):
+    for chunk in gradients.cotangent_chunks(each):
         units = outputs.new_zeros(chunk.stop - chunk.start, n, each)
         number = torch.arange(len(units), device=units.device)
         units[number, :, number + chunk.start] = 1

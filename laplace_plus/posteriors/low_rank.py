@@ -19,7 +19,7 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus.curvature import Curvature, LowRankStructure
 from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.layouts import whole_layout
+from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import Group, SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.curvature import Curvature
-from laplace_plus.curvature.layouts import Layout
-from laplace_plus.curvature.structures import block_from_tensors
+from laplace_plus.curvature.structures import Layout, block_from_tensors
 from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, collect_, sum_
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
 from laplace_plus.network import Network

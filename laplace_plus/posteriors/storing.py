@@ -9,8 +9,7 @@ from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus.curvature import Curvature
-from laplace_plus.curvature.layouts import Layout
-from laplace_plus.curvature.structures import block_from_tensors
+from laplace_plus.curvature.structures import Layout, block_from_tensors
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.priors import Groups

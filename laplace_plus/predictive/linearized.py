@@ -17,10 +17,10 @@ from torch import Tensor
 from laplace_plus import batches
 from laplace_plus._memory import budget
 from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import GENERAL, Gradients, Layout
-from laplace_plus.curvature.last_layer import head_stack
+from laplace_plus.curvature.gradients import Gradients, same_outputs
+from laplace_plus.curvature.last_layer import output_layer_gradients
 from laplace_plus.curvature.linearization import Linearization, Ways
-from laplace_plus.curvature.pieces import same_outputs
+from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network import Network
 from laplace_plus.structured import ExampleGradients, Factor
@@ -117,7 +117,9 @@ def functional_posteriors(
     flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
     own = chosen.ndim > 1
     # Of a linear head the outputs' gradients are known, without a unit vector for each of them.
-    head = None if WHOLE in factor_sets[0] else head_stack(gradients, chosen.reshape(len(mean), -1) if own else chosen)
+    head = None
+    if capture.pointwise and WHOLE not in factor_sets[0]:
+        head = output_layer_gradients(gradients, chosen.reshape(len(mean), -1) if own else chosen)
     if head is not None:
         covariances = _weighed([head], factor_sets, mode)
     else:
@@ -324,7 +326,7 @@ class _Directions:
     ) -> list[Tensor]:
         cotangents = self.cotangents(which.to(self.flat.device))
         whole = WHOLE in factor_sets[0]
-        stacks = [self.gradients.whole(cotangents)] if whole else self.gradients.stacks(cotangents)
+        stacks = [self.gradients.whole(cotangents)] if whole else self.gradients.blocks(cotangents)
         return _weighed(stacks, factor_sets, mode, block)
 
     def _by_pairs(self, which: Tensor, factor_sets: Sequence[Mapping[str, Factor]], capacity: int) -> list[Tensor]:
@@ -362,7 +364,7 @@ class _Directions:
     def _bytes_each(self) -> int:
         """What one direction's gradients take, over all examples."""
         general = sum(layout.n_entries for layout in self.gradients.layouts if layout.rule == GENERAL)
-        size = self.gradients.capture.activation_elements() + self.flat.shape[0] * general
+        size = self.gradients.capture.activation_elements + self.flat.shape[0] * general
         return size * self.flat.element_size()
 
 

@@ -240,7 +240,7 @@ def test_every_kind_of_stack_is_weighed_alike(mode, coupled):
 
 
 @pytest.mark.parametrize("mode", ["full", "diagonal", "joint"])
-def test_head_stacks_equal_their_dense_forms(mode):
+def test_output_layer_gradientss_equal_their_dense_forms(mode):
     phi = torch.randn(3, D, generator=generator(7), dtype=torch.float64)
     weights = torch.rand(1, C, D, generator=generator(8), dtype=torch.float64)
     matrices = torch.randn(2, 1, C, D, generator=generator(9), dtype=torch.float64)

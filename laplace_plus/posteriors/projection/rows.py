@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.batches import iterate
+from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.curvature.operators import (
     CHUNK_SIZE,
     FisherOperator,
@@ -17,7 +18,6 @@ from laplace_plus.curvature.operators import (
     JacobianOperator,
     RootOperator,
 )
-from laplace_plus.curvature.pieces import gradient_pieces
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Diagonal, Operator
@@ -108,12 +108,12 @@ class NullSpaceRows:
         """The reciprocal length of each loss's gradient, ``[N]``."""
         squares = []
         for batch in iterate(self._data, device=self._network.device, progress=False, description=""):
-            for piece, gradients in gradient_pieces(self._network, batch):
+            for piece, gradients in micro_batches(self._network, batch):
                 outputs = gradients.capture.outputs
                 rows, targets, weight = self._likelihood.rows(outputs, piece.target)
                 cotangent = self._likelihood.gradient(rows, targets).detach() * weight[:, None].to(rows.dtype)
                 total = outputs.new_zeros(len(outputs), dtype=torch.float64)
-                for _, stack in gradients.stacks(cotangent.reshape(1, *outputs.shape).to(outputs.dtype)):
+                for _, stack in gradients.blocks(cotangent.reshape(1, *outputs.shape).to(outputs.dtype)):
                     ones = torch.ones(stack.shape, dtype=stack.dtype, device=stack.device)
                     total += stack.quadratic(ones, "diagonal")[:, 0].double()
                 squares.append(total)

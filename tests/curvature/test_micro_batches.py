@@ -1,4 +1,4 @@
-"""Batches cut into pieces by the memory budget: the same numbers in any pieces, and errors where nothing fits."""
+"""Batches cut into micro-batches by the memory budget: the same numbers in any cut, and errors where nothing fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus._memory import budget, memory_budget, parse_bytes
 from laplace_plus.batches import Batch, can_be_cut, cut
-from laplace_plus.curvature.pieces import gradient_pieces
+from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 
@@ -41,26 +41,26 @@ def test_the_budget_does_not_change_the_result(case: str, allowed: str) -> None:
     cls, options = CASES[case]
     model, batches = convolutional(), data()
     whole = cls(model, "classification", **options).fit(batches)
-    pieces = cls(model, "classification", memory_budget=allowed, **options).fit(batches)
+    micro = cls(model, "classification", memory_budget=allowed, **options).fit(batches)
     scale = whole.precision_matrix().abs().max()
-    torch.testing.assert_close(pieces.precision_matrix(), whole.precision_matrix(), rtol=0, atol=1e-12 * float(scale))
-    assert pieces.n_data == whole.n_data == 20
+    torch.testing.assert_close(micro.precision_matrix(), whole.precision_matrix(), rtol=0, atol=1e-12 * float(scale))
+    assert micro.n_data == whole.n_data == 20
     for outputs in (None, "diagonal", [0, 2]):
-        ours = pieces.functional_posterior(batches[0][0], outputs=outputs)
+        ours = micro.functional_posterior(batches[0][0], outputs=outputs)
         theirs = whole.functional_posterior(batches[0][0], outputs=outputs)
         torch.testing.assert_close(ours.covariance, theirs.covariance, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(
-        pieces.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-10, atol=1e-10
+        micro.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-10, atol=1e-10
     )
 
 
-def test_smaller_budgets_make_more_pieces() -> None:
+def test_smaller_budgets_make_more_micro_batches() -> None:
     model, (batch,) = convolutional(), data()
 
     def sizes(allowed: int) -> list[int]:
         network = Network(model, "all", lambda outputs: outputs)
         with memory_budget(allowed):
-            return [piece.target.shape[0] for piece, _ in gradient_pieces(network, Batch(*batch))]
+            return [part.target.shape[0] for part, _ in micro_batches(network, Batch(*batch))]
 
     assert sizes(2**30) == [20]
     assert sum(sizes(2**16)) == 20
@@ -69,7 +69,7 @@ def test_smaller_budgets_make_more_pieces() -> None:
 
 
 def test_a_budget_too_small_for_one_example_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"one example and one output direction.*memory_budget"):
+    with pytest.raises(ConfigurationError, match=r"one output for one example.*memory_budget"):
         lp.KFAC(convolutional(), "classification", memory_budget="2 KiB").fit(data())
 
 
@@ -145,8 +145,8 @@ def test_examples_that_depend_on_each_other(strength: float, twins: bool) -> Non
     if twins:
         x[1] = x[0]
     whole = lp.KFAC(model, "classification", memory_budget="1GB").fit([(x, y)])
-    pieces = lp.KFAC(model, "classification", memory_budget="4KB").fit([(x, y)])
-    torch.testing.assert_close(pieces.precision_matrix(), whole.precision_matrix(), rtol=1e-10, atol=1e-12)
+    micro = lp.KFAC(model, "classification", memory_budget="4KB").fit([(x, y)])
+    torch.testing.assert_close(micro.precision_matrix(), whole.precision_matrix(), rtol=1e-10, atol=1e-12)
     mean, covariance = whole.functional_posterior(x)
     whole.memory_budget = "16 KB"
     again = whole.functional_posterior(x)
@@ -160,9 +160,9 @@ def test_numbers_that_are_as_many_as_the_examples_by_chance() -> None:
     model = Weighted().double()
     inputs = (torch.randn(8, 4, dtype=torch.float64), torch.rand(8, dtype=torch.float64))
     whole = lp.Diagonal(model, "classification", memory_budget="1GB").fit([(inputs, torch.arange(8) % 3)])
-    pieces = lp.Diagonal(model, "classification", memory_budget="1KB").fit([(inputs, torch.arange(8) % 3)])
-    torch.testing.assert_close(pieces.variance(), whole.variance(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(pieces.functional_posterior(inputs).mean, model(*inputs).detach())
+    micro = lp.Diagonal(model, "classification", memory_budget="1KB").fit([(inputs, torch.arange(8) % 3)])
+    torch.testing.assert_close(micro.variance(), whole.variance(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(micro.functional_posterior(inputs).mean, model(*inputs).detach())
 
 
 class WritesInPlace(nn.Module):
@@ -210,7 +210,7 @@ def test_batches_that_belong_together_stay_together(kind: type[nn.Module]) -> No
     network = Network(model, "all", lambda outputs: outputs)
     batch = Batch(torch.randn(6, 4, dtype=torch.float64), torch.zeros(6, dtype=torch.long))
     with memory_budget(400):
-        assert [piece.target.shape[0] for piece, _ in gradient_pieces(network, batch)] == [6]
+        assert [part.target.shape[0] for part, _ in micro_batches(network, batch)] == [6]
 
 
 def test_what_can_be_cut() -> None:
@@ -220,8 +220,8 @@ def test_what_can_be_cut() -> None:
     assert not can_be_cut({"scale": torch.tensor(2.0)}, 4)
     assert not can_be_cut({"tokens": tokens, "table": object()}, 4)
     assert not can_be_cut({"tokens": tokens.T, "mask": mask}, 4)
-    piece = cut({"tokens": tokens, "mask": mask, "scale": torch.tensor(2.0)}, slice(1, 3))
-    assert piece["mask"].shape == (2, 7) and piece["scale"] == 2
+    part = cut({"tokens": tokens, "mask": mask, "scale": torch.tensor(2.0)}, slice(1, 3))
+    assert part["mask"].shape == (2, 7) and part["scale"] == 2
 
 
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
