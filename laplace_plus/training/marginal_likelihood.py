@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,7 @@ from laplace_plus.curvature import Backend
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.posteriors import KFAC
 from laplace_plus.priors import Groups
-from laplace_plus.training.result import MarginalLikelihoodTraining, Update
-from laplace_plus.training.run import Run
+from laplace_plus.training.run import MarginalLikelihoodTraining, Run, Update
 from laplace_plus.training.settings import (
     OptimizerFactory,
     PosteriorFactory,
@@ -64,9 +64,9 @@ def train_marginal_likelihood(
 ) -> MarginalLikelihoodTraining:
     """Train a network and its prior precisions (and noise) by the marginal likelihood, without validation data.
 
-    **The model that is passed in is trained, in place**, as by any training loop. It is run in training mode, so that
-    dropout and batch normalisation behave as usual; its curvature is taken in evaluation mode, as a posterior's always
-    is. Modules get the mode back that they had. Frozen parameters (``requires_grad=False``) stay as they are.
+    **The model is trained in place**, as by any training loop. It runs in training mode, so that dropout and batch
+    normalisation behave as usual; its curvature is taken in evaluation mode, as a posterior's always is. At the end
+    modules have the mode that they had before. Frozen parameters (``requires_grad=False``) stay as they are.
 
     With N examples, temperature T and prior ``N(μ, P₀⁻¹)`` an epoch minimises the mean over its batches of
 
@@ -77,10 +77,10 @@ def train_marginal_likelihood(
     ``len(dataset)``. The prior is the weight decay: an optimizer with another one is refused. After every
     ``frequency`` epochs beyond the ``burn_in``, and after the last, the posterior is fitted, and the logarithms of the
     prior precisions and of the noise climb its evidence by ``hyper_steps`` steps of Adam (Immer et al., 2021). The
-    evidence is that of the weights of the moment, as if they were at a mode: early in training it is only a guide.
+    evidence treats the current weights as a mode: early in training it is only a guide.
 
     Args:
-        model: The network to train. Its parameters have no gradients (``grad=None``) in the end, whatever they had.
+        model: The network to train. Its parameters end without gradients (``grad=None``).
         loader: Batches, as for :meth:`Posterior.fit`; it is run over once per epoch, and once per update.
         likelihood: As for :class:`Posterior`; of a Gaussian one, its noise is where the noise starts.
         epochs: At most so many.
@@ -154,31 +154,11 @@ def train_marginal_likelihood(
         >>> trained.posterior.predictive(x).mean.shape
         torch.Size([40, 1])
     """
+    arguments = dict(locals())
     resolved = resolve_likelihood(likelihood)
-    settings = Settings(
-        likelihood=resolved,
-        epochs=epochs,
-        posterior=resolve_posterior(posterior),
-        structure=structure,
-        prior_precision=prior_precision,
-        prior_mean=prior_mean,
-        temperature=temperature,
-        tune_noise=resolved.noise_std is not None if tune_noise is None else tune_noise,
-        backend=backend,
-        optimizer=optimizer,
-        optimizer_options=dict(optimizer_options or {}),
-        scheduler=scheduler,
-        schedule_by=schedule_by,
-        max_gradient_norm=max_gradient_norm,
-        burn_in=burn_in,
-        frequency=frequency,
-        hyper_steps=hyper_steps,
-        hyper_lr=hyper_lr,
-        early_stopping=early_stopping,
-        patience=patience,
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-        resume=resume,
-        callback=callback,
-        progress=progress,
-    )
+    arguments["likelihood"], arguments["posterior"] = resolved, resolve_posterior(posterior)
+    arguments["tune_noise"] = resolved.noise_std is not None if tune_noise is None else tune_noise
+    arguments["optimizer_options"] = dict(optimizer_options or {})
+    arguments["checkpoint"] = None if checkpoint is None else Path(checkpoint)
+    settings = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
     return Run(model, loader, loader if curvature_loader is None else curvature_loader, settings, generator).train()

@@ -1,4 +1,4 @@
-"""The objective of training: that of which Laplace expands the logarithm.
+"""The two objectives of training: the log posterior in the weights, and its Laplace evidence in the hyperparameters.
 
 With prior ``N(μ, P₀⁻¹)``, temperature T and N examples, the log posterior is
 
@@ -8,19 +8,25 @@ and training minimises ``−1/N log p(θ|D)``. A minibatch b contributes
 
     ℓ_b(θ) = K/(N' T) Σ_{n∈b} −log p(yₙ|f(xₙ, θ)) + 1/(2N) (θ−μ)ᵀ P₀ (θ−μ),
 
-where K batches with N' examples make an epoch, so that the mean of ℓ over the epoch's batches is the objective also
-where batches differ in size. N' is N unless the curvature is computed on other data than those of training.
+where K batches with N' examples make an epoch. The mean of ℓ over the epoch's batches is thus the objective also where
+batches differ in size. N' is N unless the curvature is computed on other data than those of training.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_plus.batches import Batch, call, output_tensor
+from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
-from laplace_plus.priors import GaussianPrior
+from laplace_plus.posteriors import GaussianPosterior
+from laplace_plus.priors import GaussianPrior, Groups, PriorStructure
 
 
 class PriorPenalty:
@@ -41,22 +47,29 @@ class PriorPenalty:
             parameter = parameters[item.name]
             index = None if item.mask is None else item.mask.to(parameter.device).nonzero().squeeze(-1)
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            precision = _shared(precision).to(parameter.device, dtype)
-            self._terms.append((parameter, index, precision, _shared(mean).to(parameter.device, dtype)))
+            precision = _as_scalar_if_equal(precision).to(parameter.device, dtype)
+            self._terms.append((parameter, index, precision, _as_scalar_if_equal(mean).to(parameter.device, dtype)))
 
     def __call__(self) -> Tensor:
         """The penalty at the present weights, 0-d."""
-        total: Tensor | None = None
+        terms = []
         for parameter, index, precision, mean in self._terms:
             entries = parameter.flatten() if index is None else parameter.flatten()[index]
-            term = (precision * (entries.to(precision.dtype) - mean).square()).sum() / 2
-            total = term if total is None else total + term.to(total)
-        assert total is not None
+            terms.append((precision * (entries.to(precision.dtype) - mean).square()).sum() / 2)
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term.to(total)
         return total
 
 
+def _as_scalar_if_equal(values: Tensor) -> Tensor:
+    low, high = values.aminmax()
+    return low if bool(low == high) else values
+
+
+@dataclass(frozen=True)
 class TrainingObjective:
-    """``ℓ_b(θ)`` of a minibatch, as the module's docstring has it.
+    """``ℓ_b(θ)`` of a minibatch.
 
     Args:
         model: The network as the user trains it, in whatever mode it is in.
@@ -67,22 +80,12 @@ class TrainingObjective:
         mean_batch_size: ``N'/K``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        penalty: PriorPenalty,
-        *,
-        temperature: float,
-        n_data: int,
-        mean_batch_size: float,
-    ):
-        self.model = model
-        self.likelihood = likelihood
-        self.penalty = penalty
-        self.temperature = temperature
-        self.n_data = n_data
-        self.mean_batch_size = mean_batch_size
+    model: nn.Module
+    likelihood: Likelihood
+    penalty: PriorPenalty
+    temperature: float
+    n_data: int
+    mean_batch_size: float
 
     def __call__(self, batch: Batch) -> Tensor:
         """``ℓ_b``, 0-d and differentiable in the network's parameters.
@@ -101,7 +104,105 @@ class TrainingObjective:
         return penalty.to(fit) - fit / (self.temperature * self.mean_batch_size)
 
 
-def _shared(values: Tensor) -> Tensor:
-    """One number in place of as many equal ones."""
-    low, high = values.aminmax()
-    return low if bool(low == high) else values
+class HyperparameterAscent:
+    """Gradient ascent on the evidence of a fitted posterior, in the logarithms of prior precisions and noise levels.
+
+    By Adam (Kingma and Ba, 2015), whose moments are kept from update to update, or by the posterior's own line search.
+
+    Args:
+        posterior: Fitted at least once; its hyperparameters are what is searched.
+        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the groups) or ``"diagonal"``.
+        groups: The posterior's groups; None for the layers.
+        tune_noise: Whether noise levels are searched, too.
+        steps: Steps of Adam for each update; None for the line search.
+        learning_rate: Of Adam, in e-folds.
+
+    Raises:
+        ConfigurationError: A current precision that does not have the structure.
+        UnsupportedError: A structure that the posterior does not take.
+    """
+
+    def __init__(
+        self,
+        posterior: GaussianPosterior,
+        structure: PriorStructure,
+        groups: Groups | None = None,
+        *,
+        tune_noise: bool,
+        steps: int | None,
+        learning_rate: float,
+    ):
+        self.posterior, self.structure, self.groups = posterior, structure, groups
+        self.tune_noise, self.steps = tune_noise, steps
+        n_groups, n_entries = len(posterior.prior_groups.names), posterior.n_parameters
+        shape = {"scalar": (), "layerwise": (n_groups,), "diagonal": (n_entries,)}[structure]
+        precision = posterior.prior_precision.detach().double().cpu()
+        if structure == "diagonal" and precision.shape == (n_groups,):
+            precision = posterior.prior().vector().detach().double().cpu()
+        if precision.numel() not in (1, math.prod(shape)):
+            raise ConfigurationError(
+                f'The prior precision does not have the structure "{structure}".',
+                expected=f"a number, or a tensor of shape {list(shape)}",
+                got=f"shape {list(precision.shape)}",
+            )
+        precision = precision.reshape(-1).expand(math.prod(shape)).reshape(shape)
+        self._checked(posterior.log_marginal_likelihood(precision).detach())  # a structure may be unsupported
+        # Searched in e-folds: the precisions, and the noise levels if they are tuned.
+        self._logs = [precision.log().requires_grad_()]
+        if tune_noise:
+            assert posterior.noise_std is not None
+            self._logs.append(posterior.noise_std.detach().double().cpu().log().requires_grad_())
+        self._optimizer = torch.optim.Adam(self._logs, lr=learning_rate)
+
+    def update(self) -> float:
+        """Improve the posterior's hyperparameters at its present fit; the evidence with them, in nats.
+
+        Raises:
+            NonFiniteError: The evidence, or its gradient, is NaN or infinite.
+        """
+        posterior = self.posterior
+        if self.steps is None:
+            structure = self.structure if self.groups is None else self.groups
+            posterior.fit_prior_precision(structure=structure, tune_noise=self.tune_noise)
+            return self._checked(posterior.log_marginal_likelihood().detach())
+        with torch.enable_grad():
+            for _ in range(self.steps):
+                self._optimizer.zero_grad()
+                value = posterior.log_marginal_likelihood(*(log.exp() for log in self._logs))
+                self._checked(value.detach())
+                (-value).backward()
+                self._optimizer.step()
+        levels = [log.detach().exp() for log in self._logs]
+        self._checked(levels[0].log().sum())
+        posterior.prior_precision = levels[0]
+        if self.tune_noise:
+            posterior.noise_std = levels[1]
+        return self._checked(posterior.log_marginal_likelihood().detach())
+
+    def _checked(self, value: Tensor) -> float:
+        number = value.item()
+        if not math.isfinite(number):
+            precision = self.posterior.prior_precision
+            raise NonFiniteError(
+                "The evidence is not finite.",
+                expected="a number",
+                got=f"{number} at prior precisions from {precision.min():.3g} to {precision.max():.3g}",
+                fix="Use a smaller hyper_lr, or a longer burn_in.",
+            )
+        return number
+
+    def state(self) -> dict[str, Any]:
+        """What the next update depends on, apart from the posterior's hyperparameters."""
+        if self.steps is None:
+            return {}
+        searched = dict(zip(("log_precision", "log_noise"), (log.detach() for log in self._logs), strict=False))
+        return {**searched, "optimizer": self._optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` returned."""
+        if self.steps is None:
+            return
+        with torch.no_grad():
+            for log, name in zip(self._logs, ("log_precision", "log_noise"), strict=False):
+                log.copy_(state[name])
+        self._optimizer.load_state_dict(state["optimizer"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, default_collate
 from tqdm import tqdm
 
 from laplace_plus import io
@@ -22,33 +22,86 @@ from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedErro
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.posteriors.prior_tuning import chosen_groups
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
-from laplace_plus.training.hyperparameters import HyperparameterAscent
-from laplace_plus.training.objective import PriorPenalty, TrainingObjective
-from laplace_plus.training.result import MarginalLikelihoodTraining, Update
-from laplace_plus.training.settings import Settings, require_same
-from laplace_plus.training.state import (
-    generators_of,
-    pack,
-    put_back,
-    random_state,
-    seeded,
-    set_random_state,
-    unpack,
-    weights_of,
-)
+from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
+from laplace_plus.training.checkpoint import Generators, pack, put_back, unpack, weights_of
+from laplace_plus.training.objective import HyperparameterAscent, PriorPenalty, TrainingObjective
+from laplace_plus.training.settings import Settings
 
-TOO_FAR = "Use a smaller learning rate, or max_gradient_norm; small noise and low temperatures make gradients large."
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One update of the hyperparameters.
+
+    Attributes:
+        epoch: After which epoch, counted from 1.
+        evidence: The Laplace evidence in nats, at the weights after that epoch and the hyperparameters after the
+            update.
+        log_likelihood: ``log p(D|θ)`` in nats there, not tempered.
+        loss: The mean of the training objective over the epoch, see :func:`train_marginal_likelihood`.
+        prior_precision: After the update: 0-d or ``[G]``, one for each of the posterior's ``prior_groups``; of a
+            diagonal prior, each layer's geometric mean.
+        noise_std: Gaussian noise after the update, 0-d or ``[C]``; None for other likelihoods.
+        improved: Whether the evidence is the greatest so far.
+    """
+
+    epoch: int
+    evidence: float
+    log_likelihood: float
+    loss: float
+    prior_precision: Tensor
+    noise_std: Tensor | None
+    improved: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MarginalLikelihoodTraining:
+    """A network trained by the marginal likelihood, with the history of its training.
+
+    Attributes:
+        model: The network that was passed in, trained in place.
+        posterior: Fitted to it, with the hyperparameters found.
+        epoch: The epoch, counted from 1, whose weights and hyperparameters the result has.
+        evidence: The Laplace evidence there, in nats.
+        losses: The mean of the training objective over each epoch, in nats for each example.
+        updates: All updates of the hyperparameters, in order.
+        stopped_early: Whether training ended because the evidence had not improved for ``patience`` updates.
+        n_data: Number of examples of the posterior.
+    """
+
+    model: nn.Module
+    posterior: GaussianPosterior
+    epoch: int
+    evidence: float
+    losses: tuple[float, ...]
+    updates: tuple[Update, ...]
+    stopped_early: bool
+    n_data: int
+
+    @property
+    def evidences(self) -> tuple[float, ...]:
+        """The evidence after each update, in nats."""
+        return tuple(update.evidence for update in self.updates)
+
+    @property
+    def prior_precisions(self) -> Tensor:
+        """The prior precisions after each of U updates, ``[U]`` or ``[U, G]``."""
+        return torch.stack([update.prior_precision for update in self.updates])
+
+    @property
+    def noise_stds(self) -> Tensor | None:
+        """The noise after each of U updates, ``[U]`` or ``[U, C]``; None where there is none."""
+        levels = [update.noise_std for update in self.updates if update.noise_std is not None]
+        return torch.stack(levels) if levels else None
 
 
 class Run:
-    """The state of a run, and its steps.
+    """One run and its state.
 
     Args:
         model: The network, trained in place.
         loader: Batches to train on.
         curvature_loader: Batches for the evidence.
-        settings: Everything else.
+        settings: All other arguments.
         generator: For curvatures that sample labels.
     """
 
@@ -68,15 +121,14 @@ class Run:
                 fix="Train on one device; posteriors can be fitted over several ranks afterwards.",
             )
         for data in (loader, curvature_loader):
-            if isinstance(data, Iterator):
+            if isinstance(data, Iterator):  # iter() of a loader would draw a seed
                 require_restartable(data, "Training passes over the data many times.")
         self.model, self.loader, self.curvature_loader = model, loader, curvature_loader
         self.settings, self.generator = settings, generator
         self.posterior: GaussianPosterior = settings.make_posterior(model)
         self.network = self.posterior.network
         self.device = self.network.device
-        held = [*generators_of(loader), *generators_of(curvature_loader), *([generator] if generator else [])]
-        self.generators = list({id(one): one for one in held}.values())
+        self.generators = Generators(self.device, [loader, curvature_loader], generator)
         self.good = weights_of(self.network.model)
         self.best: dict[str, Tensor] | None = None
         self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # hyperparameters to end with
@@ -106,7 +158,7 @@ class Run:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Modes are put back in any case, and after a failure the weights of the last complete epoch."""
+        """Restore the modes in any case, and after a failure the weights of the last complete epoch."""
         modes = [(module, module.training) for module in self.network.model.modules()]
         try:
             yield
@@ -119,8 +171,6 @@ class Run:
             for parameter in self.network.model.parameters():
                 parameter.grad = None
 
-    # -- before the first epoch ----------------------------------------------------------------------------------------
-
     def _prepare(self) -> None:
         stored = self._stored()
         selected = list(self.posterior.parameter_names)  # by the arguments; a fit may choose among them
@@ -132,33 +182,44 @@ class Run:
             described = self.settings.described(self.posterior, self.optimizer, self.scheduler)
             self.described = described | {"parameters": selected}
         if stored is not None:
-            header, state = stored
-            require_same(header["settings"], self.described)
-            self.data_sum: float | None = header.get("data_sum")
+            self._require_same_settings(stored[0]["settings"])
+            self.data_sum = stored[0].get("data_sum")
             self._require_same_data()
-            self._restore(state)
+            self._restore(stored[1])
             return
-        with seeded(self.generators, self.device):
-            self.data_sum = None
-            if self.settings.checkpoint is None:
-                self.n_data, n_batches = count(self.curvature_loader)
-            else:
-                self.n_data, n_batches, self.data_sum = survey(self.curvature_loader)
-            n_data = self.n_data
-            if self.curvature_loader is not self.loader:
-                n_data, n_batches = count(self.loader)
+        self.n_data, n_batches, self.data_sum = self._survey(self.curvature_loader)
+        n_data = self.n_data
+        if self.curvature_loader is not self.loader:
+            n_data, n_batches, _ = self._survey(self.loader)
         self.mean_batch_size = n_data / n_batches
 
-    def _require_same_data(self) -> None:
-        """Refuse to continue on other data than before, as far as that can be told.
+    def _survey(self, data: Iterable[Any]) -> tuple[int, int, float]:
+        """The number of examples and of batches that a loader yields, and a sum that differs for other data."""
+        sums, n_batches = DataSums("cpu"), 0
+        with self.generators.seeded():
+            for batch in iterate(data, device="cpu"):
+                sums.add(batch, len(batch.target))
+                n_batches += 1
+        return sums.count, n_batches, sums.values()[0]
 
-        Raises:
-            CheckpointError: They differ, and are the same in two passes with equal seeds.
-        """
+    def _require_same_settings(self, before: Mapping[str, Any]) -> None:
+        """Refuse to continue a run of other settings; an older checkpoint may lack some, which are not compared."""
+        for name, value in self.described.items():
+            if name in before and before[name] != value:
+                raise CheckpointError(
+                    f"The checkpoint is of a run with another {name}.",
+                    expected=repr(before[name]),
+                    got=repr(value),
+                    fix="Pass the same arguments as before, or another path.",
+                )
+
+    def _require_same_data(self) -> None:
+        """Refuse to continue on other data, where two passes with equal seeds agree that they are others."""
         before = self.data_sum
-        if before is None or same_sum(before, now := self._data_sum()):
+        if before is None or same_sum(before, now := self._survey(self.curvature_loader)[2]):
             return
-        if same_sum(now, self._data_sum()):  # otherwise Python's or NumPy's generators have a part in the data
+        # Sums of two passes differ where Python's or NumPy's generators augment the data: nothing is known then.
+        if same_sum(now, self._survey(self.curvature_loader)[2]):
             raise CheckpointError(
                 "The checkpoint is of a run on other data.",
                 expected=f"examples with the sum {before:.6e}",
@@ -166,22 +227,16 @@ class Run:
                 fix="Pass the loader of that run, or another path.",
             )
 
-    def _data_sum(self) -> float:
-        with seeded(self.generators, self.device):
-            return survey(self.curvature_loader)[2]
-
     def _rehearse(self) -> None:
-        """Fit one batch: what posterior and data cannot do shows before hours of training."""
+        """Fit one batch, so that what posterior or data do not support is refused before hours of training."""
         self.network.check_finite()
         batch = next(iterate(self.curvature_loader, device=self.device))
         posterior, structure = self.posterior, self.settings.structure
         posterior.fit([(batch.inputs, batch.target)], generator=self.generator)
         self.structure: PriorStructure = LAYERWISE
         self.groups: Groups | None = None
-        if structure == "scalar":
-            self.structure = "scalar"
-        elif structure == "diagonal":
-            self.structure = "diagonal"
+        if structure in STRUCTURES and structure != LAYERWISE:
+            self.structure = cast(PriorStructure, structure)
         else:
             self.groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
         if self.groups is not None:
@@ -196,10 +251,8 @@ class Run:
             learning_rate=self.settings.hyper_lr,
         )
 
-    # -- an epoch ------------------------------------------------------------------------------------------------------
-
     def _complete(self, epoch: int) -> None:
-        """One epoch, with whatever follows on it."""
+        """One epoch, with the update, the schedule and the checkpoint after it."""
         loss = self._train_epoch(epoch)
         if self.settings.updates_after(epoch):
             self.updates.append(self._update(epoch, loss))
@@ -288,8 +341,6 @@ class Run:
             return False
         return not any(update.improved for update in self.updates[-patience:])
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def _result(self) -> MarginalLikelihoodTraining:
         kept = next(update for update in reversed(self.updates) if self._keeps(update))
         if self.best is not None:
@@ -311,8 +362,6 @@ class Run:
             n_data=posterior.n_data,
         )
 
-    # -- to be continued -----------------------------------------------------------------------------------------------
-
     def _store(self) -> None:
         assert self.settings.checkpoint is not None
         state = {
@@ -329,20 +378,16 @@ class Run:
             "updates": [vars(update) for update in self.updates],
             "n_data": self.n_data,
             "mean_batch_size": self.mean_batch_size,
-            "random": random_state(self.generators, self.device),
+            "random": self.generators.state(),
         }
         tensors: dict[str, Tensor] = {}
         header = {
-            "network": {"names_sha256": self._architecture()},
+            "network": {"names_sha256": io.fingerprint(self.network.model)["names_sha256"]},
             "settings": self.described,
             "data_sum": self.data_sum,
             "state": pack(state, tensors, "state"),
         }
         io.write(self.settings.checkpoint, header, tensors)
-
-    def _architecture(self) -> str:
-        architecture: str = io.fingerprint(self.network.model)["names_sha256"]
-        return architecture
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """The checkpoint's header and state, if there is one to continue from."""
@@ -351,7 +396,7 @@ class Run:
             return None
         if not self.settings.resume:
             raise CheckpointError(
-                f"There is something at {path} already.",
+                f"The path {path} is not empty.",
                 expected="a new path, or resume=True",
                 got="resume=False",
                 fix="Pass resume=True to continue that run, or remove it.",
@@ -361,7 +406,7 @@ class Run:
             raise CheckpointError(
                 f"{path} is not a checkpoint of training.", expected="one that training wrote", got="a posterior"
             )
-        if header["network"]["names_sha256"] != self._architecture():
+        if header["network"]["names_sha256"] != io.fingerprint(self.network.model)["names_sha256"]:
             raise CheckpointError(
                 "The checkpoint is of another network.",
                 expected="parameters and buffers of the same names, shapes and types",
@@ -389,31 +434,7 @@ class Run:
         self.ascent.restore(state["ascent"])
         self.losses, self.updates = state["losses"], [Update(**entry) for entry in state["updates"]]
         self.n_data, self.mean_batch_size = state["n_data"], state["mean_batch_size"]
-        set_random_state(state["random"], self.generators, self.device)
-
-
-def count(data: Iterable[Any]) -> tuple[int, int]:
-    """The number of examples and of batches that a loader yields.
-
-    A ``DataLoader`` with torch's own batches of a dataset tells without loading anything; any other is run over once.
-    What it tells is corrected by what it yields, after the first epoch.
-    """
-    batch_sampler = getattr(data, "batch_sampler", None)
-    if isinstance(data, DataLoader) and type(batch_sampler) is BatchSampler and data.collate_fn is default_collate:
-        with suppress(TypeError, NotImplementedError):  # samplers, and those of iterable datasets, may have no length
-            n_examples, n_batches = len(batch_sampler.sampler), len(batch_sampler)  # type: ignore[arg-type]
-            if n_batches:
-                return min(n_examples, n_batches * batch_sampler.batch_size), n_batches
-    return survey(data)[:2]
-
-
-def survey(data: Iterable[Any]) -> tuple[int, int, float]:
-    """The number of examples and of batches that a loader yields, and a sum that tells them from others."""
-    sums, n_batches = DataSums("cpu"), 0
-    for batch in iterate(data, device="cpu"):
-        sums.add(batch, len(batch.target))
-        n_batches += 1
-    return sums.count, n_batches, sums.values()[0]
+        self.generators.restore(state["random"])
 
 
 def _means_of_groups(posterior: GaussianPosterior) -> Tensor:
@@ -425,4 +446,5 @@ def _means_of_groups(posterior: GaussianPosterior) -> Tensor:
 
 
 def _diverged(what: str, where: str, got: str = "NaN or Inf") -> NonFiniteError:
-    return NonFiniteError(f"{what} not finite in {where}.", expected="finite numbers", got=got, fix=TOO_FAR)
+    fix = "Use a smaller learning rate, or max_gradient_norm; little noise and low temperatures make gradients large."
+    return NonFiniteError(f"{what} not finite in {where}.", expected="finite numbers", got=got, fix=fix)

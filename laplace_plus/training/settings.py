@@ -1,4 +1,4 @@
-"""What a run of training is told, checked before anything starts."""
+"""The arguments of a training run, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 
-from laplace_plus.errors import CheckpointError, ConfigurationError
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, get_posterior
 from laplace_plus.posteriors.ranks import digest
 from laplace_plus.priors import Groups, as_hyperparameter
-from laplace_plus.training.result import Update
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 SchedulerFactory = Callable[[optim.Optimizer], Any]
@@ -26,10 +25,10 @@ PosteriorFactory = Callable[..., GaussianPosterior]
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, data and randomness apart.
+    """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, except for data and randomness.
 
     Raises:
-        ConfigurationError: A number that cannot be.
+        ConfigurationError: An argument out of range, or arguments that contradict each other.
     """
 
     likelihood: Likelihood
@@ -54,25 +53,26 @@ class Settings:
     patience: int | None
     checkpoint: Path | None
     resume: bool
-    callback: Callable[[Update], object] | None
+    callback: Callable[[Any], object] | None
     progress: bool
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("burn_in", 0), ("frequency", 1), ("hyper_steps", 1), ("patience", 1)):
             value = getattr(self, name)
-            if value is None and name in ("hyper_steps", "patience"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            optional = value is None and name in ("hyper_steps", "patience")
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigurationError(
-                    "There is no such number.", expected=f"{name}: an integer >= {least}", got=repr(value)
+                    f"{name} is out of range.", expected=f"{name}: an integer >= {least}", got=repr(value)
                 )
         for name in ("temperature", "hyper_lr", "max_gradient_norm"):
             value = getattr(self, name)
-            if not (value is None and name == "max_gradient_norm") and not _positive(value):
-                raise ConfigurationError(f"{name} is a positive number.", expected=f"{name} > 0", got=repr(value))
+            optional = value is None and name == "max_gradient_norm"
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not optional and not (number and 0 < value < math.inf):
+                raise ConfigurationError(f"{name} must be positive.", expected=f"{name} > 0", got=repr(value))
         if self.schedule_by not in ("epoch", "batch"):
             raise ConfigurationError(
-                "The learning rate changes by epochs or by batches.",
+                "Unknown schedule_by.",
                 expected='schedule_by="epoch" or "batch"',
                 got=repr(self.schedule_by),
             )
@@ -98,10 +98,8 @@ class Settings:
         beyond = epoch - self.burn_in
         return epoch == self.epochs or (beyond > 0 and beyond % self.frequency == 0)
 
-    # -- what is made of them ------------------------------------------------------------------------------------------
-
     def make_posterior(self, model: nn.Module, noise_std: Tensor | None = None) -> GaussianPosterior:
-        """A posterior of these settings with unit prior precision, of whatever structure that is to have.
+        """A posterior of these settings, with unit prior precision.
 
         Raises:
             ConfigurationError: The factory makes something else.
@@ -134,7 +132,7 @@ class Settings:
         made = self.optimizer(parameters, **self.optimizer_options)
         if not isinstance(made, optim.Optimizer):
             raise ConfigurationError(
-                "That is no optimizer.",
+                "The optimizer argument returned no optimizer.",
                 expected="a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters",
                 got=f"a {type(made).__name__}",
             )
@@ -143,22 +141,20 @@ class Settings:
         for group in made.param_groups:
             if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
                 raise ConfigurationError(
-                    "The prior is the weight decay, and would count twice.",
+                    "The prior already is the weight decay, which would count twice.",
                     expected="an optimizer without weight decay",
                     got=f"{type(made).__name__} with weight_decay={group['weight_decay']}",
                     fix='Pass optimizer_options={"weight_decay": 0, ...}.',
                 )
         return made
 
-    # -- continuing ----------------------------------------------------------------------------------------------------
-
     def described(self, posterior: GaussianPosterior, optimizer: optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-        """What has to be the same when a run is continued, as JSON gives it back.
+        """The settings that a continued run must share with the one before, as JSON gives them back.
 
         Args:
-            posterior: One that these settings make.
-            optimizer: The one that they make.
-            scheduler: The same; None for none.
+            posterior: From :meth:`make_posterior`.
+            optimizer: From :meth:`make_optimizer`.
+            scheduler: The scheduler, or None.
         """
         same = (
             *("temperature", "tune_noise", "schedule_by", "max_gradient_norm", "burn_in", "frequency"),
@@ -183,26 +179,6 @@ class Settings:
         return back
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to continue a run of other settings; what an older checkpoint does not tell is not compared.
-
-    Args:
-        before: What :meth:`Settings.described` returned when the checkpoint was written.
-        now: What it returns.
-
-    Raises:
-        CheckpointError: Names the first that differs.
-    """
-    for name, value in now.items():
-        if name in before and before[name] != value:
-            raise CheckpointError(
-                f"The checkpoint is of a run with another {name}.",
-                expected=repr(before[name]),
-                got=repr(value),
-                fix="Pass the same arguments as before, or another path.",
-            )
-
-
 def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
     """A class by its name, or the factory itself.
 
@@ -217,17 +193,13 @@ def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
             got=f"a {type(posterior).__name__}",
             fix="Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options.",
         )
-    return found  # type: ignore[return-value]  # whatever it makes is checked
+    return found  # type: ignore[return-value]  # make_posterior checks what it makes
 
 
 def _comparable(value: Any) -> Any:
-    """An optimizer's option as JSON can hold it; of objects, whose texts may hold addresses, the type."""
+    """An optimizer's option as JSON; objects by their type, since their texts may hold addresses."""
     if isinstance(value, Tensor):
         return digest(value.double())
     if isinstance(value, (list, tuple)):
         return [_comparable(entry) for entry in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

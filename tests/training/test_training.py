@@ -22,7 +22,6 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.priors import Groups
-from laplace_plus.training import run as run_module
 
 QUICK = {"epochs": 4, "frequency": 2, "hyper_steps": 5, "optimizer_options": {"lr": 1e-2}}
 
@@ -383,26 +382,3 @@ def test_a_callback_that_fails_leaves_the_end_of_its_epoch():
     with pytest.raises(KeyboardInterrupt):
         train(net, loader(*classes()), callback=fail)
     assert all(torch.equal(value, kept[0][name]) for name, value in net.state_dict().items())
-
-
-# -- counting ----------------------------------------------------------------------------------------------------------
-
-
-def test_counting_without_loading():
-    x, y = classes(50)
-
-    class Counted(TensorDataset):
-        loaded = 0
-
-        def __getitem__(self, index):
-            Counted.loaded += 1
-            return super().__getitem__(index)
-
-    dataset = Counted(x, y)
-    assert run_module.count(DataLoader(dataset, 16)) == (50, 4)
-    assert run_module.count(DataLoader(dataset, 16, drop_last=True)) == (48, 3)
-    assert Counted.loaded == 0
-    assert run_module.count(DataLoader(dataset, 16, collate_fn=torch.utils.data.default_collate)) == (50, 4)
-    twice = DataLoader(dataset, 16, collate_fn=lambda rows: torch.utils.data.default_collate(rows + rows))
-    assert run_module.count(twice) == (100, 4)
-    assert run_module.count([(x, y), (x, y)]) == (100, 2)
