@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +236,7 @@ class Run:
         self.structure: PriorStructure = LAYERWISE
         self.groups: Groups | None = None
         if structure in STRUCTURES and structure != LAYERWISE:
-            self.structure = cast(PriorStructure, structure)
+            self.structure = structure
         else:
             self.groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
         if self.groups is not None:
