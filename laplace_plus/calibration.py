@@ -51,7 +51,7 @@ from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
-from laplace_plus.posteriors.methods import exactly
+from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, require_outputs
 from laplace_plus.priors import as_hyperparameter
@@ -278,7 +278,7 @@ def calibrate(
     """
     known = check_training_prior(training_prior_precision, weight_decay)
     _check(posterior, link, fallback, interpolation)
-    again = posterior._data.again(data, "Calibration by leave-one-out passes over the training data.")
+    again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
     training_nll, seen = _training_loss(posterior, again, progress)
     # a posterior of its own, which shares the curvature and the network
     own = copy.copy(posterior)
@@ -336,7 +336,7 @@ def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None
             expected="a fitted lp.Full, lp.KFAC, …",
             got=type(posterior).__name__,
         )
-    posterior._require_fit()
+    posterior.require_fit()
     if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
         raise UnsupportedError(
             "The recipe is for classes: dividing outputs by a temperature means nothing elsewhere.",
@@ -370,16 +370,16 @@ def _refusal(known: bool, training_nll: float, threshold: float) -> Exception:
     )
 
 
-@exactly
+@full_precision
 def _outputs(posterior: Posterior, x: Any) -> Tensor:
     """The network's outputs ``[B, *, C]``, in at least float32."""
-    posterior._require_fit()
+    posterior.require_fit()
     outputs = posterior.network.forward(posterior.network.receive(x))
     require_outputs(outputs.shape, posterior.n_outputs, x)
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
-@exactly
+@full_precision
 def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, FittedData]:
     """The network's mean loss on the data of the fit, and what they count."""
     model = posterior.laplace_model()

@@ -266,9 +266,8 @@ class Ball(lp.Posterior):
         self.radius = radius
         super().__init__(*args, **kwargs)
 
-    def _fit(self, data, *, update, progress, generator):
-        self.n_data = sum(batch.size for batch in self._batches(data, progress=progress, description="ball"))
-        self._vector = self.network.vector()
+    def fit_batches(self, data, *, update, progress, generator):
+        self.n_data = sum(batch.size for batch in self.batches(data, progress=progress, description="ball"))
 
     def sample(self, n, *, generator=None):
         return self.mean + self.radius * torch.randn(n, self.n_parameters, generator=generator)

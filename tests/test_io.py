@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import nn
 
 from laplace_plus import io
@@ -90,6 +89,8 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
     max_leaves=8,
 )
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.complex64, torch.int64]
+DTYPES += [torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 tensors_of_any_kind = st.builds(
     lambda dtype, shape, seed: (
         torch.randint(0, 256, (*shape, dtype.itemsize), generator=torch.Generator().manual_seed(seed))
@@ -98,7 +99,7 @@ tensors_of_any_kind = st.builds(
         if dtype is not torch.bool
         else torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).bool()
     ),
-    st.sampled_from(list(io._DTYPES)),
+    st.sampled_from(DTYPES),
     st.lists(st.integers(0, 3), max_size=3).map(tuple),
     st.integers(0, 2**31),
 )
@@ -175,14 +176,14 @@ def test_a_checkpoint_is_replaced(checkpoint):
     assert [entry.name for entry in checkpoint.parent.iterdir()] == ["posterior"]
 
 
-@pytest.mark.parametrize("stage", ["save_file", "_render", "_move"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("stage", ["safetensors.torch.save_file", "os.fsync"])
 def test_a_failure_half_way_leaves_the_older_checkpoint(checkpoint, monkeypatch, stage, error):
     def fail(*_, **__):
         raise error("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(io, stage, fail)
+        patch.setattr(stage, fail)
         with pytest.raises(error, match="disk full"):
             io.write(checkpoint, {"n": 2}, {"other": torch.ones(1)})
     assert io.read(checkpoint)[0] == HEADER
@@ -361,39 +362,6 @@ def test_tensors_of_another_checkpoint_are_refused(checkpoint):
         io.read(checkpoint)
 
 
-def replace_tensors(path, content):
-    file = path / io.TENSORS_FILE
-    file.write_bytes(content) if isinstance(content, bytes) else save_file(content, file)
-    forge(path, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
-
-
-def test_contents_that_contradict_the_description(checkpoint):
-    tensors = example_tensors()
-    replace_tensors(checkpoint, {name: value for name, value in tensors.items() if name != "scale"})
-    with pytest.raises(CheckpointError, match=r"missing: \['scale'\]; not listed: \[\]"):
-        io.read(checkpoint)
-    replace_tensors(checkpoint, {**tensors, "extra": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"missing: \[\]; not listed: \['extra'\]"):
-        io.read(checkpoint)
-    replace_tensors(checkpoint, {**tensors, "scale": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"scale is not as.*'shape': \[\].*'shape': \[1\]"):
-        io.read(checkpoint)
-    replace_tensors(checkpoint, {**tensors, "index": tensors["index"].int()})
-    with pytest.raises(CheckpointError, match=r"index is not as.*int64.*int32"):
-        io.read(checkpoint)
-    replace_tensors(checkpoint, b"not safetensors at all")
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
-        io.read(checkpoint)
-
-
-@pytest.mark.parametrize("key", ["header", "tensors", "tensors_sha256"])
-@pytest.mark.parametrize("value", [..., None, 3])
-def test_missing_and_wrong_keys(checkpoint, key, value):
-    forge(checkpoint, **{key: value})
-    with pytest.raises(CheckpointError, match=f"no valid {key}"):
-        io.read(checkpoint)
-
-
 def test_pickles_are_never_opened(checkpoint):
     class Bomb:
         def __reduce__(self):
@@ -402,7 +370,7 @@ def test_pickles_are_never_opened(checkpoint):
     file = checkpoint / io.TENSORS_FILE
     torch.save(Bomb(), file)
     forge(checkpoint, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    with pytest.raises(CheckpointError, match="does not hold the tensors"):
         io.read(checkpoint)
 
 
@@ -488,10 +456,10 @@ def test_any_other_value_is_named(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 4}, r"its first.weight differs.*float32 \[3, 2\].*float32 \[4, 2\]"),
-        ({"extra": True}, "also has extra.*no such tensor.*buffer extra"),
-        ({"tied": True}, "has no other.weight.*parameter other.weight bfloat16"),
-        ({"buffer_dtype": torch.int32}, r"its mask differs.*int64 \[2\].*int32 \[2\]"),
+        ({"width": 4}, r"first.weight differs.*float32 \[3, 2\].*float32 \[4, 2\]"),
+        ({"extra": True}, "extra differs.*no such tensor.*buffer extra"),
+        ({"tied": True}, "other.weight differs.*parameter other.weight bfloat16.*no such tensor"),
+        ({"buffer_dtype": torch.int32}, r"mask differs.*int64 \[2\].*int32 \[2\]"),
     ],
 )
 def test_another_architecture_is_named(options, message):
@@ -506,7 +474,7 @@ def test_the_order_of_the_parameters_counts():
     for module, names in ((first, "ab"), (second, "ba")):
         for name in names:
             module.register_parameter(name, nn.Parameter(torch.ones(2)))
-    with pytest.raises(CheckpointError, match="another order, from number 0.*parameter a.*parameter b"):
+    with pytest.raises(CheckpointError, match="another order.*a, b.*b, a"):
         io.compare_fingerprint(io.fingerprint(first), second)
 
 

@@ -240,7 +240,7 @@ def test_draws_written_in_place_are_those_of_the_factors(name, network, monkeypa
     monkeypatch.setattr(sampling, "_AT_ONCE", 1)
     posterior, _ = fitted(CLASSES[name], network)
     draws = posterior.sample(3, generator=torch.Generator().manual_seed(0))
-    generator, factors = torch.Generator().manual_seed(0), posterior._factors()
+    generator, factors = torch.Generator().manual_seed(0), posterior.factors()
     want = posterior.mean.expand(3, -1).clone()
     for layout, _ in posterior.laplace_model().curvature:
         noise = torch.stack([torch.randn(layout.shape, dtype=torch.float64, generator=generator) for _ in range(3)])

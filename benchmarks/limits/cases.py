@@ -31,7 +31,7 @@ def _fit(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> 
 
 
 def _fit_and_factorise(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> None:
-    _fit(problem, kind, **options)._factors()  # decompositions wait until they are asked for
+    _fit(problem, kind, **options).factors()  # decompositions wait until they are asked for
 
 
 def _by_hand(
@@ -163,7 +163,7 @@ def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str,
     x = problem.probe(64)
     batch = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1].expand(64)}))
     posterior = _fit(problem, kind)
-    posterior._factors()
+    posterior.factors()
     others = {
         "functional_posterior": lambda: posterior.functional_posterior(x),
         "variances only": lambda: posterior.functional_posterior(x, outputs="diagonal"),
@@ -210,7 +210,7 @@ def evidence(problem: Problem) -> Iterator[Task]:
 
     kind = lp.Full if problem.name == "mlp50" else lp.KFAC
     posterior = _fit(problem, kind)
-    posterior._factors()
+    posterior.factors()
     curvature = posterior.laplace_model().curvature
     one = torch.ones(1)
     values = [block.eigen(one)[1].flatten().clone() for _, block in curvature]  # type: ignore[attr-defined]
@@ -289,7 +289,7 @@ def evidence(problem: Problem) -> Iterator[Task]:
 def kfac_samples(problem: Problem) -> Iterator[Task]:
     """Draws from the posterior."""
     posterior = _fit(problem, lp.KFAC)
-    posterior._factors()
+    posterior.factors()
     known = predictive.decomposed(problem)
 
     def check() -> float:
@@ -342,7 +342,7 @@ def last_layer(problem: Problem) -> Iterator[Task]:
 
         try:
             posterior = fitted()
-            posterior._factors()
+            posterior.factors()
         except (lp.errors.LaplacePlusError, RuntimeError) as error:
             failure = error
 

@@ -6,12 +6,11 @@ well or what its error is. Collective operations on tensors only follow a meetin
 error on one rank becomes an error on all of them rather than a wait.
 """
 
-from laplace_plus.distributed.balance import assign, balanced_eigen
-from laplace_plus.distributed.buckets import broadcast_, collect_, pack_symmetric, sum_, unpack_symmetric_
+from laplace_plus.distributed.buckets import broadcast_, sum_
+from laplace_plus.distributed.factors import OwnedSum, assign, balanced_eigen, gathered
 from laplace_plus.distributed.group import Distributed, Group, Ranks, resolve_group
 from laplace_plus.distributed.models import is_sharded, plain_module, refresh_, sharded_source
 from laplace_plus.distributed.operators import SummedOperator
-from laplace_plus.distributed.owned import OwnedSum
 
 __all__ = [
     "Distributed",
@@ -22,13 +21,11 @@ __all__ = [
     "assign",
     "balanced_eigen",
     "broadcast_",
-    "collect_",
+    "gathered",
     "is_sharded",
-    "pack_symmetric",
     "plain_module",
     "refresh_",
     "resolve_group",
     "sharded_source",
     "sum_",
-    "unpack_symmetric_",
 ]

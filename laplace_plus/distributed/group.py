@@ -24,8 +24,8 @@ class Ranks:
     Attributes:
         process_group: A ``torch.distributed.ProcessGroup``; None for all ranks.
         shard_factors: Whether each Kronecker factor is kept by one rank alone, the one that decomposes it; all ranks
-            have the eigendecompositions in any case. It halves what a posterior takes on many ranks, and what is sent;
-            then all ranks have to :meth:`save` together.
+            have the eigendecompositions in any case. It halves the memory of a posterior on many ranks. Then all ranks
+            have to :meth:`save` together.
     """
 
     process_group: Any = None
@@ -190,37 +190,43 @@ class Group:
         """Raise :class:`DistributedError`, naming rank and entry, unless all ranks describe themselves alike."""
         reports = self.exchange("the comparison of settings", dict(description))
         for rank, other in enumerate(reports):
-            name = next((name for name in {**reports[0], **other} if reports[0].get(name) != other.get(name)), None)
-            if name is not None:
+            self._compare(reports[0], other, rank)
+
+    @staticmethod
+    def _compare(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
+        """Raise :class:`DistributedError` for the first entry in which a rank's description differs from rank 0's."""
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
                 raise DistributedError(
                     f"Rank {rank} disagrees with rank 0 on {name}.",
-                    expected=f"{reports[0].get(name, 'none')} (rank 0)",
+                    expected=f"{first.get(name, 'none')} (rank 0)",
                     got=f"{other.get(name, 'none')} (rank {rank})",
-                    fix="Give every rank the same network, settings and calls; only the data differ.",
+                    fix="Give every rank the same network, settings and calls; only the data of a fit differ.",
                 )
 
-    def lead(self, name: str, work: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Rank 0 works while the others wait, through the group's store: rank 0 does not wait for anybody.
+    def lead(self, name: str, work: Callable[[], object], description: Mapping[str, str]) -> None:
+        """Rank 0 works while the others wait, through the group's store: rank 0 waits for nobody.
 
         Each rank counts its calls of a name: its n-th waits for the n-th of rank 0.
 
         Args:
             name: What is done.
-            work: Done on rank 0; what it returns is returned on all ranks.
+            work: Done on rank 0.
+            description: What the ranks have to agree on.
 
         Raises:
-            DistributedError: On the other ranks, where rank 0 failed or never came.
+            DistributedError: On the other ranks, where rank 0 failed, never came, or describes itself otherwise.
         """
         self._led[name] += 1
         store, key = self.process_group.get_group_store(), f"laplace_plus/{name}/{self._led[name]}"
         if self.rank == 0:
             try:
-                result = work()
+                work()
             except Exception as error:
                 store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 raise
-            store.set(key, json.dumps({"result": result}))
-            return result
+            store.set(key, json.dumps({"description": dict(description)}))
+            return
         try:
             store.wait([key], _WAIT)
         except RuntimeError as error:
@@ -233,7 +239,7 @@ class Group:
         answer: dict[str, Any] = json.loads(store.get(key))
         if "error" in answer:
             raise DistributedError(f"Rank 0 failed. {answer['error']}")
-        return answer["result"]
+        self._compare(answer["description"], description, self.rank)
 
     # -- where tensors travel ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The posteriors, one method in one file."""
 
-from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.base import Posterior, Summary
 from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -17,7 +17,6 @@ from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLap
 from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
-from laplace_plus.posteriors.summary import Summary
 from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING

@@ -4,51 +4,73 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from inspect import signature
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus import io
-from laplace_plus._memory import parse_bytes
+from laplace_plus._memory import budget
 from laplace_plus.batches import Batch, iterate
-from laplace_plus.curvature import Backend, resolve_backend
-from laplace_plus.distributed import Distributed, Group, OwnedSum, resolve_group
-from laplace_plus.errors import (
-    ConfigurationError,
-    NotFittedError,
-    UnsupportedError,
-)
-from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.network import Network
-from laplace_plus.posteriors import draws, storing
-from laplace_plus.posteriors.copies import Copied
-from laplace_plus.posteriors.methods import check_count, exactly, positive, require_unchanged
-from laplace_plus.posteriors.ranks import agree, save_once, session
-from laplace_plus.posteriors.summary import Summary, prior_line
+from laplace_plus.distributed import Distributed, Group, resolve_group
+from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
+from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
     FunctionalPosterior,
     Outputs,
+    functional_samples,
+    require_outputs,
+    samples_rather,
 )
-from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
-from laplace_plus.selection import Selection
 
 Method = Literal["linearized", "sampled"]
 
+N_TANGENTS = 100
+"""Samples behind a functional posterior by Monte Carlo: a variance then has a relative standard error of 14 %."""
 
-class Posterior(Copied, ABC):
+_GOLDEN = 0x9E3779B97F4A7C15
+"""The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Which parameter is treated how; prints as a table.
+
+    Attributes:
+        title: One line about the posterior.
+        rows: For each parameter its name, number of selected entries, layer and treatment.
+        prior: A line about the prior's groups; empty where they are the layers.
+    """
+
+    title: str
+    rows: tuple[tuple[str, int, str, str], ...]
+    prior: str = ""
+
+    def __str__(self) -> str:
+        table = [("parameter", "entries", "layer", "treatment")]
+        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+        return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
+
+
+class Posterior(Stored, ABC):
     """A posterior over (some of) the parameters of a trained network.
 
-    A subclass must give ``_fit`` and ``sample``; it may give ``functional_posterior`` where it knows better than Monte
-    Carlo, and ``_state``/``_restore`` to be saved. The network itself is never changed.
+    A subclass must give :meth:`fit_batches` and :meth:`sample`. It may give :meth:`functional_posterior` where it knows
+    better than Monte Carlo, and :meth:`options`, :meth:`state` and :meth:`restore` to be saved. The network itself is
+    never changed. See ``docs/extending.md``.
 
-    Calls from several threads, to this and other posteriors of the network, come one after the other. The network is
-    not to be run or trained by the user's own threads meanwhile, as other weights take the place of its own.
+    Calls from several threads, to this and other posteriors of the network, come one after the other. The user's own
+    threads must not run or train the network meanwhile, because other weights take the place of its own.
 
     Args:
         model: The trained ``nn.Module``.
@@ -60,9 +82,16 @@ class Posterior(Copied, ABC):
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.
         backend: ``"native"``, ``"backpack"``, ``"curvlinops"``, or an instance with options.
-        memory_budget: Bytes, or a text such as ``"2 GiB"``, that intermediate results may take, on top of the network,
-            the data and what is returned; work is cut into chunks accordingly. By default a quarter of the memory that
-            is free on the network's device.
+        memory_budget: Bytes, or a text such as ``"2 GiB"``, that intermediate results may take on top of the network,
+            the data and what is returned. Work is cut into chunks accordingly. The default is a quarter of the memory
+            that is free on the network's device.
+
+    Attributes:
+        network: The model as a function of the selected parameters.
+        n_data: Number of examples seen; :meth:`fit_batches` sets it.
+        n_outputs: C, or 0 where the method does not say; :meth:`fit_batches` sets it.
+        group: The ranks that shared the last fit; None for one process.
+        training_data: The loaders of the fit, for methods that pass over the data again.
 
     Raises:
         ConfigurationError: An argument that is not of these kinds.
@@ -72,58 +101,32 @@ class Posterior(Copied, ABC):
 
     default_method: Method = "linearized"
 
-    _prior_groups: Groups | None = None
-    """Groups of the prior other than the layers."""
+    over_ranks: bool = False
+    """Whether :meth:`fit_batches` sums over the ranks in ``group``; a class that does not is refused several."""
 
     _tangent_mean: Tensor | None = None
     """The tangent model's optimum, where linearised predictions have it as their mean."""
 
-    over_ranks: bool = False
-    """Whether ``_fit`` sums over the ranks in ``_group``; a class that does not is refused several."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Any,
-        *,
-        parameters: Selection = "all",
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        backend: str | Backend = "native",
-        memory_budget: int | str | None = None,
-    ):
-        self.likelihood: Likelihood = resolve_likelihood(likelihood)
-        self.network = Network(model, parameters, self.likelihood.arrange)
-        self.backend = resolve_backend(backend)
-        self.memory_budget = memory_budget
-        self._prior_precision = as_hyperparameter(prior_precision)
-        self._prior_mean = as_hyperparameter(prior_mean)
-        self._temperature = positive(temperature, "temperature")
-        if self._is_last_layer():  # its size is only certain once a batch has gone through the network
-            GaussianPrior.create(self._prior_precision.flatten()[:1], 0.0, torch.zeros(1, dtype=torch.long))
-        else:
-            self._check_prior()
-        self.n_data = 0
-        self.n_outputs = 0
-        self._vector: Tensor | None = None
-        self._group: Group | None = None
-        self._data = TrainingData()
+    training_data: TrainingData = TrainingData()
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
-        """One method's own work, from streamed batches; leaves everything as it was if it fails.
+    def fit_batches(
+        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
+    ) -> None:
+        """One method's own work, from streamed batches; if it fails, it leaves everything as it was.
 
-        Of the keywords a method may take those that it needs; without ``update`` it can only be fitted anew.
+        It sets ``n_data``, usually ``n_outputs``, and :attr:`mean` where that is not the network's weights.
+        :meth:`batches` iterates over the data. Of the keywords a method may take those that it needs. Without
+        ``update`` it can only be fitted anew.
         """
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order."""
 
-    @exactly
+    @full_precision
     def functional_posterior(
         self,
         x: Any,
@@ -151,34 +154,27 @@ class Posterior(Copied, ABC):
             NotFittedError: Before :meth:`fit`.
             UnsupportedError: ``differentiable`` or part of the outputs, where this method only knows samples.
         """
-        self._require_fit()
+        self.require_fit()
         if differentiable or outputs is not None:
             raise UnsupportedError(
                 f"{type(self).__name__} only knows its linearised posterior by Monte Carlo.",
                 expected="differentiable=False and outputs=None",
                 got=f"differentiable={differentiable}, outputs={outputs!r}",
             )
-        return draws.functional_posterior(self, x, joint=joint, generator=generator)
-
-    def options(self) -> dict[str, Any]:
-        """The method's own constructor arguments, in JSON's terms."""
-        return {}
-
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What :meth:`save` stores besides the constructor's arguments."""
-        raise ConfigurationError(f"{type(self).__name__} cannot be saved.")
-
-    def owned_sums(self) -> list[OwnedSum]:
-        """What lies on one rank each, in an order that all ranks share."""
-        return []
-
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take up what :meth:`_state` returned."""
-        raise ConfigurationError(f"{type(self).__name__} cannot be loaded.")
+        x = self.network.receive(x)
+        mean = self.network.forward(x)
+        self._check_outputs(mean, x)
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        deviations = self.sample(N_TANGENTS, generator=generator) - self.mean
+        tangents = torch.stack([self.network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
+        if joint:
+            flat = tangents.flatten(1)
+            return FunctionalPosterior(mean, (flat.T @ flat / N_TANGENTS).view(*mean.shape, *mean.shape))
+        return FunctionalPosterior(mean, torch.einsum("s...c,s...d->...cd", tangents, tangents) / N_TANGENTS)
 
     # -- what it gets --------------------------------------------------------------------------------------------------
 
-    @exactly
+    @full_precision
     def fit(
         self,
         data: Iterable[Any],
@@ -206,13 +202,13 @@ class Posterior(Copied, ABC):
             UnsupportedError: A curvature that the backend cannot compute.
         """
         group = resolve_group(distributed)
-        with session(group):
+        with nullcontext() if group is None else group.together():
             self.network.refresh()
             self.network.check_finite()
-            self._run_fit(data, group, update=False, progress=progress, generator=generator)
+            self.run_fit(data, group, progress=progress, generator=generator)
         return self
 
-    @exactly
+    @full_precision
     def update(
         self,
         data: Iterable[Any],
@@ -223,50 +219,78 @@ class Posterior(Copied, ABC):
     ) -> Self:
         """Add data without forgetting; arguments and errors as for :meth:`fit`.
 
-        Unlike that of :meth:`fit`, the loader is not kept alive. What passes over the training data again needs all of
-        them: hold the loaders (lists are not kept at all), or pass ``data=`` there.
+        Unlike that of :meth:`fit`, the loader is not kept alive. A method that passes over the training data again
+        needs all of them: keep the loaders (lists are never kept), or pass ``data=`` there.
         """
         if self._vector is None:
             return self.fit(data, progress=progress, generator=generator, distributed=distributed)
         group = resolve_group(distributed)
-        with session(group):
-            self._require_fit()
-            self._run_fit(data, group, update=True, progress=progress, generator=generator)
+        with nullcontext() if group is None else group.together():
+            self.require_fit()
+            self.run_fit(data, group, update=True, progress=progress, generator=generator)
         return self
 
-    def _run_fit(self, data: Iterable[Any], group: Group | None, **options: Any) -> None:
-        """Call the method's own fit with those of the options that it takes."""
-        before, self._group = self._group, group
-        try:
-            if group is not None:
-                options["generator"] = agree(self, group, options["generator"], update=options["update"])
-                options["progress"] = options["progress"] and group.rank == 0
-            self._call_fit(data, **options)
-        except BaseException:
-            self._group = before
-            raise
-        self._data = self._data.plus(data) if options["update"] else TrainingData(data)
-
-    def _call_fit(self, data: Iterable[Any], **options: Any) -> None:
-        taken = signature(self._fit).parameters
-        if options["update"] and "update" not in taken:
+    def run_fit(
+        self,
+        data: Iterable[Any],
+        group: Group | None,
+        *,
+        update: bool = False,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """What :meth:`fit` and :meth:`update` do within a session of the ranks; a failure changes nothing."""
+        taken = signature(self.fit_batches).parameters
+        if update and "update" not in taken:
             raise UnsupportedError(
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
-        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        self.network.has_changed()  # weights whose state cannot be noted fail here, while the old fit still holds
-        vector = self._vector
-        with self.network.learning(afresh=not options["update"]):
-            self._fit(data, **{name: value for name, value in options.items() if every or name in taken})
-        if self._vector is None or (self._vector is vector and not options["update"]):
-            self._vector = self.network.vector()
-        self._remember()
+        before, self.group = self.group, group
+        try:
+            if group is not None:
+                generator = self._agree(group, generator, update=update)
+                progress = progress and group.rank == 0
+            options: dict[str, Any] = {"update": update, "progress": progress, "generator": generator}
+            takes_any = list(taken.values())[-1].kind is Parameter.VAR_KEYWORD
+            for name in () if takes_any else ("update", "progress", "generator"):
+                if name not in taken:
+                    del options[name]
+            self.network.has_changed()  # weights whose state cannot be noted fail here, while the old fit still holds
+            vector = self._vector
+            with self.network.learning(afresh=not update):
+                self.fit_batches(data, **options)
+            if self._vector is None or (self._vector is vector and not update):
+                self._vector = self.network.vector()
+            self.remember_weights()
+        except BaseException:
+            self.group = before
+            raise
+        self.training_data = self.training_data.plus(data) if update else TrainingData(data)
 
-    def _remember(self) -> None:
-        self.network.remember()
-        self._fingerprint = io.fingerprint(self.network.model)
+    def _agree(self, group: Group, generator: torch.Generator | None, *, update: bool) -> torch.Generator | None:
+        """Check that all ranks have the same posterior; returns this rank's generator."""
+        if not self.over_ranks:
+            raise UnsupportedError(
+                f"{type(self).__name__} cannot be fitted over several ranks.",
+                expected="one process",
+                got=f"{group.size} ranks of torch.distributed",
+                fix="Pass distributed=False, and all the data, to fit on this rank alone.",
+            )
+        call = f"update() after {self.n_data} examples" if update else "fit()"
+        weights = {
+            f"the {entry['kind']} {entry['name']!r}": f"{entry['dtype']} {entry['shape']} of {entry['sha256'][:16]}"
+            for entry in io.fingerprint(self.network.model)["tensors"]
+        }
+        settings = {name: str(value) for name, value in self.settings().items()}
+        group.check_agreement({"the call": call, **settings, **weights})
+        if self.backend.kind != "ggn_mc":
+            return generator
+        seeds = group.exchange("the seed", draw_seed(torch.default_generator if generator is None else generator))
+        device = self.network.device if generator is None else generator.device
+        # The examples of different ranks draw independent labels.
+        return torch.Generator(device).manual_seed((seeds[0] + _GOLDEN * group.rank) % 2**63)
 
-    @exactly
+    @full_precision
     def predictive(
         self,
         x: Any,
@@ -280,7 +304,7 @@ class Posterior(Copied, ABC):
     ) -> Prediction:
         """The posterior predictive distribution ``p(y | x, D)``.
 
-        With more than 64 outputs and the probit link, only variances of the outputs are computed: mean, variance and
+        With more than 64 outputs and the probit link, only variances of the outputs are computed. Mean, variance and
         log-probability are the same, but what the prediction estimates by Monte Carlo (the split of the variance, the
         mutual information) then treats outputs as uncorrelated.
 
@@ -301,42 +325,86 @@ class Posterior(Copied, ABC):
             DataError: Inputs that are no batch of what was fitted to.
             ModelChangedError: The network's weights have changed since the fit.
         """
-        self._require_fit()
+        self.require_fit()
         check_count(n_samples, "n_samples")
         chosen = self.default_method if method is None else method
-        if chosen == "linearized":
-            if (link or self.likelihood.links[0]) == "mc" and self.n_outputs > MANY_OUTPUTS and not differentiable:
-                samples = self._functional_samples(x, n_samples, joint, generator)
-                if samples is not None:
-                    return from_samples(self.likelihood, samples, generator=generator, joint=joint)
-            # The probit link only looks at variances, and with many outputs covariances cost many times as much.
-            many = self.n_outputs > MANY_OUTPUTS and not joint and (link or self.likelihood.links[0]) == "probit"
-            options: dict[str, Any] = {"outputs": "diagonal" if many else None, "differentiable": differentiable}
-            if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
-                options["generator"] = generator
-            with torch.set_grad_enabled(differentiable):
-                mean, covariance = self.functional_posterior(x, joint=joint, **options)
-                prediction = from_functional(
-                    self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
-                )
-                if prediction.marginal is None:
-                    _ = prediction.samples  # drawn here and now rather than under the caller's autocast
-                return prediction
-        if chosen != "sampled":
+        if chosen not in ("linearized", "sampled"):
             raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
-        draws.check_sampled(self, link, differentiable=differentiable)
+        if chosen == "sampled":
+            return self._predictive_of_networks(x, link, n_samples, joint, generator, differentiable)
+        first, many = link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
+        if first == "mc" and many and not differentiable:
+            samples = self.functional_samples(x, n_samples, joint=joint, generator=generator)
+            if samples is not None:
+                return from_samples(self.likelihood, samples, generator=generator, joint=joint)
+        # The probit link only looks at variances, and with many outputs covariances cost many times as much.
+        variances = many and not joint and first == "probit"
+        options: dict[str, Any] = {"outputs": "diagonal" if variances else None, "differentiable": differentiable}
+        if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
+            options["generator"] = generator
+        with torch.set_grad_enabled(differentiable):
+            mean, covariance = self.functional_posterior(x, joint=joint, **options)
+            prediction = from_functional(
+                self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
+            )
+            if prediction.marginal is None:
+                _ = prediction.samples  # drawn here and now rather than under the caller's autocast
+            return prediction
+
+    def _predictive_of_networks(
+        self,
+        x: Any,
+        link: str | None,
+        n_samples: int,
+        joint: bool,
+        generator: torch.Generator | None,
+        differentiable: bool,
+    ) -> Prediction:
+        """The predictive distribution of sampled networks."""
+        if self._tangent_mean is not None:
+            raise ConfigurationError(
+                "Sampled networks have the network's weights as their mean, not the tangent model's optimum.",
+                expected='method="linearized", or posterior.predictive_mean = "network"',
+                got='method="sampled"',
+            )
+        if link not in (None, "mc") or differentiable:
+            raise ConfigurationError(
+                "Sampled networks need no link and pass no gradients to x.",
+                expected='link=None and differentiable=False with method="sampled"',
+                got=f"link={link!r}, differentiable={differentiable}",
+            )
         with torch.no_grad():
-            outputs = torch.stack(list(self._sampled_outputs(x, n_samples, generator)))
-            draws.check_outputs(self, outputs, x)
+            outputs = torch.stack(list(self.sampled_outputs(x, n_samples, generator)))
+            self._check_outputs(outputs, x)
             return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
-    def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
-        return draws.network_outputs(self, x, n, generator=generator)
+        x = self.network.receive(x)
+        for vectors in self._sampled_chunks(n, generator):
+            for vector in vectors:
+                yield self.network(x, self.network.substitute(vector))
 
-    def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+    def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
-        return draws.linearised_outputs(self, x, n, joint=joint, generator=generator)
+        x = self.network.receive(x)
+        if not samples_rather(self.network.forward(x).shape, joint=joint):
+            return None
+        with torch.no_grad():
+            chunks = (vectors - self.mean for vectors in self._sampled_chunks(n, generator))
+            return functional_samples(self.network, chunks, x)[1]
+
+    def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""
+        each = max(1, self.n_parameters * self.network.dtype.itemsize)
+        step = max(1, min(n, min(2**28, budget(self.network.device) // 4) // each))
+        for start in range(0, n, step):
+            yield self.sample(min(step, n - start), generator=generator)
+
+    def _check_outputs(self, outputs: Tensor, x: Any) -> None:
+        """Refuse outputs ``[..., C]`` of another C than while fitting, where a method has set that number."""
+        if self.n_outputs:
+            require_outputs(outputs.shape, self.n_outputs, x)
 
     def summary(self) -> Summary:
         """Which parameter is treated how.
@@ -344,153 +412,22 @@ class Posterior(Copied, ABC):
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        self._require_fit()
+        self.require_fit()
         rows = tuple((item.name, item.size, item.layer, type(self).__name__) for item in self.network.selected)
-        return Summary(repr(self), rows, prior_line(self._prior_groups, self._prior_precision))
+        return Summary(repr(self), rows, self.describe_groups())
 
-    def prior(self) -> GaussianPrior:
-        """The prior at the current precision."""
-        return GaussianPrior.create(self._prior_precision, self._prior_mean, self._group_index())
-
-    def _group_index(self) -> Tensor:
-        """Which group's prior precision each entry has, ``[P]``; the same tensor until the groups change."""
-        return self.network.layer_index() if self._prior_groups is None else self._prior_groups.index
-
-    @property
-    def prior_groups(self) -> Groups:
-        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set.
+    def batches(self, data: Iterable[Any], *, progress: bool = False, description: str = "") -> Iterator[Batch]:
+        """The batches of a loader, with inputs and targets told apart, on the network's device.
 
         Raises:
-            ConfigurationError: Setting groups of other parameters, or while the precision is one for each of another
-                number of groups.
+            EmptyDataError: There are none, unless other ranks may have some.
         """
-        own = self._prior_groups
-        return Groups(LAYERWISE, self.layer_names, self.network.layer_index()) if own is None else own
-
-    @prior_groups.setter
-    def prior_groups(self, groups: Groups) -> None:
-        groups.check_size(self.n_parameters)
-        GaussianPrior.create(self._prior_precision, self._prior_mean, groups.index)
-        self._prior_groups = groups
-
-    def _check_prior(self) -> None:
-        """Refuse a prior whose shape does not fit; a single number fits any, without looking at every entry."""
-        if self._prior_precision.numel() == self._prior_mean.numel() == 1:
-            GaussianPrior.create(self._prior_precision, self._prior_mean, torch.zeros(1, dtype=torch.long))
-        else:
-            self.prior()
-
-    @property
-    def memory_budget(self) -> int | None:
-        """Bytes that intermediate results may take; None for a quarter of what is free. Texts are understood, too."""
-        return self._memory_budget
-
-    @memory_budget.setter
-    def memory_budget(self, value: int | str | None) -> None:
-        self._memory_budget = None if value is None else parse_bytes(value)
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """Inverse prior variance: 0-d, ``[G]`` (one for each of ``prior_groups``, the layers by default) or ``[P]``."""
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        GaussianPrior.create(value, self._prior_mean, self._group_index())
-        self._prior_precision = as_hyperparameter(value)
-
-    @property
-    def temperature(self) -> Tensor:
-        """Divides the log-likelihood and the curvature."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float | Tensor) -> None:
-        self._temperature = positive(value, "temperature")
-
-    @property
-    def noise_std(self) -> Tensor | None:
-        """The Gaussian likelihood's noise level: 0-d or ``[C]``; None for other likelihoods."""
-        return self.likelihood.noise_std
-
-    @noise_std.setter
-    def noise_std(self, value: float | Tensor) -> None:
-        changed = self.likelihood.with_noise(value)
-        if self._vector is not None and changed.n_noise != self.likelihood.n_noise:
-            raise ConfigurationError(
-                "The curvature was fitted with another number of noise levels.",
-                expected=f"{self.likelihood.n_noise}",
-                got=f"{changed.n_noise}",
-                fix="Fit a posterior with lp.Gaussian(noise_std=...) of that shape.",
-            )
-        self.likelihood = changed
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of the selected parameters, in the order of the parameter vector."""
-        return self.network.parameter_names
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Names of the modules that own them, in the order of a layer-wise prior precision."""
-        return self.network.layers
-
-    @property
-    def n_parameters(self) -> int:
-        """P, the number of selected entries."""
-        return self.network.n_parameters
-
-    @property
-    def mean(self) -> Tensor:
-        """The posterior mean, ``[P]``.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
-        self._require_fit()
-        assert self._vector is not None
-        return self._vector
-
-    def save(self, path: str | Path, *, distributed: Distributed = None) -> None:
-        """Write the posterior to a folder: tensors as safetensors, the rest as JSON, nothing pickled.
-
-        A posterior that was fitted over several ranks is written by the first of them; the others wait until it is
-        there. Rank 0 waits for nobody, and may also be the only one that ever saves to a path.
-
-        Args:
-            path: The folder.
-            distributed: Which ranks save together: None for those of the fit, otherwise as for :meth:`fit`.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            CheckpointError: The folder holds something else.
-            DistributedError: Rank 0 failed to write it, or has other hyperparameters than this rank.
-        """
-        group = self._group if distributed is None else resolve_group(distributed)
-        if group is None or not group.is_alive():
-            self.write(path)
-        else:
-            save_once(self, group, path)
-
-    @exactly
-    def write(self, path: str | Path) -> None:
-        """What :meth:`save` does on the one process that writes."""
-        self._require_fit()
-        storing.write(self, path)
-
-    def _require_fit(self) -> None:
-        if self._vector is None:
-            raise NotFittedError(
-                f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
-            )
-        require_unchanged(self)
-
-    def _is_last_layer(self) -> bool:
-        return isinstance(self.network.selection, str) and self.network.selection == "last_layer"
-
-    def _batches(self, data: Iterable[Any], *, progress: bool, description: str) -> Iterator[Batch]:
-        return iterate(data, device=self.network.device, progress=progress, description=description)
+        try:
+            yield from iterate(data, device=self.network.device, progress=progress, description=description)
+        except EmptyDataError:
+            if self.group is None:
+                raise
 
     def __repr__(self) -> str:
-        state = f"fitted to {self.n_data} examples" if self._vector is not None else "not fitted"
+        state = f"fitted to {self.n_data} examples" if self.is_fitted else "not fitted"
         return f"{type(self).__name__}({self.likelihood!r}, P={self.n_parameters:,}, {state})"

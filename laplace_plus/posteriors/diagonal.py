@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from laplace_plus.curvature import DiagonalStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 
@@ -12,7 +10,7 @@ class Diagonal(GaussianPosterior):
     """Laplace with a diagonal precision, exact on the diagonal.
 
     The cheapest in memory (P numbers), works on every network and takes every prior; it ignores all correlations, and
-    so usually overestimates how certain directions of correlated weights are.
+    so usually overestimates the certainty in directions of correlated weights.
 
     Example:
         >>> import torch
@@ -23,7 +21,4 @@ class Diagonal(GaussianPosterior):
         torch.Size([5, 2])
     """
 
-    @property
-    @override
-    def structure(self) -> DiagonalStructure:
-        return DiagonalStructure()
+    structure = DiagonalStructure()

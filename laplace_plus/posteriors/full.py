@@ -36,15 +36,14 @@ class Full(GaussianPosterior):
         torch.Size([3, 1])
     """
 
-    @property
-    @override
-    def structure(self) -> FullStructure:
-        return FullStructure()
+    structure = FullStructure()
 
     @override
-    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
+    def fit_batches(
+        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
+    ) -> None:
         # Whether one layer is a linear head is only known once a batch has gone through the network.
         may_be_head = len(self.network.layers) == 1 and (self.backend.name, self.backend.kind) == ("native", "ggn")
         if not may_be_head:
             require_dense(self.n_parameters, self.network.dtype, self.network.device)
-        GaussianPosterior._fit(self, data, update=update, progress=progress, generator=generator)
+        GaussianPosterior.fit_batches(self, data, update=update, progress=progress, generator=generator)

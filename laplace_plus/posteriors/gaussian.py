@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Self
@@ -14,25 +13,24 @@ from typing_extensions import override
 from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
-from laplace_plus.errors import DataError, EmptyDataError, InputError
+from laplace_plus.errors import DataError, InputError, NonFiniteError
 from laplace_plus.evidence import LaplaceModel, TangentResult, TuningResult
 from laplace_plus.leave_one_out import LeaveOneOut
 from laplace_plus.leave_one_out.covariances import Unit
 from laplace_plus.leave_one_out.predictions import Leverages
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.fit_sums import FitSums, changed_shape, require_finite
+from laplace_plus.posteriors.base import Posterior, Summary
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.leaving_out import left_out, tuned_by_leaving_out
-from laplace_plus.posteriors.methods import check_count, exactly
 from laplace_plus.posteriors.prior_tuning import Evidence, PredictiveMean, chosen_mean, tune_prior
-from laplace_plus.posteriors.rank_sums import (
+from laplace_plus.posteriors.storing import curvature_state, restored_curvature
+from laplace_plus.posteriors.sums import (
+    FitSums,
     corrected_eigenvalues,
     diagonalise_over_ranks,
     owned_sums,
     require_owners,
     sum_over_ranks,
 )
-from laplace_plus.posteriors.storing import curvature_state, restored_curvature
-from laplace_plus.posteriors.summary import Summary, prior_line
 from laplace_plus.posteriors.tangent_mean import refuse_gradients, shifted
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
@@ -44,57 +42,86 @@ from laplace_plus.structured.sampling import add_draws_
 class GaussianPosterior(Posterior):
     """A Gaussian whose precision is a structured curvature plus the prior precision.
 
-    A subclass only names the structure; evidence, tuning, sampling and the linearised predictive come with it.
+    A subclass only sets :attr:`structure`; evidence, tuning, sampling and the linearised predictive come with it.
     """
 
     over_ranks = True
+
+    structure: Structure
+    """The structure that this posterior asks a backend for."""
 
     _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
     _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
 
-    @property
-    @abstractmethod
-    def structure(self) -> Structure:
-        """The structure that this posterior asks a backend for."""
-
     # -- fitting -------------------------------------------------------------------------------------------------------
 
-    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
+    def fit_batches(
+        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
+    ) -> None:
+        """Add up the curvature and the likelihood's statistics over the data."""
         structure = self.structure
         self.backend.check(structure, self.likelihood)
         corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
-        before = self._require_sums().curvature if update else None
-        require_owners(self._group, [] if before is None else owned_sums(before))
+        before = self.sums if update else None
+        if before is not None:
+            require_owners(self.group, owned_sums(before.curvature))
         sums, seen = self._total(data, before, progress=progress, generator=generator)
-        if update:
-            assert self._sums is not None
-            sums = self._sums.plus(sums)
+        if before is not None:
+            sums = before.plus(sums)
         elif corrected:
             weights = self.backend.component_weights(self.likelihood)
             sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
             self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
-        require_finite(sums.curvature)
-        if self._group is not None:
-            diagonalise_over_ranks(self._group, sums.curvature, self._component_weights())
-        self._adopt(sums, self.network.vector())
+        for layout, block in sums.curvature:
+            if not block.is_finite():
+                raise NonFiniteError(
+                    f"The curvature of {', '.join(layout.names)} is not finite.",
+                    expected="finite activations and output gradients",
+                    got="NaN or Inf",
+                    fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
+                )
+        if self.group is not None:
+            diagonalise_over_ranks(self.group, sums.curvature, self._component_weights())
+        self.adopt(sums, self.network.vector())
 
     def _total(
-        self, data: Iterable[Any], before: Curvature | None, *, progress: bool, generator: torch.Generator | None
+        self, data: Iterable[Any], before: FitSums | None, *, progress: bool, generator: torch.Generator | None
     ) -> tuple[FitSums, int]:
-        """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this one."""
-        if self._group is None:
-            sums = self._accumulate(data, progress=progress, generator=generator)
-            return sums, sums.n_data
-        try:
-            own: FitSums | None = self._accumulate(data, progress=progress, generator=generator)
-        except EmptyDataError:  # somebody else has data, or this is raised once more
-            own = None
-        seen = 0 if own is None else own.n_data
-        return sum_over_ranks(self._group, own, self.network, before), seen
+        """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this rank."""
+        sums: FitSums | None = None
+        first = ""
+        for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
+            shapes = describe(batch.inputs)
+            try:
+                curvature, outputs = self.backend.accumulate(
+                    None if sums is None else sums.curvature,
+                    self.network,
+                    self.likelihood,
+                    batch,
+                    self.structure,
+                    generator=generator,
+                )
+            except InputError as error:
+                if sums is None or shapes == first:
+                    raise
+                raise _changed_shape(first, shapes) from error
+            statistics = self.likelihood.statistics(outputs, batch.target).cpu()
+            n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
+            if sums is None:
+                sums, first = FitSums(curvature, statistics, n_data, n_outputs), shapes
+                continue
+            if sums.n_outputs != n_outputs:
+                raise _changed_shape(f"{sums.n_outputs} outputs", f"{n_outputs} outputs")
+            sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + n_data)
+        seen = 0 if sums is None else sums.n_data
+        if self.group is not None:
+            return sum_over_ranks(self.group, sums, self.network, None if before is None else before.curvature), seen
+        assert sums is not None
+        return sums, seen
 
     def _correct(
         self,
@@ -106,14 +133,14 @@ class GaussianPosterior(Posterior):
         generator: torch.Generator | None,
     ) -> None:
         """Add the data to the corrected eigenvalues, in place."""
-        group, again = self._group, 0
+        group, again = self.group, 0
         if group is not None:
             diagonalise_over_ranks(group, curvature, self._component_weights())
             if group.rank > 0:  # what was there before counts once
                 for values in corrected_eigenvalues(curvature):
                     values.zero_()
         name = f"{type(self).__name__}: eigenvalues"
-        for batch in self._batches(data, progress=progress, description=name) if seen else ():
+        for batch in self.batches(data, progress=progress, description=name) if seen else ():
             again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
         if again != seen:
             raise DataError(
@@ -133,75 +160,57 @@ class GaussianPosterior(Posterior):
         """The weights ``[K]`` at which the curvature is decomposed first."""
         return (self.backend.component_weights(self.likelihood) / self._temperature.detach()).to(self.network.vector())
 
-    def _accumulate(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> FitSums:
-        """Curvature and statistics summed over the data."""
-        sums: FitSums | None = None
-        first = ""
-        for batch in self._batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
-            shapes = describe(batch.inputs)
-            try:
-                curvature, outputs = self.backend.accumulate(
-                    None if sums is None else sums.curvature,
-                    self.network,
-                    self.likelihood,
-                    batch,
-                    self.structure,
-                    generator=generator,
-                )
-            except InputError as error:
-                if sums is None or shapes == first:
-                    raise
-                raise changed_shape(first, shapes) from error
-            statistics = self.likelihood.statistics(outputs, batch.target).cpu()
-            part = FitSums(curvature, statistics, outputs.shape[0], outputs.shape[-1])
-            if sums is None:
-                sums, first = part, shapes
-                continue
-            if sums.n_outputs != part.n_outputs:
-                raise changed_shape(f"{sums.n_outputs} outputs", f"{part.n_outputs} outputs")
-            sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + part.n_data)
-        if sums is None:
-            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
-        return sums
+    def adopt(self, sums: FitSums, mean: Tensor) -> None:
+        """Make sums and a mean those of this posterior, as if it had been fitted to them.
 
-    def _adopt(self, sums: FitSums, vector: Tensor) -> None:
-        if self._prior_groups is not None and len(self._prior_groups.index) != len(vector):  # of another subnetwork
+        Raises:
+            ConfigurationError: A prior of another shape; then nothing changes.
+        """
+        if self._prior_groups is not None and len(self._prior_groups.index) != len(mean):  # of another subnetwork
             self._prior_groups = None
-        self._check_prior()  # the selection is final by now: refuse a prior of the wrong shape before anything is kept
-        self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, vector, None, None
+        self._check_prior()
+        self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, mean, None, None
         if isinstance(getattr(self, "tuning", None), TangentResult):  # its optimum is of other weights or data
             del self.tuning
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
-    def _require_sums(self) -> FitSums:
-        self._require_fit()
+    @property
+    def sums(self) -> FitSums:
+        """The curvature and statistics of the fit.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        if self._sums is None:
+            self.require_fit()
         assert self._sums is not None
         return self._sums
 
     def laplace_model(self) -> LaplaceModel:
         """What the evidence is a function of, apart from the hyperparameters."""
-        sums = self._require_sums()
-        mean, prior_mean, layers = self._vector, self._prior_mean, self._group_index()
-        assert mean is not None
+        self.require_fit()
+        sums, mean, prior_mean = self._sums, self._vector, self._prior_mean
+        assert sums is not None and mean is not None
         # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
-        key = (sums, mean, prior_mean, prior_mean._version, layers, self.likelihood)
-        if self._model_cache is None or any(a is not b for a, b in zip(self._model_cache[0], key, strict=True)):
+        key = (sums, mean, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
+        if not _same(self._model_cache, key):
             model = LaplaceModel(
                 curvature=sums.curvature,
                 vector=mean,
                 prior_mean=prior_mean,
-                layer_index=layers,
+                layer_index=self._group_index(),
                 likelihood=self.likelihood,
                 statistics=sums.statistics,
                 backend=self.backend,
                 n_outputs=sums.n_outputs,
             )
             self._model_cache = (key, model)
+        assert self._model_cache is not None
         return self._model_cache[1]
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
-    @exactly
+    @full_precision
     def log_marginal_likelihood(
         self,
         prior_precision: float | Tensor | None = None,
@@ -231,7 +240,7 @@ class GaussianPosterior(Posterior):
             noise_std,
         )
 
-    @exactly
+    @full_precision
     def fit_prior_precision(
         self,
         method: str = "marginal_likelihood",
@@ -303,7 +312,7 @@ class GaussianPosterior(Posterior):
         self.tuning, self._tangent_mean = tuned.result, tuned.tangent_mean
         return self
 
-    @exactly
+    @full_precision
     def leave_one_out(
         self,
         data: Iterable[Any] | None = None,
@@ -349,18 +358,16 @@ class GaussianPosterior(Posterior):
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
-    def _factors(self) -> dict[str, Factor]:
-        """The factorised posterior precision, kept until a hyperparameter changes."""
+    def factors(self) -> dict[str, Factor]:
+        """The factorised posterior precision of each block, kept until a hyperparameter changes."""
         precision, temperature = self._prior_precision, self._temperature
-        groups = self._group_index()
-        key = (precision, precision._version, temperature, temperature._version, self.likelihood, groups)
-        cached = self._factor_cache
-        if cached is None or any(a is not b for a, b in zip(cached[0], key, strict=True)):
-            factors = self.laplace_model().factors(precision.detach(), temperature.detach())
-            self._factor_cache = cached = (key, factors)
-        return cached[1]
+        key = (precision, precision._version, temperature, temperature._version, self.likelihood, self._prior_groups)
+        if not _same(self._factor_cache, key):
+            self._factor_cache = key, self.laplace_model().factors(precision.detach(), temperature.detach())
+        assert self._factor_cache is not None
+        return self._factor_cache[1]
 
-    @exactly
+    @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
 
@@ -373,14 +380,14 @@ class GaussianPosterior(Posterior):
             ConfigurationError: A number of draws that is not a positive integer.
         """
         check_count(n, "n")
-        model, factors = self.laplace_model(), self._factors()
+        model, factors = self.laplace_model(), self.factors()
         result = model.vector.expand(n, -1).clone()
         for key, placement in model.parameter_slices.items():
             add_draws_(result, factors[key], placement, generator)
         return result
 
     @override
-    @exactly
+    @full_precision
     def functional_posterior(
         self,
         x: Any,
@@ -390,13 +397,13 @@ class GaussianPosterior(Posterior):
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> FunctionalPosterior:
-        self._require_fit()
+        self.require_fit()
         if differentiable and self._tangent_mean is not None:
             raise refuse_gradients()
         x = self.network.receive(x)
         found = functional_posteriors(
             self.network,
-            [self._factors()],
+            [self.factors()],
             x,
             joint=joint,
             outputs=outputs,
@@ -408,8 +415,8 @@ class GaussianPosterior(Posterior):
         return shifted(found, self.network, x, self._tangent_mean - self.mean, outputs=outputs)
 
     @override
-    def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
-        samples = Posterior._functional_samples(self, x, n, joint, generator)
+    def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+        samples = Posterior.functional_samples(self, x, n, joint=joint, generator=generator)
         if samples is None or self._tangent_mean is None:
             return samples
         shift = self.network.tangent(self.network.receive(x), self._tangent_mean - self.mean)
@@ -432,36 +439,38 @@ class GaussianPosterior(Posterior):
             return
         self._tangent_mean = chosen_mean(value, getattr(self, "tuning", None))
 
-    @exactly
+    @full_precision
     def variance(self) -> Tensor:
         """Posterior variance of each parameter entry, ``[P]``."""
-        return self.laplace_model().variances(self._factors())
+        return self.laplace_model().variances(self.factors())
 
-    @exactly
+    @full_precision
     def precision_matrix(self) -> Tensor:
         """The posterior precision ``H/T + P₀`` written out, ``[P, P]``; only for small P."""
         model = self.laplace_model()
         weights = (model.weights() / self._temperature.to(model.vector.device)).to(model.vector)
         return model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
 
-    @exactly
+    @full_precision
     def covariance_matrix(self) -> Tensor:
         """The posterior covariance written out, ``[P, P]``; only for small P."""
         total = torch.zeros(self.n_parameters, self.n_parameters, dtype=self.mean.dtype, device=self.mean.device)
-        factors = self._factors()
-        for layout, _ in self._require_sums().curvature:
+        factors = self.factors()
+        for layout, _ in self.sums.curvature:
             for group, matrix in enumerate(factors[layout.key].covariance()):
                 place = layout.index[group].flatten().to(total.device)
                 total[place[:, None], place] = matrix
         return total
 
+    @override
     def summary(self) -> Summary:
         """Which parameter is treated how.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        curvature = self._require_sums().curvature
+        self.require_fit()
+        curvature = self.sums.curvature
         treatment: dict[str, list[str]] = {}
         for layout, block in curvature:
             groups = f"{layout.shape[0]} × " if layout.shape[0] > 1 else ""
@@ -471,20 +480,42 @@ class GaussianPosterior(Posterior):
                     treatment[name].append(text)
         rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
         title = f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature"
-        return Summary(title, tuple(rows), prior_line(self._prior_groups, self._prior_precision))
+        return Summary(title, tuple(rows), self.describe_groups())
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        sums = self._require_sums()
+    @override
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        sums = self.sums
         blocks, tensors = curvature_state(sums.curvature)
         tensors |= {"statistics": sums.statistics, "vector": self.mean}
         if self._tangent_mean is not None:
             tensors["tangent_mean"] = self._tangent_mean
         return {"blocks": blocks}, tensors
 
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    @override
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         curvature = restored_curvature(header["blocks"], tensors)
         sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
-        self._adopt(sums, tensors["vector"])
+        self.adopt(sums, tensors["vector"])
         self._tangent_mean = tensors.get("tangent_mean")
+
+
+def _same(cached: tuple[tuple[Any, ...], Any] | None, key: tuple[Any, ...]) -> bool:
+    """Whether a cache was made for the very objects in a key; integers are compared by value."""
+    if cached is None:
+        return False
+    for old, new in zip(cached[0], key, strict=True):
+        if old is not new and not (isinstance(old, int) and old == new):
+            return False
+    return True
+
+
+def _changed_shape(expected: str, got: str) -> DataError:
+    """The error for a batch that does not go with those before it."""
+    return DataError(
+        "A batch is of another shape than the first one, and the network cannot take it.",
+        expected=expected,
+        got=got,
+        fix="Let the loader yield inputs of one kind.",
+    )

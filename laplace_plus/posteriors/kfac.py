@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.curvature import KroneckerStructure
+from laplace_plus.curvature import Backend, KroneckerStructure
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.selection import Selection
 
 
 class KFAC(GaussianPosterior):
@@ -19,6 +21,7 @@ class KFAC(GaussianPosterior):
     and any other parameter an exact dense or diagonal block; :meth:`summary` says which.
 
     Args:
+        model, likelihood: As for :class:`Posterior`.
         weight_sharing: How positions (tokens, pixels) are treated: ``"expand"`` as examples of their own, for
             token-level outputs; ``"reduce"`` summed first, for networks that pool over positions. The inputs of ignored
             targets are left out where a whole example, or a position of a last layer, is ignored. So is padding: where
@@ -35,8 +38,7 @@ class KFAC(GaussianPosterior):
             outputs (or with corrected eigenvalues) and diagonal beyond, as :meth:`summary` says. For classes
             ``G ≤ 2 diag G``, and the variance of each output comes out at most as large as with the dense factor: in
             classifiers trained on synthetic data about 0.4 times for 10 classes, 0.97 for 100 and 0.999 for 1000.
-        *args: As for :class:`Posterior`.
-        **kwargs: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown ``weight_sharing`` or ``output_factor``, or a diagonal output factor with
@@ -54,12 +56,19 @@ class KFAC(GaussianPosterior):
 
     def __init__(
         self,
-        *args: Any,
+        model: nn.Module,
+        likelihood: Any,
+        *,
         weight_sharing: Literal["expand", "reduce"] = "expand",
         eigenvalue_corrected: bool = False,
         dense_limit: int = 512,
         output_factor: Literal["auto", "dense", "diagonal"] = "auto",
-        **kwargs: Any,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         if weight_sharing not in ("expand", "reduce"):
             raise ConfigurationError(
@@ -75,19 +84,19 @@ class KFAC(GaussianPosterior):
                 expected='output_factor="auto" or "dense" with eigenvalue_corrected=True',
                 got='"diagonal"',
             )
-        self._structure = KroneckerStructure(weight_sharing, eigenvalue_corrected, dense_limit, output_factor)
-        super().__init__(*args, **kwargs)
-
-    @property
-    @override
-    def structure(self) -> KroneckerStructure:
-        return self._structure
+        self.structure = KroneckerStructure(weight_sharing, eigenvalue_corrected, dense_limit, output_factor)
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
 
     @override
     def options(self) -> dict[str, Any]:
-        return {
-            "weight_sharing": self._structure.weight_sharing,
-            "eigenvalue_corrected": self._structure.eigenvalue_corrected,
-            "dense_limit": self._structure.dense_limit,
-            "output_factor": self._structure.output_factor,
-        }
+        names = ("weight_sharing", "eigenvalue_corrected", "dense_limit", "output_factor")
+        return {name: getattr(self.structure, name) for name in names}

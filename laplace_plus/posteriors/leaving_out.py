@@ -39,7 +39,7 @@ def left_out(
     return leave_one_out(
         model,
         posterior.network,
-        posterior._data.again(data, _WHY),
+        posterior.training_data.again(data, _WHY),
         n_data=posterior.n_data,
         training_precision=checked_factor(kappa) * training,
         precision=own,
@@ -90,7 +90,7 @@ def tuned_by_leaving_out(
     return tune_leave_one_out(
         model,
         posterior.network,
-        posterior._data.again(data, _WHY),
+        posterior.training_data.again(data, _WHY),
         **common,
         **options,
     )

@@ -18,7 +18,7 @@ from laplace_plus.modes import turn
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
-from laplace_plus.posteriors.storing import GROUPS_INDEX, read_groups
+from laplace_plus.priors import Groups
 
 
 def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Posterior:
@@ -28,13 +28,12 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
         path: The folder.
         model: The network that the posterior was fitted on, with the same weights.
         likelihood: The likelihood, where it is one of your own; built-in ones are stored, and only the value of their
-            noise may be another one here.
+            noise may differ here.
 
     Raises:
-        CheckpointError: The folder is missing, damaged or of another format version, or the network or a built-in
-            likelihood differs.
-        ConfigurationError: The arguments are not a path and a module, or the posterior's class is not known; register
-            it first.
+        CheckpointError: The folder is missing, damaged or of another format version; the network or a built-in
+            likelihood differs; or the folder holds a kind of curvature block that is not registered.
+        ConfigurationError: The arguments are not a path and a module, or the posterior's class is not registered.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError("The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__)
@@ -53,49 +52,65 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
 def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Posterior:
     inner = unwrap(model)
     io.compare_fingerprint(header["network"], inner)
-    masks = {name.removeprefix("mask."): value for name, value in tensors.items() if name.startswith("mask.")}
-    hyper: dict[str, Any] = {}
-    hyper |= {name.removeprefix("hyper."): value for name, value in tensors.items() if name.startswith("hyper.")}
+    masks, hyper = _under(tensors, "mask."), _under(tensors, "hyper.")
     parameters: Any = header["parameters"]
     if masks:
         shapes = {name: parameter.shape for name, parameter in inner.named_parameters()}
         everything = {name: torch.ones(shapes[name], dtype=torch.bool) for name in parameters}
         parameters = everything | {name: mask.view(shapes[name]) for name, mask in masks.items()}
-    if likelihood is None:
-        if header["likelihood"].get("name") == "custom":
-            raise CheckpointError(
-                "The posterior was saved with a likelihood of your own, which is not stored.",
-                expected="load(path, model, likelihood=…)",
-                got="no likelihood",
-            )
-        likelihood = likelihood_from_config(header["likelihood"])
-    elif header["likelihood"].get("name") != "custom":
-        likelihood = _as_stored(resolve_likelihood(likelihood), header["likelihood"])
-    groups = read_groups(header, tensors)
-    precision = hyper.pop("prior_precision") if groups is not None else None  # other groups than the class starts with
-    posterior = get_posterior(header["class"])(
+    groups = _groups(header, tensors)
+    precision = hyper["prior_precision"]
+    if groups is not None:
+        hyper["prior_precision"] = torch.ones(())  # set below: the class starts with the layers as groups
+    posterior: Posterior = get_posterior(header["class"])(
         model,
-        likelihood,
+        _likelihood(header["likelihood"], likelihood),
         parameters=parameters,
         backend=backend_from_config(header["backend"]),
         **hyper,
         **header["options"],
     )
-    if groups is not None and precision is not None:
+    if groups is not None:
         posterior.prior_groups = groups
         posterior.prior_precision = precision
     posterior.n_data, posterior.n_outputs = header["n_data"], header["n_outputs"]
     device = posterior.network.device
-    common = ("mask.", "hyper.", GROUPS_INDEX)
+    common = ("mask.", "hyper.", "groups.index")
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(common)}
-    posterior._restore(header["state"], state)
-    posterior._remember()
+    if "vector" in state:
+        posterior.mean = state["vector"]
+    posterior.restore(header["state"], state)
+    posterior.remember_weights()
     return posterior
 
 
-def _as_stored(likelihood: Likelihood, stored: Mapping[str, Any]) -> Likelihood:
-    """A likelihood if it is the one that was fitted, up to the value of its noise; else an error."""
-    if _without_noise(likelihood.config()) != _without_noise(stored):
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _groups(header: dict[str, Any], tensors: dict[str, Tensor]) -> Groups | None:
+    """The groups of a saved posterior's prior; None for the layers."""
+    if "groups" not in header:
+        return None
+    try:
+        entry = header["groups"]
+        return Groups(entry["name"], tuple(entry["names"]), tensors["groups.index"])
+    except (KeyError, TypeError, ConfigurationError) as error:
+        raise CheckpointError("The groups of the saved prior cannot be read.", got=str(error)) from error
+
+
+def _likelihood(stored: Mapping[str, Any], given: Any) -> Likelihood:
+    """The stored likelihood, or the caller's if it is the one that was fitted, up to the value of its noise."""
+    if given is None:
+        if stored.get("name") == "custom":
+            raise CheckpointError(
+                "The posterior was saved with a likelihood of your own, which is not stored.",
+                expected="load(path, model, likelihood=…)",
+                got="no likelihood",
+            )
+        return likelihood_from_config(stored)
+    likelihood = resolve_likelihood(given)
+    if stored.get("name") != "custom" and _without_noise(likelihood.config()) != _without_noise(stored):
         raise CheckpointError(
             "The posterior was fitted with another likelihood.",
             expected=repr(likelihood_from_config(stored)),

@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.curvature import Curvature, LowRankStructure
+from laplace_plus.curvature import Backend, Curvature, LowRankStructure
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import Group, SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.fit_sums import FitSums
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.methods import check_count, exactly
-from laplace_plus.posteriors.rank_sums import block_of_rank_zero, sum_over_ranks
+from laplace_plus.posteriors.sums import FitSums, block_of_rank_zero, sum_over_ranks
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.selection import Selection
 from laplace_plus.structured import Block, LowRankBlock, SampledSpectrum
 
 
@@ -45,14 +45,14 @@ class LowRank(GaussianPosterior):
     out, and nothing is added for the rest.
 
     Args:
+        model, likelihood: As for :class:`Posterior`.
         rank: Largest number of eigenpairs that are kept.
         tolerance: An eigenpair counts once ``‖H u − λ u‖ ≤ tolerance · λ_max``.
         max_restarts: Cap on the restarts of the Lanczos iteration.
         remainder_probes: Number of random vectors that estimate what the pairs leave out of the evidence's determinant;
             0 for the evidence of the low-rank curvature alone.
         remainder_depth: Lanczos steps for each of them: passes over the data.
-        *args: As for :class:`Posterior`.
-        **kwargs: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An option out of range, besides what :class:`Posterior` raises.
@@ -66,15 +66,24 @@ class LowRank(GaussianPosterior):
         torch.Size([3, 1])
     """
 
+    structure = LowRankStructure()
+
     def __init__(
         self,
-        *args: Any,
+        model: nn.Module,
+        likelihood: Any,
+        *,
         rank: int = 50,
         tolerance: float = 1e-4,
         max_restarts: int = 50,
         remainder_probes: int = 8,
         remainder_depth: int = 10,
-        **kwargs: Any,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         check_count(rank, "rank")
         check_count(max_restarts, "max_restarts")
@@ -85,19 +94,23 @@ class LowRank(GaussianPosterior):
             raise ConfigurationError("There is no such tolerance.", expected="0 < tolerance < 1", got=repr(tolerance))
         self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
         self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
-        super().__init__(*args, **kwargs)
-
-    @property
-    @override
-    def structure(self) -> LowRankStructure:
-        return LowRankStructure()
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
 
     @override
     def options(self) -> dict[str, Any]:
         names = ("rank", "tolerance", "max_restarts", "remainder_probes", "remainder_depth")
         return {name: getattr(self, name) for name in names}
 
-    @exactly
+    @full_precision
     def remainder(self) -> Estimate:
         """What the eigenpairs leave out of the evidence's log-determinant, ``tr log(I + H_rest/(T δ))``.
 
@@ -124,7 +137,7 @@ class LowRank(GaussianPosterior):
 
     @override
     def _total(
-        self, data: Iterable[Any], before: Curvature | None, *, progress: bool, generator: torch.Generator | None
+        self, data: Iterable[Any], before: FitSums | None, *, progress: bool, generator: torch.Generator | None
     ) -> tuple[FitSums, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         if self.likelihood.n_noise > 1:
@@ -134,8 +147,8 @@ class LowRank(GaussianPosterior):
                 got=f"{self.likelihood.n_noise}",
                 fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
             )
-        if self._group is not None:
-            return self._total_over_ranks(self._group, data, progress=progress, generator=generator)
+        if self.group is not None:
+            return self._total_over_ranks(self.group, data, progress=progress, generator=generator)
         statistics, n_data, n_outputs = self._statistics(data, progress=progress)
         operator = self.backend.operator(self.network, self.likelihood, data, generator=generator, progress=progress)
         with torch.no_grad():
@@ -172,8 +185,8 @@ class LowRank(GaussianPosterior):
     def _statistics(self, data: Iterable[Any], *, progress: bool) -> tuple[Tensor, int, int]:
         """The likelihood's additive statistics, the number of data and of outputs, from one pass without gradients."""
         statistics, n_data, n_outputs = None, 0, 0
-        for batch in self._batches(data, progress=progress, description=f"{type(self).__name__}: likelihood"):
-            if statistics is None and self._is_last_layer():
+        for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: likelihood"):
+            if statistics is None and self.is_last_layer:
                 capture_batch(self.network, batch)  # settles which layer is the last one
             outputs = self.network.forward(batch.inputs)
             self.likelihood.validate(outputs, batch.target)

@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import TuningResult
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
-from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.projection.noise import (
     NoiseReport,
     ProjectedNoise,
@@ -29,6 +30,7 @@ from laplace_plus.posteriors.projection.noise import (
 )
 from laplace_plus.posteriors.projection.rows import Rows, check_rows
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.selection import Selection
 
 _WHY = "The projection passes over the data again and again."
 
@@ -55,6 +57,7 @@ class NullSpace(ProjectedNoisePosterior):
     their tolerance, and raises UnsupportedError if there are as many independent rows as parameters.
 
     Args:
+        model, likelihood: As for :class:`Posterior`.
         rows: What must not change on the training data: ``"logit"``, all outputs; ``"ggn"``, what the curvature sees of
             them (for classes, all but a common shift); ``"loss"``, the loss of each example to first order, which takes
             one row for each example rather than C and leaves a larger null space. Examples that are fitted exactly have
@@ -63,8 +66,7 @@ class NullSpace(ProjectedNoisePosterior):
             ``lp.linalg.LSMRProjection``, ``SVDProjection`` or ``AlternatingProjection`` with options.
         n_samples: Number k of samples.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        *args: As for :class:`Posterior`.
-        **kwargs: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown kind of rows, projector or number.
@@ -80,17 +82,33 @@ class NullSpace(ProjectedNoisePosterior):
 
     def __init__(
         self,
-        *args: Any,
+        model: nn.Module,
+        likelihood: Any,
+        *,
         rows: Rows = "logit",
         projector: str | ProjectionMethod | dict[str, Any] = "lsmr",
         n_samples: int = 30,
         chunk_size: int = 16,
-        **kwargs: Any,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         check_rows(rows)
         self.rows = rows
         self._take_options(projector, n_samples, chunk_size)
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
         check_single(self._prior_precision)
 
     @override
@@ -105,7 +123,7 @@ class NullSpace(ProjectedNoisePosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         start = self._start(data, generator, _WHY)
         noise = self._project(self.network, data, start, keep_range=False, progress=progress)
         self._take_noise(noise, self.network.vector(), start)
@@ -119,7 +137,7 @@ class NullSpace(ProjectedNoisePosterior):
         rank = self.report.rank
         return Estimate(self.n_parameters - rank.value, rank.sem, 0, rank.converged, rank.probes)
 
-    @exactly
+    @full_precision
     def relative_log_evidence(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """``½ (r log α − α ‖θ̂ − μ‖²)``, the log evidence up to a term without α; 0-d float64, differentiable."""
         alpha = torch.as_tensor(self._prior_precision if prior_precision is None else prior_precision).double()
@@ -128,7 +146,7 @@ class NullSpace(ProjectedNoisePosterior):
     def _scatter(self) -> Tensor:
         return (self.mean - self._prior_mean.to(self.mean)).double().square().sum()
 
-    @exactly
+    @full_precision
     def fit_prior_precision(
         self,
         method: Literal["optimal", "line_search", "validation"] = "optimal",
@@ -156,7 +174,7 @@ class NullSpace(ProjectedNoisePosterior):
             ConfigurationError: An unknown method, or no held-out data.
             DataError: Training data that are not known any more.
         """
-        self._require_fit()
+        self.require_fit()
         scatter = self._scatter()
         if not scatter > 0:
             raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
@@ -164,7 +182,9 @@ class NullSpace(ProjectedNoisePosterior):
         if method == "optimal":
             chosen, value, count = optimum, float(self.relative_log_evidence(optimum)), 1
         elif method == "line_search":
-            chosen, value, count = self._line_search(self._data.again(data, _WHY), allowance, n_samples, optimum)
+            chosen, value, count = self._line_search(
+                self.training_data.again(data, _WHY), allowance, n_samples, optimum
+            )
         elif method == "validation":
             if data is None:
                 raise ConfigurationError("Validation needs held-out data.", expected="data=…", got="none")
@@ -194,7 +214,7 @@ class NullSpace(ProjectedNoisePosterior):
         total, count = 0.0, 0.0
         try:
             self._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
-            for batch in self._batches(data, progress=False, description=""):
+            for batch in self.batches(data, progress=False, description=""):
                 log_prob = self.predictive(batch.inputs, generator=generator).log_prob(batch.target)
                 total += float(log_prob.double().sum())
                 count += self._n_rows(self.network.forward(batch.inputs), batch.target)
@@ -233,7 +253,7 @@ class NullSpace(ProjectedNoisePosterior):
     def _training_loss(self, data: Iterable[Any], vectors: Tensor) -> float:
         """The mean negative log-likelihood over targets and networks."""
         total, count = 0.0, 0.0
-        for batch in self._batches(data, progress=False, description=""):
+        for batch in self.batches(data, progress=False, description=""):
             for vector in vectors:
                 with torch.no_grad():
                     outputs = self.network(batch.inputs, self.network.substitute(vector))
@@ -252,19 +272,19 @@ class NullSpace(ProjectedNoisePosterior):
 
     @override
     def _deviations(self) -> Tensor:
-        self._require_fit()
+        self.require_fit()
         assert self._noise is not None
         samples = self._noise.null_space
         return samples * self._prior_precision.to(samples).rsqrt()
 
     @override
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert self._noise is not None
         tensors = {"vector": self.mean, "directions": self._noise.null_space, **self.report.tensors()}
         return {"ignored_rows": self.report.ignored_rows}, tensors
 
     @override
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         samples = tensors["directions"]
         self._noise = ProjectedNoise(samples, samples[:0], NoiseReport.read(tensors, header))
         self._vector = tensors["vector"]

@@ -91,16 +91,16 @@ def tune_prior(
         if method == "validation":
             check_options(options, validate, supplied=(*common.keys() - options.keys(), "initial"))
         return Tuned(tune(model, initial=initial, network=posterior.network, data=data, **common), groups, None)
-    if posterior._group is not None and posterior._group.size > 1:
+    if posterior.group is not None and posterior.group.size > 1:
         raise UnsupportedError(
             "The tangent model's optimum is sought by one process.",
             expected="a posterior that was fitted by one process",
-            got=f"one over {posterior._group.size} ranks",
+            got=f"one over {posterior.group.size} ranks",
             fix="Save it, load it in one process, and pass data= with all the data.",
         )
     why = "The tangent model's optimum passes over the training data."
     check_options(options, tune_tangent, supplied=(*common.keys() - options.keys(), "n_data"))
-    again = posterior._data.again(data, why)
+    again = posterior.training_data.again(data, why)
     survey(model, posterior.network, again, posterior.n_data, progress=progress)
     found = tune_tangent(model, posterior.network, again, n_data=posterior.n_data, **common)
     return Tuned(found, groups, found.vector if predictive_mean == "tangent" else None)
@@ -144,7 +144,9 @@ def chosen_groups(
         raise ConfigurationError("Unknown prior structure.", expected=f"{known}, or lp.Groups", got=repr(structure))
     if posterior._prior_groups is not None and posterior._prior_groups.name == NORMALISED:
         return posterior._prior_groups
-    data = posterior._data.again(data, "Normalised groups are found by running the network on a batch.", part=True)
+    data = posterior.training_data.again(
+        data, "Normalised groups are found by running the network on a batch.", part=True
+    )
     batch = next(iter(batches.iterate(data, device=posterior.network.device, progress=False)))
     return normalized_groups(posterior.network, batch.inputs)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import Any
 
 from laplace_plus.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from laplace_plus.posteriors.base import Posterior
-
 ENTRY_POINTS = "laplace_plus.posteriors"
 METHODS = ("fit", "predictive", "sample")
-"""What tells a posterior class from others; Posterior itself stands above this module."""
-_registered: dict[str, type[Posterior]] = {}
+"""What tells a posterior class from others: ``Posterior`` itself is defined above this module."""
+
+_registered: dict[str, type[Any]] = {}
 
 
-def register(name: str, cls: type[Posterior]) -> None:
+def register(name: str, cls: type[Any]) -> None:
     """Make a posterior class known by name, to :func:`laplace_plus.load` and to configurations.
 
     Packages may instead declare an entry point of the group ``laplace_plus.posteriors``.
@@ -33,21 +31,19 @@ def register(name: str, cls: type[Posterior]) -> None:
         raise ConfigurationError("A posterior's name is a string.", expected="a non-empty str", got=repr(name))
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
         raise ConfigurationError(
-            f"What is to be called {name!r} is not a posterior class.",
+            f"What is registered as {name!r} is not a posterior class.",
             expected=f"a class with {', '.join(METHODS)}",
             got=f"the class {cls.__qualname__}" if isinstance(cls, type) else f"a {type(cls).__name__}, {cls!r}",
             fix="Derive the class from laplace_plus.Posterior, and register the class itself, not an instance.",
         )
     if _registered.get(name, cls) is not cls:
         raise ConfigurationError(
-            f"The name {name!r} is taken.",
-            expected="a new name",
-            got=f"one that means {_registered[name].__qualname__}",
+            f"The name {name!r} is taken.", expected="a new name", got=f"that of {_registered[name].__qualname__}"
         )
     _registered[name] = cls
 
 
-def get_posterior(name: str) -> type[Posterior]:
+def get_posterior(name: str) -> type[Any]:
     """The class of that name.
 
     Raises:
@@ -60,16 +56,15 @@ def get_posterior(name: str) -> type[Posterior]:
         if point.name == name:
             register(name, point.load())
             return _registered[name]
-    known = sorted({*_registered, *(point.name for point in found)})
     raise ConfigurationError(
         f"No posterior is called {name!r}.",
-        expected=", ".join(known),
+        expected=", ".join(sorted({*_registered, *(point.name for point in found)})),
         got=repr(name),
         fix="Register it with laplace_plus.register(name, cls), or install the package that brings it.",
     )
 
 
-def name_of(cls: type[Posterior]) -> str:
+def name_of(cls: type[Any]) -> str:
     """The name under which a class is registered.
 
     Raises:

@@ -16,9 +16,9 @@ from laplace_plus.batches import iterate
 from laplace_plus.curvature.streaming import DataSums
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import CheckpointError
+from laplace_plus.io import digest
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.training_data import require_restartable
 
 
@@ -122,7 +122,7 @@ class ResumableFit(Posterior):
         n_data, n_outputs, sums = survey(self, data)
         checkpoint = None
         if self._checkpoint_folder is not None:
-            own = {name.replace("_", " "): digest(value) for name, value in settings.items()}
+            own = {name: digest(value) for name, value in settings.items()}
             checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"data": sums} | own)
         return FitStart(n_data, n_outputs, sums, checkpoint, fit_seed(checkpoint, generator))
 
@@ -134,17 +134,8 @@ def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
         posterior: The posterior.
         n_data: Number of examples.
     """
-    network = posterior.network
-    return {
-        "network": io.fingerprint(network.model)["sha256"],
-        "parameters": list(posterior.parameter_names),
-        "masks": {s.name: digest(s.mask) for s in network.selected if s.mask is not None},
-        "likelihood": posterior.likelihood.config(),
-        "number of data": n_data,
-        "options": posterior.options(),
-        "prior precision": digest(posterior.prior_precision),
-        "temperature": digest(posterior.temperature),
-    }
+    weights = io.fingerprint(posterior.network.model)["sha256"]
+    return {**posterior.settings(), "network": weights, "number of data": n_data}
 
 
 def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:

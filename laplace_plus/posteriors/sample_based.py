@@ -13,7 +13,7 @@ from laplace_plus.curvature.linearization import Ways
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.predictive.deviations import moments, pushed
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, samples_rather
 
@@ -36,7 +36,7 @@ class SampleBased(Posterior):
         return self.mean + self._deviations()
 
     @override
-    @exactly
+    @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws from the Gaussian with the samples' covariance: ``θ̂ + k^-½ Σ w_s z_s`` with standard normal w.
 
@@ -63,7 +63,7 @@ class SampleBased(Posterior):
         )
 
     @override
-    @exactly
+    @full_precision
     def functional_posterior(
         self,
         x: Any,
@@ -77,7 +77,7 @@ class SampleBased(Posterior):
 
         As for :class:`Posterior`; gradients do not flow to ``x``.
         """
-        self._require_fit()
+        self.require_fit()
         if differentiable:
             raise UnsupportedError(
                 f"{type(self).__name__} passes no gradients to x.",
@@ -88,7 +88,7 @@ class SampleBased(Posterior):
             return moments(*self._pushed(x), joint=joint, outputs=outputs)
 
     @override
-    def _functional_samples(self, x: Any, n: int, joint: bool, generator: torch.Generator | None) -> Tensor | None:
+    def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         x = self.network.receive(x)
         if not samples_rather(self.network.forward(x).shape, joint=joint):
             return None

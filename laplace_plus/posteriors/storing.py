@@ -1,66 +1,102 @@
-"""What a saved posterior holds: the constructor's arguments, the prior with its groups, and the method's own state."""
+"""Saving: the arguments, prior and state of a posterior, and checkpoints of unfinished fits."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import Layout, block_from_tensors
-from laplace_plus.errors import CheckpointError, ConfigurationError
+from laplace_plus.distributed import Distributed, OwnedSum, gathered, resolve_group
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.posteriors.configuration import Configured, full_precision
 from laplace_plus.posteriors.registry import name_of
-from laplace_plus.priors import Groups
-
-if TYPE_CHECKING:
-    from laplace_plus.posteriors.base import Posterior
-
-GROUPS_INDEX = "groups.index"
+from laplace_plus.posteriors.training_data import TrainingData
 
 
-def write(posterior: Posterior, path: str | Path) -> None:
-    """Write a fitted posterior to a folder; see :meth:`Posterior.save`."""
-    header, tensors = posterior._state()
-    masks = {f"mask.{s.name}": s.mask for s in posterior.network.selected if s.mask is not None}
-    common = {
-        "class": name_of(type(posterior)),
-        "options": posterior.options(),
-        "likelihood": posterior.likelihood.config(),
-        "backend": posterior.backend.config(),
-        "parameters": list(posterior.parameter_names),
-        "layer": posterior.layer_names[0] if posterior._is_last_layer() else None,
-        "n_data": posterior.n_data,
-        "n_outputs": posterior.n_outputs,
-        "network": posterior._fingerprint,
-        "state": header,
-    }
-    hyper = {
-        "hyper.prior_precision": posterior._prior_precision.detach(),
-        "hyper.prior_mean": posterior._prior_mean.detach(),
-        "hyper.temperature": posterior._temperature.detach(),
-    }
-    groups = posterior._prior_groups
-    if groups is not None:  # layers follow from the network, and older versions know no others
-        common["groups"] = {"name": groups.name, "names": list(groups.names)}
-        hyper[GROUPS_INDEX] = groups.index
-    io.write(path, common, {**tensors, **masks, **hyper})
+class Stored(Configured):
+    """How a posterior is saved, copied and pickled."""
 
+    data_attributes: tuple[str, ...] = ()
+    """Names of attributes that hold training data; pickles and deep copies have None in their place."""
 
-def read_groups(header: dict[str, Any], tensors: dict[str, Tensor]) -> Groups | None:
-    """The groups of a saved posterior's prior; None for the layers.
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What :meth:`save` stores besides the arguments, the prior and the mean: a JSON-able header and tensors."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be saved.", fix="Give it state() and restore().")
 
-    Raises:
-        CheckpointError: They are damaged.
-    """
-    if "groups" not in header:
-        return None
-    try:
-        entry = header["groups"]
-        return Groups(entry["name"], tuple(entry["names"]), tensors[GROUPS_INDEX])
-    except (KeyError, TypeError, ConfigurationError) as error:
-        raise CheckpointError("The groups of the saved prior cannot be read.", got=str(error)) from error
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take up what :meth:`state` returned; ``n_data``, ``n_outputs`` and :attr:`mean` are already restored."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be loaded.", fix="Give it state() and restore().")
+
+    def owned_sums(self) -> list[OwnedSum]:
+        """Matrices that only one rank holds, in the same order on every rank."""
+        return []
+
+    def save(self, path: str | Path, *, distributed: Distributed = None) -> None:
+        """Write the posterior to a folder: tensors as safetensors, the rest as JSON, nothing pickled.
+
+        Of a posterior that was fitted over several ranks, rank 0 writes the folder and the others wait until it is
+        there. Rank 0 waits for nobody, so that it may also be the only one that ever saves to a path.
+
+        Args:
+            path: The folder.
+            distributed: Which ranks save together: None for those of the fit, otherwise as for :meth:`fit`.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            CheckpointError: The folder holds something else.
+            DistributedError: Rank 0 failed to write it, or has other hyperparameters than this rank.
+        """
+        group = self.group if distributed is None else resolve_group(distributed)
+        if group is None or not group.is_alive():
+            self.write(path)
+            return
+        if group.rank > 0:  # rank 0 checks while it writes, so that the others hear of its error
+            self.require_fit()
+        own = {**self.hyperparameter_digests(), "number of data": str(self.n_data)}
+        with gathered(group, self.owned_sums()):
+            group.lead(f"save to {path}", lambda: self.write(path), own)
+
+    @full_precision
+    def write(self, path: str | Path) -> None:
+        """What :meth:`save` does on the one process that writes."""
+        self.require_fit()
+        state, tensors = self.state()
+        tensors = {"vector": self.mean, **tensors}
+        header = {
+            "class": name_of(type(self)),
+            "options": self.options(),
+            "likelihood": self.likelihood.config(),
+            "backend": self.backend.config(),
+            "parameters": list(self.parameter_names),
+            "layer": self.layer_names[0] if self.is_last_layer else None,
+            "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
+            "network": self._fingerprint,
+            "state": state,
+        }
+        tensors |= {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
+        tensors["hyper.prior_precision"] = self._prior_precision.detach()
+        tensors["hyper.prior_mean"] = self._prior_mean.detach()
+        tensors["hyper.temperature"] = self._temperature.detach()
+        groups = self._prior_groups
+        if groups is not None:  # layers follow from the network
+            header["groups"] = {"name": groups.name, "names": list(groups.names)}
+            tensors["groups.index"] = groups.index
+        io.write(path, header, tensors)
+
+    def __copy__(self) -> Self:
+        result = object.__new__(type(self))
+        vars(result).update(vars(self))
+        # A refit of one copy must not make the other think that its weights changed.
+        result.network = self.network.twin()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | dict.fromkeys(self.data_attributes) | {"training_data": TrainingData()}
 
 
 def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -68,15 +104,8 @@ def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[st
     tensors: dict[str, Tensor] = {}
     blocks = []
     for number, (layout, block) in enumerate(curvature):
-        blocks.append(
-            {
-                "key": layout.key,
-                "names": list(layout.names),
-                "rule": layout.rule,
-                "kind": block.storage,
-                "shape": list(block.shape),
-            }
-        )
+        names, shape = list(layout.names), list(block.shape)
+        blocks.append({"key": layout.key, "names": names, "rule": layout.rule, "kind": block.storage, "shape": shape})
         tensors[f"block.{number}.index"] = layout.index
         tensors |= {f"block.{number}.{name}": value for name, value in block.tensors().items()}
     return blocks, tensors

@@ -1,4 +1,4 @@
-"""The data that a posterior was fitted to, for what has to pass over them again."""
+"""The data that a posterior was fitted to, for methods that pass over them again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from laplace_plus.errors import DataError
 
 
 class TrainingData:
-    """The loader of a fit and those of the updates after it, one after the other.
+    """The loader of a fit and those of the updates after it.
 
-    Only references are kept, and to the loaders of updates only weak ones, so that a stream of updates does not fill
-    the memory. As soon as one of those is gone, or cannot be started again, the data as a whole are not known.
+    The loaders of updates are only referred to weakly, so that a stream of updates does not fill the memory. As soon as
+    one of them is gone, or cannot be started again, the data as a whole are not known.
 
     Args:
         first: The loader of the fit; an iterator, or None, where there is nothing to pass over again.
@@ -30,7 +30,7 @@ class TrainingData:
             return TrainingData(self._first, None)
         try:
             return TrainingData(self._first, (*self._further, weakref.ref(data)))
-        except TypeError:  # a list or a tuple, which cannot be held weakly
+        except TypeError:  # a list or a tuple, which cannot be referred to weakly
             return TrainingData(self._first, None)
 
     def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
@@ -42,15 +42,15 @@ class TrainingData:
             part: Whether some of the data will do.
 
         Raises:
-            DataError: Data that can be run over only once, or none where the posterior does not know its own any more:
-                it was loaded or unpickled, fitted to an iterator, or updated with a list or with a loader that nobody
-                else holds.
+            DataError: Data that can be run over only once, or none where the posterior no longer knows its own: it was
+                loaded or unpickled, fitted to an iterator, or updated with a list or a loader that nobody else holds.
         """
         if data is not None:
             require_restartable(data, why)
             return data
-        further: list[Iterable[Any] | None] = [None] if self._further is None else [held() for held in self._further]
-        loaders = [self._first] if part else [self._first, *further]
+        loaders = [self._first]
+        if not part:
+            loaders += [None] if self._further is None else [held() for held in self._further]
         known = [loader for loader in loaders if loader is not None]
         if len(known) < len(loaders):
             raise DataError(
@@ -63,13 +63,13 @@ class TrainingData:
 
 
 class _Chained:
-    """Some loaders one after the other, each time anew."""
+    """Loaders one after the other; each iteration starts anew."""
 
     def __init__(self, loaders: list[Iterable[Any]]):
-        self._all = loaders
+        self._loaders = loaders
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._all)
+        return chain.from_iterable(self._loaders)
 
 
 def require_restartable(data: Iterable[Any], why: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from torch import Tensor, nn, optim
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, get_posterior
-from laplace_plus.posteriors.ranks import digest
 from laplace_plus.priors import Groups, as_hyperparameter
 
 OptimizerFactory = Callable[..., optim.Optimizer]
@@ -193,7 +193,7 @@ def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
             got=f"a {type(posterior).__name__}",
             fix="Pass lp.KFAC itself; functools.partial(lp.KFAC, ...) gives it options.",
         )
-    return found  # type: ignore[return-value]  # make_posterior checks what it makes
+    return found  # make_posterior checks what it makes
 
 
 def _comparable(value: Any) -> Any:

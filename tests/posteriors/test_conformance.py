@@ -70,23 +70,23 @@ class Jittered(lp.Posterior):
 
     default_method = "sampled"
 
-    def _fit(self, data, *, update, progress, generator):
+    def fit_batches(self, data, *, update, progress, generator):
         n_data = self.n_data if update else 0
-        for batch in self._batches(data, progress=progress, description="Jittered"):
+        for batch in self.batches(data, progress=progress, description="Jittered"):
             outputs = self.network.forward(batch.inputs)
             self.likelihood.validate(outputs, batch.target)
             n_data += outputs.shape[0]
-        self.n_data, self._vector = n_data, self.network.vector()
+        self.n_data = n_data
 
     def sample(self, n, *, generator=None):
         noise = torch.randn(n, self.n_parameters, dtype=self.mean.dtype, generator=generator)
         return self.mean + noise / self.prior_precision.sqrt()
 
-    def _state(self):
-        return {}, {"vector": self.mean}
+    def state(self):
+        return {}, {}
 
-    def _restore(self, header, tensors):
-        self._vector = tensors["vector"]
+    def restore(self, header, tensors):
+        pass
 
 
 @pytest.fixture(autouse=True)

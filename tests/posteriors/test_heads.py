@@ -141,7 +141,7 @@ def test_samples_have_the_posteriors_covariance_exactly(likelihood, prior):
     if prior == "diagonal":
         delta = 0.2 + torch.rand(size, generator=generator(1), dtype=torch.float64)
     posterior = lp.Full(net, likelihood, parameters="last_layer", prior_precision=delta, temperature=0.6).fit([(x, y)])
-    (factor,) = posterior._factors().values()
+    (factor,) = posterior.factors().values()
     noise = torch.eye(size, dtype=torch.float64).view(size, 1, C, D + 1)
     columns = factor.sample(noise).flatten(1)
     diagonal = in_head_order(posterior, delta.expand(size))
@@ -181,7 +181,7 @@ def test_prepared_variances_follow_updates_storage_and_hyperparameters(tmp_path)
         for _ in range(2):
             got = posterior.functional_posterior(test, outputs="diagonal").covariance
             assert relative_error(got, want) < TIGHT
-        (factor,) = posterior._factors().values()
+        (factor,) = posterior.factors().values()
         assert factor._variances is not None
         full = posterior.functional_posterior(test).covariance  # still answered exactly, from the same inverses
         assert relative_error(full.diagonal(dim1=1, dim2=2), want) < TIGHT
@@ -337,7 +337,7 @@ def test_the_diagonal_output_factor_equals_the_dense_product():
     evidence = posterior.laplace_model().log_likelihood().item()
     evidence += occam(curvature, deviation, torch.full((len(curvature),), 0.6, dtype=torch.float64))
     assert posterior.log_marginal_likelihood().item() == pytest.approx(evidence, rel=TIGHT)
-    (factor,) = posterior._factors().values()
+    (factor,) = posterior.factors().values()
     noise = torch.eye(len(curvature), dtype=torch.float64).view(-1, 1, C, D + 1)
     columns = factor.sample(noise).flatten(1)
     assert relative_error(columns.T @ columns, covariance) < TIGHT

@@ -133,7 +133,7 @@ def test_many_outputs_are_pushed_once_and_combined(monkeypatch):
     posterior = lp.SampledLaplace(model, "classification", n_samples=4).fit(data, generator=generator())
     monkeypatch.setattr("laplace_plus.posteriors.sample_based.samples_rather", lambda *_, **__: True)
     x = data[0][0]
-    found = posterior._functional_samples(x, 20_000, False, generator(1))
+    found = posterior.functional_samples(x, 20_000, joint=False, generator=generator(1))
     mean, covariance = posterior.functional_posterior(x)
     assert found.shape == (20_000, 8, 3)
     torch.testing.assert_close(found.mean(0), mean, rtol=0, atol=0.05)

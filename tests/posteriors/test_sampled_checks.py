@@ -128,9 +128,9 @@ def test_the_same_data_in_another_order_are_accepted(tmp_path):
 def test_files_without_a_sum_of_the_data_load(tmp_path, monkeypatch):
     model, x, y = problem()
     posterior = fitted()
-    header, tensors = posterior._state()
+    header, tensors = posterior.state()
     del header["data_sum"]
-    monkeypatch.setattr(posterior, "_state", lambda: (header, tensors))
+    monkeypatch.setattr(posterior, "state", lambda: (header, tensors))
     posterior.save(tmp_path / "saved")
     loaded = lp.load(tmp_path / "saved", model)
     torch.testing.assert_close(loaded.solve(batches(x, y)).samples, posterior.samples, rtol=1e-6, atol=1e-7)

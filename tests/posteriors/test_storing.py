@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import laplace_plus as lp
@@ -112,3 +113,25 @@ def test_the_fitted_likelihood_may_be_given(noise, tmp_path: Path) -> None:
     assert_same(loaded, posterior)
     lp.Full(net, "classification").fit([(x, y)]).save(tmp_path / "it")
     assert lp.load(tmp_path / "it", net, likelihood="classification").likelihood == lp.Categorical()
+
+
+OLD = Path(__file__).parent.parent / "data" / "checkpoints_0_1_0"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in OLD.glob("*.safetensors")))
+def test_checkpoints_of_the_first_version_load(name: str) -> None:
+    """Written by 0.1.0; beside each lie the network's weights, inputs and what was predicted for them."""
+    stored = load_file(OLD / f"{name}.safetensors")
+    weights = {key.removeprefix("network."): value for key, value in stored.items() if key.startswith("network.")}
+    net = nn.Sequential(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, len(weights["3.bias"]))).double()
+    net.load_state_dict(weights)
+    posterior = lp.load(OLD / name, net.eval())
+    prediction = posterior.predictive(stored["x"])
+    torch.testing.assert_close(prediction.mean, stored["mean"], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(prediction.variance, stored["variance"], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(posterior.prior_precision.double(), stored["precision"])
+    if "evidence" in stored:
+        torch.testing.assert_close(posterior.log_marginal_likelihood(), stored["evidence"], rtol=1e-8, atol=1e-8)
+    else:
+        samples = posterior.sample(2, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(samples, stored["sample"], rtol=1e-8, atol=1e-10)

@@ -20,7 +20,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.resuming import Checkpoint
 
 Objective = Literal["posterior", "likelihood"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.metric_bnn.exploration import require_name, require_number
 
 Negatives = Literal["derangement", "shuffle"]

@@ -16,19 +16,21 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus._memory import default_budget, in_words
+from laplace_plus.curvature import Backend
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
 from laplace_plus.evidence import TuningResult
 from laplace_plus.geometry.particles import ParticleLandscape
+from laplace_plus.io import digest
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.metric_bnn.exploration import (
     ExplorationReport,
     Explored,
@@ -42,11 +44,11 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
 )
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
 from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training, latents_of, part
-from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.resuming import Checkpoint, fit_seed, identity, survey
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
+from laplace_plus.selection import Selection
 
 _WHY = "Particles are refined by many passes over the data."
 
@@ -82,6 +84,7 @@ class MetricBNN(Posterior):
     the next fit. :attr:`mean` is the trained weights, where trajectories start.
 
     Args:
+        model, likelihood: As for :class:`Posterior`.
         n_particles: N.
         n_steps: T.
         step_size: α.
@@ -104,8 +107,7 @@ class MetricBNN(Posterior):
         trajectory: How j is drawn: ``"uniform"``, or in proportion to the latent ``"length"`` ``‖z_j − z_0‖``.
         endpoint: Where trajectory j ends: at its ``"last"`` point, or at that with the ``"farthest"`` latent.
         chunk_size: Number of particles that are pushed through the network at a time.
-        *args: As for :class:`Posterior`.
-        **kwargs: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: A number out of range or an unknown name, besides what :class:`Posterior` raises.
@@ -123,7 +125,9 @@ class MetricBNN(Posterior):
 
     def __init__(
         self,
-        *args: Any,
+        model: nn.Module,
+        likelihood: Any,
+        *,
         n_particles: int = 10,
         n_steps: int = 50,
         step_size: float = 0.1,
@@ -139,7 +143,12 @@ class MetricBNN(Posterior):
         trajectory: Literal["uniform", "length"] = "uniform",
         endpoint: Literal["last", "farthest"] = "last",
         chunk_size: int = CHUNK_SIZE,
-        **kwargs: Any,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         self.walk = Walk(
             n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
@@ -154,7 +163,16 @@ class MetricBNN(Posterior):
         check_count(chunk_size, "chunk_size")
         self.sampling: Sampling = sampling
         self.trajectory, self.endpoint, self.chunk_size = trajectory, endpoint, chunk_size
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
         self._extent = 1.0
         self._explored: Explored | None = None
         self._trained: Latents | None = None
@@ -213,7 +231,7 @@ class MetricBNN(Posterior):
             self._checkpoint_folder = None
 
     @override
-    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, _WHY)
         n_data, n_outputs, data_summary = survey(self, data)
         precision = self._prior_precision
@@ -288,12 +306,12 @@ class MetricBNN(Posterior):
     # -- what was found ------------------------------------------------------------------------------------------------
 
     def _walked(self) -> Explored:
-        self._require_fit()
+        self.require_fit()
         assert self._explored is not None
         return self._explored
 
     def _latent(self) -> Latents:
-        self._require_fit()
+        self.require_fit()
         if self._trained is None:
             raise NotFittedError(
                 "There is no latent model.",
@@ -318,12 +336,12 @@ class MetricBNN(Posterior):
         moved = self._walked().deviations
         return self.mean + torch.cat([torch.zeros_like(moved[:, :1]), moved], dim=1)
 
-    @exactly
+    @full_precision
     def encode(self, vectors: Tensor) -> Tensor:
         """Latents φ(θ) of parameter vectors, ``[..., P] -> [..., k]``."""
         return self._latent().encode(vectors - self.mean, self._points())
 
-    @exactly
+    @full_precision
     def decode(self, latents: Tensor) -> Tensor:
         """Parameter vectors ψ(z) of latents, ``[..., k] -> [..., P]``."""
         return self.mean + self._latent().decode(latents, self._points())
@@ -342,7 +360,7 @@ class MetricBNN(Posterior):
         return self._seen_as("gaussian")
 
     def _seen_as(self, sampling: Sampling) -> MetricBNN:
-        self._require_fit()
+        self.require_fit()
         other = copy.copy(self)
         other.sampling, other._trained = sampling, None
         return other
@@ -360,7 +378,7 @@ class MetricBNN(Posterior):
             raise ConfigurationError("There is no such part.", expected="0 < extent <= 1", got=repr(value))
         self._extent = float(value)
 
-    @exactly
+    @full_precision
     def fit_extent(
         self,
         data: Iterable[Any],
@@ -387,7 +405,7 @@ class MetricBNN(Posterior):
             ConfigurationError: An empty grid, parts out of range, or no noise to tune.
             DataError: Data that can be run over only once.
         """
-        self._require_fit()
+        self.require_fit()
         require_restartable(data, "Each extent is tried on the data.")
         check_count(n_samples, "n_samples")
         before, values = self._extent, [float(value) for value in grid]
@@ -424,8 +442,8 @@ class MetricBNN(Posterior):
         source = torch.Generator().manual_seed(seed)
         total, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
         with torch.no_grad():
-            for batch in self._batches(data, progress=False, description=""):
-                outputs = torch.stack(list(self._sampled_outputs(batch.inputs, n_samples, source)))
+            for batch in self.batches(data, progress=False, description=""):
+                outputs = torch.stack(list(self.sampled_outputs(batch.inputs, n_samples, source)))
                 for number, likelihood in enumerate(candidates):
                     log_prob = from_samples(likelihood, outputs, generator=source).log_prob(batch.target)
                     total[number] += log_prob.double().sum().cpu()
@@ -435,7 +453,7 @@ class MetricBNN(Posterior):
     # -- samples -------------------------------------------------------------------------------------------------------
 
     @override
-    @exactly
+    @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw parameter vectors, ``[n, P]``.
 
@@ -447,7 +465,7 @@ class MetricBNN(Posterior):
             NotFittedError: Before :meth:`fit`.
         """
         check_count(n, "n")
-        self._require_fit()
+        self.require_fit()
         if self.sampling == "latent":
             latents = self._latent()
             which = latents.draw(n, self.trajectory, generator)
@@ -473,7 +491,7 @@ class MetricBNN(Posterior):
     # -- storage -------------------------------------------------------------------------------------------------------
 
     @override
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         explored = self._walked()
         header: dict[str, Any] = {"report": asdict(explored.report), "extent": self._extent}
         tensors = {"vector": self.mean, "deviations": explored.deviations}
@@ -484,7 +502,7 @@ class MetricBNN(Posterior):
         return header, tensors
 
     @override
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._vector, self._extent = tensors["vector"], float(header["extent"])
         self._explored = Explored(tensors["deviations"], ExplorationReport(**header["report"]))
         if "latent" in header:

@@ -27,7 +27,7 @@ from laplace_plus.linalg.kernel_projectors import (
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
@@ -277,7 +277,7 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        self._require_fit()
+        self.require_fit()
         assert self._noise is not None
         return self._noise.report
 

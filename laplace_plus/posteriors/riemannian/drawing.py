@@ -16,7 +16,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry import Diffusion, Landscape, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
 from laplace_plus.geometry.geodesic import check_settings
-from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.resuming import Checkpoint
 
 _GROUP = 32

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import io
+from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
@@ -26,11 +28,11 @@ from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, Sm
 from laplace_plus.evidence import fitted_data
 from laplace_plus.geometry import LossLandscape, PathStatus, kinks
 from laplace_plus.geometry.integration import failures
+from laplace_plus.io import digest
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.methods import check_count, exactly
-from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.resuming import Checkpoint, survey
 from laplace_plus.posteriors.riemannian.drawing import (
@@ -43,6 +45,7 @@ from laplace_plus.posteriors.riemannian.drawing import (
 )
 from laplace_plus.posteriors.riemannian.tangent import AroundTangent, check_given, no_tangent
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.selection import Selection
 
 WHY = "Samples along the loss surface come from many passes over the data."
 
@@ -70,16 +73,15 @@ class Riemannian(AroundTangent):
     cannot be updated.
 
     Args:
-        model: The trained ``nn.Module``.
-        likelihood: As for :class:`Posterior`.
+        model, likelihood: As for :class:`Posterior`.
         tangent: Class or name of a Gaussian posterior, or a fitted one, which is then taken as it is.
         tangent_options: Keyword arguments of the class.
         method: ``"exponential"``, ``"diffusion"``, or :class:`ExponentialMap`/:class:`~laplace_plus.Diffusion` with
             options.
         n_samples: Number of samples to draw.
         chunk_size: Number of parameter vectors that are pushed through the network at a time.
-        parameters: As for :class:`Posterior`.
-        **options: As for :class:`Posterior`; not with a fitted tangent, which has its own.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`; but
+            for the last not with a fitted tangent, which has its own.
 
     Raises:
         ConfigurationError: A tangent that is none, an unknown method, besides what :class:`Posterior` raises.
@@ -105,14 +107,29 @@ class Riemannian(AroundTangent):
         method: Any = "exponential",
         n_samples: int = 50,
         chunk_size: int = CHUNK_SIZE,
-        **options: Any,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
+        options: dict[str, Any] = {
+            "parameters": parameters,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+            "temperature": temperature,
+            "backend": backend,
+            "memory_budget": memory_budget,
+        }
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
         self.method, self.n_samples, self.chunk_size = resolve_method(method), n_samples, chunk_size
         self._given = isinstance(tangent, Posterior)
         if isinstance(tangent, Posterior):
-            check_given(tangent, model, likelihood, {**(tangent_options or {}), **options})
+            defaults = signature(Posterior).parameters
+            changed = {name: value for name, value in options.items() if value is not defaults[name].default}
+            check_given(tangent, model, likelihood, {**(tangent_options or {}), **changed})
             self.tangent = tangent
             likelihood = tangent.likelihood
         else:
@@ -140,7 +157,7 @@ class Riemannian(AroundTangent):
     # -- fitting and drawing -------------------------------------------------------------------------------------------
 
     @override
-    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         tangent = self.tangent
         found = self._kinks(data)
@@ -169,7 +186,7 @@ class Riemannian(AroundTangent):
     def _kinks(self, data: Iterable[Any]) -> tuple[str, ...]:
         if self._linearized:
             return ()
-        for batch in self._batches(data, progress=False, description=""):
+        for batch in self.batches(data, progress=False, description=""):
             return kinks(self.network, batch.inputs)
         return ()
 
@@ -202,7 +219,7 @@ class Riemannian(AroundTangent):
                 got=f"{n_data} others" if others else f"{n_data} examples",
             )
 
-    @exactly
+    @full_precision
     def draw(
         self,
         n: int | None = None,
@@ -232,10 +249,10 @@ class Riemannian(AroundTangent):
         Warns:
             ConvergenceWarning: Some samples failed, and are left out.
         """
-        self._require_fit()
+        self.require_fit()
         count = self.n_samples if n is None else n
         check_count(count, "n")
-        landscape = self._landscape(self._data.again(data, WHY))
+        landscape = self._landscape(self.training_data.again(data, WHY))
         self._check_data(landscape.n_data, landscape.checksum, self._data_sum)
         seed = self._seed if generator is None else draw_seed(generator)
         drawn = draw(
@@ -309,7 +326,7 @@ class Riemannian(AroundTangent):
 
     def _bank(self) -> Drawn:
         """The samples at the present hyperparameters, drawn if there are none."""
-        self._require_fit()
+        self.require_fit()
         now = self._hyperparameters()
         known = self._drawn is not None and all(
             a is b or torch.equal(a, b) for a, b in zip(self._drawn_at, now, strict=True)
@@ -320,19 +337,19 @@ class Riemannian(AroundTangent):
         return self._drawn
 
     @property
-    @exactly
+    @full_precision
     def samples(self) -> Tensor:
         """The samples that succeeded, ``[m, P]``; drawn if need be."""
         return self._bank().points
 
     @property
-    @exactly
+    @full_precision
     def report(self) -> PathReport:
         """How all samples were come by; they are drawn if need be."""
         return self._bank().report
 
     @override
-    @exactly
+    @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Parameter vectors ``[n, P]``: stored samples in random order, each as often as the others or once more.
 
@@ -357,7 +374,7 @@ class Riemannian(AroundTangent):
     # -- predictions ---------------------------------------------------------------------------------------------------
 
     @override
-    def _sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         points = self._bank().points
         x = self.network.receive(x)
         order = self._order(len(points), min(n, len(points)), generator).to(points.device)
@@ -372,9 +389,9 @@ class Riemannian(AroundTangent):
     # -- storage -------------------------------------------------------------------------------------------------------
 
     @override
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         drawn = self._bank()
-        header, tensors = self.tangent._state()
+        header, tensors = self.tangent.state()
         own = {"samples": drawn.points, "vector": self.mean, **drawn.report.tensors()}
         state = {
             "tangent": header,
@@ -385,11 +402,11 @@ class Riemannian(AroundTangent):
         return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
 
     @override
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         theirs = {n.removeprefix("tangent."): value for n, value in tensors.items() if n.startswith("tangent.")}
         self.tangent.n_data, self.tangent.n_outputs = self.n_data, self.n_outputs
-        self.tangent._restore(header["tangent"], theirs)
-        self.tangent._remember()
+        self.tangent.restore(header["tangent"], theirs)
+        self.tangent.remember_weights()
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
         self._data_sum = header.get("data_sum")  # not in older files

@@ -25,15 +25,13 @@ class AroundTangent(Posterior):
 
     def _share(self) -> None:
         """Take over the tangent's network and hyperparameters, which may have been set or tuned there."""
-        tangent = self.tangent
-        self.network, self.likelihood, self.backend = tangent.network, tangent.likelihood, tangent.backend
-        self._prior_precision, self._prior_mean = tangent._prior_precision, tangent._prior_mean
-        self._temperature, self._prior_groups = tangent._temperature, tangent._prior_groups
+        self.backend = self.tangent.backend
+        self.share_hyperparameters(self.tangent)
 
     @override
-    def _require_fit(self) -> None:
+    def require_fit(self) -> None:
         self._share()
-        super()._require_fit()
+        super().require_fit()
 
     @override
     def prior(self) -> GaussianPrior:
@@ -82,12 +80,12 @@ class AroundTangent(Posterior):
 
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """The tangent's evidence, in nats; see its own method."""
-        self._require_fit()
+        self.require_fit()
         return self._of_tangent("log_marginal_likelihood")(*args, **kwargs)
 
     def fit_prior_precision(self, *args: Any, **kwargs: Any) -> Self:
         """Tune the tangent's hyperparameters, as its own method does; samples are drawn anew when next needed."""
-        self._require_fit()
+        self.require_fit()
         self._of_tangent("fit_prior_precision")(*args, **kwargs)
         self._share()
         return self
@@ -116,7 +114,7 @@ def check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: 
     """Raise :class:`ConfigurationError` unless a posterior can be taken as it is, without further ``options``."""
     if isinstance(tangent, AroundTangent):
         raise no_tangent(tangent)
-    if tangent._vector is None or tangent.network.model is not unwrap(model):
+    if not tangent.is_fitted or tangent.network.model is not unwrap(model):
         raise ConfigurationError(
             "The tangent has not been fitted to this network.",
             expected="a posterior of the same model, after fit(), or a class",

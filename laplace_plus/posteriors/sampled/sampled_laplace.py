@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.curvature import Native
+from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.io import digest
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.methods import check_count, exactly
+from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.prior_tuning import PredictiveMean
-from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.resuming import Checkpoint, identity
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
@@ -50,6 +50,7 @@ from laplace_plus.posteriors.sampled.tuning import TuningOptions, tune_prior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.priors import Groups
+from laplace_plus.selection import Selection
 
 __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 
@@ -74,13 +75,13 @@ class SampledLaplace(SampleBased):
     ``w``, however many are asked for; :attr:`samples` are the k exact draws themselves. The class cannot be updated.
 
     Args:
+        model, likelihood: As for :class:`Posterior`.
         n_samples: k.
         solver: ``"cg"``, ``"sgd"``, or :class:`CGSolver`/:class:`SGDSolver` with options. Where observation noise is
             small, systems are ill-conditioned: ``{"name": "cg", "preconditioner": "nystrom", "rank": 400}`` fitted and
             tuned small regression networks thirty times as fast as the default, which did not arrive.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        *args: As for :class:`Posterior`.
-        **kwargs: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown solver or number of samples, besides what :class:`Posterior` raises.
@@ -95,13 +96,36 @@ class SampledLaplace(SampleBased):
         torch.Size([3, 1])
     """
 
-    _holds_data = ("_problem",)
+    data_attributes = ("_problem",)
 
-    def __init__(self, *args: Any, n_samples: int = 6, solver: Any = "cg", chunk_size: int = CHUNK_SIZE, **kwargs: Any):
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        n_samples: int = 6,
+        solver: Any = "cg",
+        chunk_size: int = CHUNK_SIZE,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
+    ):
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
         self.n_samples, self.solver, self.chunk_size = n_samples, resolve_solver(solver), chunk_size
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
             raise UnsupportedError(
                 "SampledLaplace computes products with the generalised Gauss-Newton matrix itself.",
@@ -157,7 +181,7 @@ class SampledLaplace(SampleBased):
             self._checkpoint_folder = None
 
     @override
-    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         if self.likelihood.n_noise > 1:
             raise UnsupportedError(
@@ -255,7 +279,7 @@ class SampledLaplace(SampleBased):
         groups = self._group_index() if precision.numel() > 1 else torch.zeros(0, dtype=torch.long)
         return precision, groups, torch.tensor(self._weight(), dtype=torch.float64)
 
-    @exactly
+    @full_precision
     def solve(self, data: Iterable[Any] | None = None, *, progress: bool = False) -> Self:
         """Solve for the samples at the present hyperparameters, with the draws of :meth:`fit` and from its samples.
 
@@ -270,7 +294,7 @@ class SampledLaplace(SampleBased):
         Warns:
             ConvergenceWarning: A residual exceeds the tolerance.
         """
-        self._require_fit()
+        self.require_fit()
         assert self._draws is not None
         problem = self._known_problem(data)
         z, solved = self._solve(problem, self._draws, self._z, None, "fit", progress=progress)
@@ -281,7 +305,7 @@ class SampledLaplace(SampleBased):
     def _known_problem(self, data: Iterable[Any] | None) -> TangentProblem:
         if data is None and self._problem is not None:
             return self._problem
-        problem = self._prepare(self._data.again(data, WHY))
+        problem = self._prepare(self.training_data.again(data, WHY))
         if problem.curvature.n_data != self.n_data:
             raise DataError(
                 "These are not the data that the noise was drawn for.",
@@ -299,7 +323,7 @@ class SampledLaplace(SampleBased):
     @override
     def _deviations(self) -> Tensor:
         """Samples ``z [k, P]`` at the present hyperparameters."""
-        self._require_fit()
+        self.require_fit()
         now = self._hyperparameters()
         if any(a.shape != b.shape or not torch.equal(a, b.to(a)) for a, b in zip(self._solved_at, now, strict=True)):
             self.solve()
@@ -318,7 +342,7 @@ class SampledLaplace(SampleBased):
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
-    @exactly
+    @full_precision
     def fit_prior_precision(
         self,
         method: SampledMethod = "mackay",
@@ -408,7 +432,7 @@ class SampledLaplace(SampleBased):
         assert self._report is not None
         return self._report
 
-    @exactly
+    @full_precision
     def effective_dimension(self, estimator: Estimator = "ratio") -> EffectiveDimension:
         """``γ = tr(H⁻¹ M)``, the number of parameters that the data determine, with its standard error over samples.
 
@@ -431,7 +455,7 @@ class SampledLaplace(SampleBased):
     # -- storage -------------------------------------------------------------------------------------------------------
 
     @override
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         z = self._deviations()
         draws, report = self._draws, self._report
         assert draws is not None and report is not None
@@ -450,7 +474,7 @@ class SampledLaplace(SampleBased):
         return header, tensors
 
     @override
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._vector, self._z, self._tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
         self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
         self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.tangent_model import TangentModel, tangent_optimum
+from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.prior_tuning import PredictiveMean, chosen_groups, floored
-from laplace_plus.posteriors.ranks import digest
 from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension, group_sums, total_dimension
 from laplace_plus.posteriors.sampled.expectation_maximisation import (

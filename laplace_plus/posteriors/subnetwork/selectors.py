@@ -170,8 +170,8 @@ class LargestVariance(Selector):
                 backend=candidates.backend,
                 memory_budget=candidates.memory_budget,
             )
-            diagonal._run_fit(task.data, task.group, update=False, progress=task.progress, generator=task.generator)
-            variances = diagonal.variance()  # type: ignore[attr-defined]
+            diagonal.run_fit(task.data, task.group, progress=task.progress, generator=task.generator)
+            variances = diagonal.variance()
         return Choice(_largest(variances, count), variances)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus.curvature import Structure
+from laplace_plus.curvature import Backend
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.distributed import broadcast_
 from laplace_plus.errors import ConfigurationError, UnsupportedError
@@ -37,8 +37,7 @@ class Subnetwork(GaussianPosterior):
     one number, says nothing of entries that it is needed for.
 
     Args:
-        model: The trained ``nn.Module``.
-        likelihood: As for :class:`Posterior`.
+        model, likelihood: As for :class:`Posterior`.
         selector: :class:`LargestVariance`, :class:`LargestMagnitude`, :class:`Random` or another
             ``Selector``; or names, globs, a predicate or a mask of entries.
         posterior: Class of the posterior over the chosen entries: ``lp.Full``, ``lp.KFAC`` or ``lp.Diagonal``, or the
@@ -46,8 +45,10 @@ class Subnetwork(GaussianPosterior):
             diagonal block for the chosen entries of the others.
         posterior_options: That class's own keyword arguments.
         parameters: The candidates.
-        **options: As for :class:`Posterior`. A prior precision or mean given here is one number; once the entries are
-            chosen, the precision may be set or tuned layer by layer or entry by entry.
+        prior_precision: One number; once the entries are chosen, it may be set or tuned layer by layer or entry by
+            entry.
+        prior_mean: One number.
+        temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: A class that is no Gaussian posterior, or a prior with many entries.
@@ -71,7 +72,11 @@ class Subnetwork(GaussianPosterior):
         *,
         posterior_options: dict[str, Any] | None = None,
         parameters: Selection = "all",
-        **options: Any,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         loading = isinstance(selector, dict) and "name" in selector  # then the entries are known already
         if isinstance(selector, dict) and loading:
@@ -89,7 +94,16 @@ class Subnetwork(GaussianPosterior):
                 "A subnetwork has a Gaussian posterior.", expected="lp.Full, lp.KFAC or lp.Diagonal", got=repr(cls)
             )
         self.inner_class, self.inner_options = cls, dict(posterior_options or {})
-        super().__init__(model, likelihood, parameters=parameters, **options)
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
         if not loading and (self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1):
             raise ConfigurationError(
                 "Which entries a prior with many numbers belongs to is only known once the subnetwork is chosen.",
@@ -100,12 +114,8 @@ class Subnetwork(GaussianPosterior):
         self._model = model
         self._candidates = self.network
         self._inner = self._over(self.network.selection)
+        self.structure = self._inner.structure
         self._choice: Choice | None = None
-
-    @property
-    @override
-    def structure(self) -> Structure:
-        return self._inner.structure
 
     @override
     def options(self) -> dict[str, Any]:
@@ -133,7 +143,7 @@ class Subnetwork(GaussianPosterior):
             UnsupportedError: The selector looked at no variances, or the choice was made before saving.
             ConfigurationError: Not one variance for each candidate.
         """
-        self._require_fit()
+        self.require_fit()
         choice = self._choice
         if choice is None or (variances is None and choice.variances is None):
             raise UnsupportedError(
@@ -152,25 +162,26 @@ class Subnetwork(GaussianPosterior):
         return known[~choice.mask.to(known.device)].sum()
 
     @override
-    def _fit(self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None) -> None:
+    def fit_batches(
+        self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
+    ) -> None:
         choice, precision = self._choice, self._prior_precision
         if update:
             inner = self._over(refine(self.network.selected))
             inner.network = self.network
-            inner._adopt(self._require_sums(), self.mean)
+            inner.adopt(self.sums, self.mean)
         else:
             choice = self._choose(data, progress=progress, generator=generator)
             inner = self._over(refine(self._candidates.selected, choice.mask))
             if self._is_layerwise():
                 precision = self._precision_of(inner.layer_names)
-        inner._group = self._group
+        inner.group = self.group
         with inner.network.learning(afresh=not update):
-            inner._fit(data, update=update, progress=progress, generator=generator)
-        assert inner._sums is not None
+            inner.fit_batches(data, update=update, progress=progress, generator=generator)
         before = self.network, self._prior_precision
         self.network, self._prior_precision = inner.network, precision
         try:
-            self._adopt(inner._sums, self.network.vector())
+            self.adopt(inner.sums, self.network.vector())
         except BaseException:
             self.network, self._prior_precision = before
             raise
@@ -178,19 +189,19 @@ class Subnetwork(GaussianPosterior):
 
     def _choose(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> Choice:
         candidates = self._over(self._candidates.selection)
-        last_layer = candidates._is_last_layer()
+        last_layer = candidates.is_last_layer
         if self.selector.needs_data or last_layer:
             require_restartable(data, f"{self.selector!r} looks at the data before the fit.")
         if last_layer:
-            for batch in self._batches(data, progress=False, description=""):
+            for batch in self.batches(data, progress=False, description=""):
                 capture_batch(candidates.network, batch)  # execution order tells which layer is the last one
                 break
         if self._prior_precision.numel() > 1 and self.selector.needs_prior:
             candidates.prior_precision = self._precision_of(candidates.layer_names)
-        choice = self.selector.choose(Task(candidates, data, progress, generator, self._group))
-        if self._group is not None:
+        choice = self.selector.choose(Task(candidates, data, progress, generator, self.group))
+        if self.group is not None:
             mask = choice.mask.clone().to(torch.uint8)
-            broadcast_(self._group, [mask], 0)
+            broadcast_(self.group, [mask], 0)
             choice = Choice(mask.bool(), choice.variances)
         self._candidates = candidates.network
         return choice
@@ -226,6 +237,6 @@ class Subnetwork(GaussianPosterior):
         )
 
     @override
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        GaussianPosterior._restore(self, header, tensors)
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        GaussianPosterior.restore(self, header, tensors)
         self._inner = self._over(self.network.selection)

@@ -16,7 +16,7 @@ from laplace_plus.errors import ConfigurationError, EmptyDataError, NonFiniteErr
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import Network
-from laplace_plus.posteriors.methods import check_count
+from laplace_plus.posteriors.configuration import check_count
 
 
 @dataclass(frozen=True)

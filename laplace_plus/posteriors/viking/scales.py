@@ -15,7 +15,7 @@ from laplace_plus._memory import budget
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.network import Network
-from laplace_plus.posteriors.methods import check_name
+from laplace_plus.posteriors.configuration import check_name
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations
 from laplace_plus.predictive.deviations import pushed

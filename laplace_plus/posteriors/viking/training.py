@@ -30,7 +30,7 @@ from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
-from laplace_plus.posteriors.methods import check_name
+from laplace_plus.posteriors.configuration import check_name
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
 from laplace_plus.posteriors.projection.noise import range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows

@@ -11,16 +11,17 @@ from dataclasses import asdict
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.geometry import kinks
 from laplace_plus.likelihoods import Gaussian
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
 from laplace_plus.network import Network
-from laplace_plus.posteriors.methods import check_name, exactly, positive
+from laplace_plus.posteriors.configuration import check_name, check_positive, full_precision
 from laplace_plus.posteriors.projection.noise import (
     NoiseReport,
     ProjectedNoise,
@@ -34,6 +35,7 @@ from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, Expectation, te
 from laplace_plus.posteriors.viking.scales import BoundAtMean, ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining, with_weights
 from laplace_plus.predictive.deviations import pushed
+from laplace_plus.selection import Selection
 
 _WHY = "The evidence lower bound passes over the data again and again."
 
@@ -64,6 +66,7 @@ class VIKING(ProjectedNoisePosterior):
     if the mean is trained through projections of a network that is not twice differentiable.
 
     Args:
+        model, likelihood: As for :class:`Posterior`.
         mode: ``"post_hoc"``, ``"train"``, or :class:`ELBOTraining` with options.
         rows: The rows whose null space P projects onto: ``"logit"``, ``"ggn"`` or ``"loss"``, as for
             :class:`NullSpace`; by default ``"logit"`` in regression and ``"loss"`` otherwise.
@@ -78,8 +81,7 @@ class VIKING(ProjectedNoisePosterior):
         scale_fit: ``"lbfgs"``, ``"adam"``, or :class:`ScaleFit` with options: how α and σ_im are found at a fixed mean.
         n_samples: Number k of noise vectors that are projected and stored.
         chunk_size: Number of vectors that are pushed through the network at a time.
-        *args: As for :class:`Posterior`.
-        **kwargs: As for :class:`Posterior`.
+        parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
     Raises:
         ConfigurationError: An unknown option, besides what :class:`Posterior` raises.
@@ -95,7 +97,9 @@ class VIKING(ProjectedNoisePosterior):
 
     def __init__(
         self,
-        *args: Any,
+        model: nn.Module,
+        likelihood: Any,
+        *,
         mode: str | ELBOTraining | dict[str, Any] = "post_hoc",
         rows: Rows | None = None,
         projector: str | ProjectionMethod | dict[str, Any] = "lsmr",
@@ -106,7 +110,12 @@ class VIKING(ProjectedNoisePosterior):
         scale_fit: str | ScaleFit | dict[str, Any] = "lbfgs",
         n_samples: int = 30,
         chunk_size: int = 16,
-        **kwargs: Any,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
     ):
         self.training = _resolve_mode(mode)
         self.expectation: Expectation = expectation or ("linearized" if self.training is None else "sampled")
@@ -121,10 +130,19 @@ class VIKING(ProjectedNoisePosterior):
                 expected='projector="svd" with rank="exact"',
                 got=f"projector={projector_config(self.projector)['name']!r}",
             )
-        self.kl_weight = float(positive(kl_weight, "kl_weight"))
-        self._first_image_std = float(positive(image_std, "image_std"))
+        self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
+        self._first_image_std = float(check_positive(image_std, "image_std"))
         self.scale_fit = _resolve_scale_fit(scale_fit)
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            model,
+            likelihood,
+            parameters=parameters,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
         self.rows = rows or ("logit" if isinstance(self.likelihood, Gaussian) else "loss")
         check_rows(self.rows)
         check_single(self._prior_precision)
@@ -152,7 +170,7 @@ class VIKING(ProjectedNoisePosterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def _fit(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         if self._prior_precision is not self._learnt_precision:  # the caller has set it since
             self._first_precision = self._prior_precision
         start = self._start(data, generator, _WHY, prior_precision=self._first_precision, prior_mean=self._prior_mean)
@@ -180,7 +198,7 @@ class VIKING(ProjectedNoisePosterior):
         self._warn_unless_converged(converged)
 
     def _warn_of_kinks(self, data: Iterable[Any]) -> None:
-        found = kinks(self.network, next(self._batches(data, progress=False, description="")).inputs)
+        found = kinks(self.network, next(self.batches(data, progress=False, description="")).inputs)
         if found:
             warnings.warn(
                 f"The network's {', '.join(found)} have no second derivative everywhere, which the gradient "
@@ -233,13 +251,13 @@ class VIKING(ProjectedNoisePosterior):
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        self._require_fit()
+        self.require_fit()
         assert self._image_std is not None
         return self._image_std
 
     @image_std.setter
     def image_std(self, value: float | Tensor) -> None:
-        self._image_std = positive(value, "image_std").detach().double().cpu()
+        self._image_std = check_positive(value, "image_std").detach().double().cpu()
 
     @property
     def kernel_std(self) -> Tensor:
@@ -251,7 +269,7 @@ class VIKING(ProjectedNoisePosterior):
         """The terms of the bound at each step of :meth:`fit`; training estimates them from one batch."""
         return list(self._history)
 
-    @exactly
+    @full_precision
     def elbo(self, data: Iterable[Any] | None = None) -> ELBOTerms:
         """The terms of the bound at the present α and σ_im, with the stored noise.
 
@@ -263,10 +281,10 @@ class VIKING(ProjectedNoisePosterior):
             DataError: The training data are not available any more, or others than those of the fit.
             NonFiniteError: A term is NaN or infinite.
         """
-        self._require_fit()
+        self.require_fit()
         return self._bound(data).evaluate(self._logs())[0]
 
-    @exactly
+    @full_precision
     def fit_prior_precision(self, *, data: Iterable[Any] | None = None) -> Self:
         """Maximise the bound over α and σ_im once more, from where they are.
 
@@ -283,7 +301,7 @@ class VIKING(ProjectedNoisePosterior):
         Warns:
             ConvergenceWarning: The search did not converge.
         """
-        self._require_fit()
+        self.require_fit()
         logs, converged = self._bound(data).maximise(self._logs(), self.scale_fit, self._history)
         self._take(logs)
         self._warn_unless_converged(converged)
@@ -294,7 +312,7 @@ class VIKING(ProjectedNoisePosterior):
 
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
         assert self._noise is not None
-        again = self._data.again(data, _WHY)
+        again = self.training_data.again(data, _WHY)
         n_data, n_outputs, sums = survey(self, again)
         known = self._data_sum is None or same_sum(self._data_sum, float(sums[0]))
         if n_data != self.n_data or not known:
@@ -314,7 +332,7 @@ class VIKING(ProjectedNoisePosterior):
 
     def _components(self) -> tuple[Tensor, Tensor]:
         """The noise in the null space and in the range, scaled; ``[k, P]`` each."""
-        self._require_fit()
+        self.require_fit()
         assert self._noise is not None
         null_space, in_range = self._noise.null_space, self._noise.range
         return self.kernel_std.to(null_space) * null_space, self.image_std.to(in_range) * in_range
@@ -337,7 +355,7 @@ class VIKING(ProjectedNoisePosterior):
         return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs, ways=self._ways)
 
     @override
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert self._noise is not None
         tensors = {
             "vector": self.mean,
@@ -351,7 +369,7 @@ class VIKING(ProjectedNoisePosterior):
         return {"ignored_rows": self.report.ignored_rows, "data_sum": self._data_sum}, tensors
 
     @override
-    def _restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._noise = ProjectedNoise(tensors["kernel"], tensors["image"], NoiseReport.read(tensors, header))
         self._vector, self._image_std = tensors["vector"], tensors["image_std"].cpu()
         self._first_precision, self._learnt_precision = tensors["first_precision"].cpu(), self._prior_precision

@@ -1,0 +1,175 @@
+"""Matrices that are shared out among the ranks: who decomposes them, and who keeps them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.distributed.buckets import broadcast_
+from laplace_plus.distributed.group import Group
+from laplace_plus.errors import DistributedError
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, eigen_together
+
+
+class OwnedSum(GramSum):
+    """A sum that one rank owns; the other ranks only know its size, and what the owner tells them of its eigenpairs.
+
+    Adding to it adds on the owner and does nothing on the other ranks, so all ranks have to add the same.
+
+    Args:
+        groups: G.
+        size: d.
+        owner: The rank that has the sum.
+        total: The sum ``[G, d, d]`` on that rank, None on the others.
+        dtype: The type that products are summed in.
+        device: Where.
+    """
+
+    def __init__(
+        self, groups: int, size: int, *, owner: int, total: Tensor | None, dtype: torch.dtype, device: torch.device
+    ):
+        GramSum.__init__(self, groups, size, dtype=dtype, device=device)
+        self.owner, self.is_here = owner, total is not None
+        self._total = total
+
+    @override
+    def add_rows(self, rows: Tensor) -> None:
+        if self.is_here:
+            GramSum.add_rows(self, rows)
+
+    @override
+    def add_products(self, add: Callable[[Tensor], None]) -> None:
+        if self.is_here:
+            GramSum.add_products(self, add)
+
+    @override
+    def add_(self, other: GramSum) -> None:
+        if self.is_here:
+            GramSum.add_(self, other)
+
+    @override
+    def matrix(self) -> Tensor:
+        if self._total is None:
+            raise DistributedError(
+                f"A Kronecker factor lies on rank {self.owner} alone.",
+                expected="what follows from its eigendecomposition, which every rank has",
+                got="a call that takes the factor itself",
+                fix="Fit with Ranks(shard_factors=False), or save() on all ranks and load().",
+            )
+        return GramSum.matrix(self)
+
+    @property
+    @override
+    def is_formed(self) -> bool:
+        return True
+
+    @property
+    @override
+    def is_thin(self) -> bool:
+        return False
+
+    @override
+    def eigen(self) -> EigenPairs:
+        self.matrix()
+        return GramSum.eigen(self)
+
+    @override
+    def clone(self) -> OwnedSum:
+        total = self.matrix().clone() if self.is_here else None
+        return OwnedSum(self.groups, self.size, owner=self.owner, total=total, dtype=self.dtype, device=self.device)
+
+    def hold(self, total: Tensor) -> None:
+        """Keep a copy of the sum for a while, on a rank that does not own it."""
+        self._total = total
+
+    def release(self) -> None:
+        """Let the copy go."""
+        if not self.is_here:
+            self._total = None
+
+
+@contextmanager
+def gathered(group: Group, owned: Sequence[OwnedSum]) -> Iterator[None]:
+    """Lend every sum to rank 0 for a while; all ranks enter together."""
+    if owned:
+        with group.together():
+            for part in owned:
+                empty = torch.empty(part.groups, part.size, part.size, dtype=part.dtype, device=part.device)
+                copy = part.matrix() if part.is_here else empty
+                broadcast_(group, [copy], part.owner)
+                if group.rank == 0:
+                    part.hold(copy)
+    try:
+        yield
+    finally:
+        for part in owned:
+            part.release()
+
+
+def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None = None) -> list[int]:
+    """Which rank does which task: the longest first, each to the rank that has the least to do.
+
+    No rank gets more than 4/3 of what it gets in the best assignment (Graham, 1969). The same on every rank.
+
+    Args:
+        costs: Of each task.
+        n_ranks: How many ranks there are.
+        loads: What each of them has to do already.
+
+    Returns:
+        The rank of each task.
+
+    Example:
+        >>> assign([1, 8, 2, 7], 2)
+        [0, 0, 1, 1]
+    """
+    ranks = [(0.0 if loads is None else loads[rank], rank) for rank in range(n_ranks)]
+    heapq.heapify(ranks)
+    owners = [0] * len(costs)
+    for task in sorted(range(len(costs)), key=lambda task: (-costs[task], task)):
+        load, rank = heapq.heappop(ranks)
+        owners[task] = rank
+        heapq.heappush(ranks, (load + costs[task], rank))
+    return owners
+
+
+def balanced_eigen(group: Group, sums: Sequence[GramSum]) -> list[EigenPairs]:
+    """Eigendecompositions of sums that every rank has, each matrix decomposed by one rank.
+
+    All ranks get the same bits of these, also where eigenvalues coincide and vectors are a matter of choice. Sums of
+    few rows are decomposed by every rank, through the small Gram matrix of their rows.
+
+    Args:
+        group: The ranks.
+        sums: The same on every rank.
+
+    Raises:
+        DistributedError: Another rank failed.
+    """
+    owners = [part.owner if isinstance(part, OwnedSum) else -1 for part in sums]
+    costs = [float(part.groups * part.size**3) for part in sums]
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(group.size)]
+    thin = [number for number, part in enumerate(sums) if part.is_thin]
+    free = [number for number, owner in enumerate(owners) if owner < 0 and number not in thin]
+    for number, owner in zip(free, assign([costs[n] for n in free], group.size, loads), strict=True):
+        owners[number] = owner
+    own = [number for number, owner in enumerate(owners) if owner in (group.rank, -1)]
+    pairs = dict(zip(own, eigen_together([sums[number] for number in own]), strict=True))
+    messages: list[list[Tensor]] = [[] for _ in range(group.size)]
+    for number, part in enumerate(sums):
+        if owners[number] < 0:
+            continue
+        if number not in pairs:
+            values = torch.empty(part.groups, part.size, dtype=part.dtype, device=part.device)
+            pairs[number] = EigenPairs(values, None, values.new_empty(part.groups, part.size, part.size))
+        pair = pairs[number]
+        pairs[number] = EigenPairs(pair.values.contiguous(), None, pair.vectors.contiguous())
+        messages[owners[number]] += [pairs[number].values, pairs[number].vectors]
+    for rank, tensors in enumerate(messages):
+        broadcast_(group, tensors, rank)
+    return [pairs[number] for number in range(len(sums))]

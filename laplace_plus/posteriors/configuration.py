@@ -1,0 +1,309 @@
+"""What a posterior is before it sees data: a network, a likelihood, a selection, a prior and a temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus import io
+from laplace_plus._memory import parse_bytes
+from laplace_plus.curvature import Backend, resolve_backend
+from laplace_plus.distributed import Group
+from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.modes import turn
+from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
+from laplace_plus.selection import Selection
+
+
+class _HasNetwork(Protocol):
+    network: Network
+    memory_budget: int | None
+
+
+P = TypeVar("P", bound=_HasNetwork)
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+def full_precision(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
+    """Run a posterior's method outside of autocast and inference mode, within its memory budget, one at a time.
+
+    See :func:`laplace_plus.network.exact_arithmetic`.
+    """
+
+    @wraps(method)
+    def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        with exact_arithmetic(self.network, self.memory_budget):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def check_count(value: Any, name: str) -> None:
+    """Raise :class:`ConfigurationError` unless a value is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(
+            f"{name} must be a positive integer.", expected=f"{name}: an integer >= 1", got=repr(value)
+        )
+
+
+def check_name(value: Any, known: Iterable[str], name: str) -> None:
+    """Raise :class:`ConfigurationError` unless a value is one of the known names."""
+    if value not in tuple(known):
+        raise ConfigurationError(f"Unknown {name}.", expected=", ".join(known), got=repr(value))
+
+
+def check_positive(value: float | Tensor, name: str) -> Tensor:
+    """A positive number as a tensor.
+
+    Raises:
+        ConfigurationError: Anything else.
+    """
+    tensor = as_hyperparameter(value)
+    if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
+        raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
+    return tensor
+
+
+class Configured:
+    """A network with a likelihood, a selection and hyperparameters, which are checked when they are set.
+
+    Arguments as for :class:`~laplace_plus.Posterior`.
+    """
+
+    _vector: Tensor | None = None
+    """The posterior mean; None before the fit."""
+
+    _prior_groups: Groups | None = None
+    """Groups of the prior other than the layers."""
+
+    _fingerprint: dict[str, Any]
+    """Of the network at the fit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
+    ):
+        self.likelihood: Likelihood = resolve_likelihood(likelihood)
+        self.network = Network(model, parameters, self.likelihood.arrange)
+        self.backend = resolve_backend(backend)
+        self.memory_budget = memory_budget
+        self._prior_precision = as_hyperparameter(prior_precision)
+        self._prior_mean = as_hyperparameter(prior_mean)
+        self._temperature = check_positive(temperature, "temperature")
+        if self.is_last_layer:  # its size is only certain once a batch has gone through the network
+            GaussianPrior.create(self._prior_precision.flatten()[:1], 0.0, torch.zeros(1, dtype=torch.long))
+        else:
+            self._check_prior()
+        self.n_data = 0
+        self.n_outputs = 0
+        self.group: Group | None = None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there has been a successful :meth:`fit`."""
+        return self._vector is not None
+
+    def prior(self) -> GaussianPrior:
+        """The prior at the current precision."""
+        return GaussianPrior.create(self._prior_precision, self._prior_mean, self._group_index())
+
+    def _group_index(self) -> Tensor:
+        """The prior group of each entry, ``[P]``; the same tensor until the groups change."""
+        return self.network.layer_index() if self._prior_groups is None else self._prior_groups.index
+
+    @property
+    def prior_groups(self) -> Groups:
+        """Which entries share one of the precisions of a prior precision ``[G]``: the layers, unless others were set.
+
+        Raises:
+            ConfigurationError: Setting groups of other parameters, or of a number that does not fit the precision.
+        """
+        own = self._prior_groups
+        return Groups(LAYERWISE, self.layer_names, self.network.layer_index()) if own is None else own
+
+    @prior_groups.setter
+    def prior_groups(self, groups: Groups) -> None:
+        groups.check_size(self.n_parameters)
+        GaussianPrior.create(self._prior_precision, self._prior_mean, groups.index)
+        self._prior_groups = groups
+
+    def _check_prior(self) -> None:
+        """Refuse a prior whose shape does not fit; a single number fits any, without looking at every entry."""
+        if self._prior_precision.numel() == self._prior_mean.numel() == 1:
+            GaussianPrior.create(self._prior_precision, self._prior_mean, torch.zeros(1, dtype=torch.long))
+        else:
+            self.prior()
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Inverse prior variance: 0-d, ``[G]`` (one for each of ``prior_groups``, the layers by default) or ``[P]``."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        GaussianPrior.create(value, self._prior_mean, self._group_index())
+        self._prior_precision = as_hyperparameter(value)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """Mean of the prior: 0-d or ``[P]``."""
+        return self._prior_mean
+
+    @property
+    def temperature(self) -> Tensor:
+        """Divides the log-likelihood and the curvature."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        self._temperature = check_positive(value, "temperature")
+
+    @property
+    def noise_std(self) -> Tensor | None:
+        """The Gaussian likelihood's noise level: 0-d or ``[C]``; None for other likelihoods."""
+        return self.likelihood.noise_std
+
+    @noise_std.setter
+    def noise_std(self, value: float | Tensor) -> None:
+        changed = self.likelihood.with_noise(value)
+        if self._vector is not None and changed.n_noise != self.likelihood.n_noise:
+            raise ConfigurationError(
+                "The curvature was fitted with another number of noise levels.",
+                expected=f"{self.likelihood.n_noise}",
+                got=f"{changed.n_noise}",
+                fix="Fit a posterior with lp.Gaussian(noise_std=...) of that shape.",
+            )
+        self.likelihood = changed
+
+    def share_hyperparameters(self, other: Configured) -> None:
+        """Take over another posterior's prior, temperature and likelihood, and its network."""
+        self.network, self.likelihood = other.network, other.likelihood
+        self._prior_precision, self._prior_mean = other._prior_precision, other._prior_mean
+        self._temperature, self._prior_groups = other._temperature, other._prior_groups
+
+    def hyperparameter_digests(self) -> dict[str, str]:
+        """Each hyperparameter as a short text: its value, or shape and hash."""
+        noise = self.noise_std
+        return {
+            "prior_precision": io.digest(self.prior_precision),
+            "prior_mean": io.digest(self._prior_mean),
+            "temperature": io.digest(self.temperature),
+            "noise_std": "none" if noise is None else io.digest(noise),
+        }
+
+    def describe_groups(self) -> str:
+        """A line on the prior's groups for a summary; empty where they are the layers."""
+        groups, precision = self._prior_groups, self._prior_precision
+        if groups is None:
+            return ""
+        names = [name or "(root)" for name in groups.names]
+        if precision.ndim == 0 or len(precision) != len(names):
+            return f"prior groups {groups.name}: {', '.join(names)}"
+        each = [f"{name} {value:.3g}" for name, value in zip(names, precision.tolist(), strict=True)]
+        return f"prior precisions of {groups.name}: {', '.join(each)}"
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that intermediate results may take; None for a quarter of what is free. Accepts ``"2 GiB"``, too."""
+        return self._memory_budget
+
+    @memory_budget.setter
+    def memory_budget(self, value: int | str | None) -> None:
+        self._memory_budget = None if value is None else parse_bytes(value)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the selected parameters, in the order of the parameter vector."""
+        return self.network.parameter_names
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the modules that own them, in the order of a layer-wise prior precision."""
+        return self.network.layers
+
+    @property
+    def n_parameters(self) -> int:
+        """P, the number of selected entries."""
+        return self.network.n_parameters
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether the selection is ``"last_layer"``."""
+        return isinstance(self.network.selection, str) and self.network.selection == "last_layer"
+
+    def options(self) -> dict[str, Any]:
+        """The method's own constructor arguments, in JSON's terms."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """What identifies this posterior besides the network's weights and the data, in JSON's terms."""
+        masks = {s.name: io.digest(s.mask) for s in self.network.selected if s.mask is not None}
+        return {
+            "class": type(self).__name__,
+            "options": self.options(),
+            "likelihood": {name: value for name, value in self.likelihood.config().items() if name != "noise_std"},
+            "backend": self.backend.config(),
+            "selected parameters": list(self.parameter_names),
+            "masks": masks,
+            **self.hyperparameter_digests(),
+        }
+
+    @property
+    def mean(self) -> Tensor:
+        """The posterior mean, ``[P]``; methods whose mean is not the network's weights set it while fitting.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+        """
+        self.require_fit()
+        assert self._vector is not None
+        return self._vector
+
+    @mean.setter
+    def mean(self, vector: Tensor) -> None:
+        self._vector = vector
+
+    def require_fit(self) -> None:
+        """Look, once in each public method, whether there is a fit that still holds.
+
+        Raises:
+            NotFittedError: There is none.
+            ModelChangedError: The network's weights are no longer those of the fit.
+        """
+        if self._vector is None:
+            raise NotFittedError(
+                f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
+            )
+        with turn(self.network.model):
+            if not self.network.has_changed():
+                return
+            try:
+                io.compare_fingerprint(self._fingerprint, self.network.model)
+            except CheckpointError as error:
+                raise ModelChangedError(
+                    "The network is no longer the one that the posterior was fitted on.",
+                    expected="the weights and buffers at the time of fit()",
+                    got=str(error),
+                    fix="Call fit() again after training, or give the posterior a copy of the model.",
+                ) from error
+            self.network.remember()
+
+    def remember_weights(self) -> None:
+        """Note the network's present weights as those of the fit."""
+        self.network.remember()
+        self._fingerprint = io.fingerprint(self.network.model)
