@@ -47,7 +47,7 @@ from laplace_plus.evidence.fitted_data import (
     unknown_training_prior,
 )
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOut, Leverages
-from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
@@ -337,7 +337,7 @@ def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None
             got=type(posterior).__name__,
         )
     posterior.require_fit()
-    if not isinstance(posterior.likelihood, (Categorical, Bernoulli)):
+    if not posterior.likelihood.is_classifier:
         raise UnsupportedError(
             "The recipe is for classes: dividing outputs by a temperature means nothing elsewhere.",
             expected='likelihood="classification" or "binary"',

@@ -379,7 +379,8 @@ class Network:
         if math.isfinite(sum(self._state()[1])):
             return
         for name, parameter in self.parameters.items():
-            finite = torch.isfinite(parameter.float())  # eight-bit floats cannot be compared
+            # Eight-bit floats cannot be compared.
+            finite = torch.isfinite(parameter.float() if parameter.itemsize == 1 else parameter)
             if not bool(finite.all()):
                 raise NonFiniteError(
                     f"Parameter {name!r} is not finite.",

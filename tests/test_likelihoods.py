@@ -305,9 +305,9 @@ LABEL_ERRORS = {
     "row": (Gaussian(), (4, 1), torch.zeros(1, 4), "nothing is broadcast"),
     "missing": (Gaussian(), (2, 1), torch.tensor([math.nan, 0.0]), "1 of 2"),
     "both halves": (HeteroscedasticGaussian(), (4, 2), torch.zeros(4, 2), r"\[4, 1\]"),
-    "negative count": (Poisson(), (1, 1), torch.tensor([-1]), "no counts"),
-    "fraction": (Poisson(), (1, 1), torch.tensor([0.5]), "no counts"),
-    "infinite count": (Poisson(), (1, 1), torch.tensor([math.inf]), "no counts"),
+    "negative count": (Poisson(), (1, 1), torch.tensor([-1]), "not counts"),
+    "fraction": (Poisson(), (1, 1), torch.tensor([0.5]), "not counts"),
+    "infinite count": (Poisson(), (1, 1), torch.tensor([math.inf]), "not counts"),
     "other batch": (StudentT(), (4, 3), torch.zeros(3, 3), "do not pair"),
 }
 

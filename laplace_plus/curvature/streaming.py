@@ -6,7 +6,6 @@ change; both are checked, as products would otherwise come from different matric
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -66,7 +65,7 @@ class Stream:
         self.ways = Ways()
         self.network.check_finite()
         # The network remembers one state, which may be that of somebody else's last look; a copy has its own.
-        self._watch = copy.copy(self.network)
+        self._watch = self.network.twin()
         self._watch.remember()
         self.n_data = self.n_outputs = 0
         self._sums: tuple[float, float] | None = None

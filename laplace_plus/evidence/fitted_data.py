@@ -17,7 +17,6 @@ from torch import Tensor
 from laplace_plus.batches import iterate
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian
 from laplace_plus.network import Network
 
 ACCURACY = 1e-9
@@ -64,7 +63,7 @@ class FittedData:
         counted = float(weight.sum())
         self.n_examples += len(outputs)
         self.n_rows += counted
-        self.n_entries += counted * (outputs.shape[-1] if isinstance(likelihood, Bernoulli) else 1)
+        self.n_entries += counted * (1 if likelihood.couples_outputs else outputs.shape[-1])
 
     def check(self) -> None:
         """Compare, once all batches were added.
@@ -82,7 +81,7 @@ class FittedData:
         likelihood, fitted = self._model.likelihood, self._model.statistics
         accuracy = max(ACCURACY, 100 * self._epsilon)
         # Log-densities are rounded on the scale of one, squared errors on no scale of their own.
-        rounding = 0.0 if isinstance(likelihood, Gaussian) else accuracy * self.n_rows
+        rounding = 0.0 if likelihood.is_gaussian else accuracy * self.n_rows
         allowed = accuracy * (fitted.abs() + 2 * self._slope) + accuracy**2 * self._square + rounding
         if bool(((self._statistics - fitted).abs() <= allowed).all()):
             return
@@ -166,7 +165,7 @@ def precision_of_weight_decay(
     Raises:
         UnsupportedError: No classifier, so that it is not known which loss the mean is of.
     """
-    if not isinstance(model.likelihood, (Categorical, Bernoulli)):
+    if not model.likelihood.is_classifier:
         raise UnsupportedError(
             "A weight decay is understood for classifiers alone, trained on a mean of −log p(y|f).",
             expected='likelihood="classification" or "binary" with weight_decay=',

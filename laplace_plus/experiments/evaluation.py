@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import batches, metrics
-from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.modes import evaluation_mode
 from laplace_plus.predictive import Prediction, from_samples
 
@@ -91,7 +91,7 @@ def gather(
 
     Args:
         predict: From inputs to predictions.
-        likelihood: What the targets are; `Categorical` and `Bernoulli` are classified, all others regressed.
+        likelihood: What the targets are; targets of a classifier are classified, all others regressed.
         data: Batches of inputs and targets.
         device: Where to compute.
         progress: Whether to show a progress bar.
@@ -105,16 +105,15 @@ def gather(
         prediction = predict(batch.inputs)
         _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
         kept = (weight > 0).cpu()
-        targets = targets.detach().cpu()[kept]
-        if isinstance(likelihood, Categorical):
-            parts.append((_probabilities(prediction, likelihood)[kept], targets.long()))
-        elif isinstance(likelihood, Bernoulli):
-            parts.append((_probabilities(prediction, likelihood), targets.reshape(-1).long()))
+        if likelihood.is_classifier:
+            probabilities, labels = _plain(likelihood.class_probabilities(prediction.mean)), targets.cpu().reshape(-1)
+            kept = kept.repeat_interleave(len(labels) // len(kept))
+            parts.append((probabilities[kept], labels[kept].long()))
         else:
             mean, variance = _rows(prediction.mean)[kept], _rows(prediction.variance)[kept]
             log_density = _plain(prediction.log_prob(batch.target)).reshape(-1)[kept]
-            parts.append((mean, variance, log_density, _plain(targets).reshape(mean.shape)))
-    kind = Classified if isinstance(likelihood, (Categorical, Bernoulli)) else Regressed
+            parts.append((mean, variance, log_density, _plain(targets)[kept].reshape(mean.shape)))
+    kind = Classified if likelihood.is_classifier else Regressed
     return kind(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -128,19 +127,11 @@ def doubts(
     parts = []
     for batch in batches.iterate(data, device=device, progress=progress, description=description):
         prediction = predict(batch.inputs)
-        if isinstance(likelihood, (Categorical, Bernoulli)):
-            parts.append(_entropy(_probabilities(prediction, likelihood)))
+        if likelihood.is_classifier:
+            parts.append(_entropy(_plain(likelihood.class_probabilities(prediction.mean))))
         else:
             parts.append(_rows(prediction.variance).sum(-1))
     return torch.cat(parts)
-
-
-def _probabilities(prediction: Prediction, likelihood: Likelihood) -> Tensor:
-    """``[N, C]``; several yes-or-no outputs count one by one."""
-    if isinstance(likelihood, Bernoulli):
-        yes = _plain(prediction.mean).reshape(-1)
-        return torch.stack([1 - yes, yes], dim=-1)
-    return _rows(prediction.mean)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

@@ -40,7 +40,6 @@ from laplace_plus.leave_one_out.predictions import (
     checked_factor,
     leave_out,
 )
-from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian
 from laplace_plus.network import Network
 from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
@@ -286,14 +285,13 @@ class _Search:
 
 
 def _tunes_noise(model: LaplaceModel, tune_noise: bool | None, link: str | None) -> bool:
-    gaussian = isinstance(model.likelihood, Gaussian)
     has_noise = model.likelihood.noise_std is not None
     if tune_noise and not has_noise:
         raise ConfigurationError(
             "There is no noise to tune.", expected="a Gaussian likelihood", got=type(model.likelihood).__name__
         )
     wanted = has_noise if tune_noise is None else tune_noise
-    if wanted and not (gaussian and link in (None, "exact")):
+    if wanted and not (model.likelihood.is_gaussian and link in (None, "exact")):
         raise UnsupportedError(
             "Noise is tuned by leave-one-out in closed form only.",
             expected='lp.Gaussian and link="exact"',
@@ -305,7 +303,7 @@ def _tunes_noise(model: LaplaceModel, tune_noise: bool | None, link: str | None)
 
 def _warn_of_interpolation(model: LaplaceModel, n_rows: float) -> None:
     """Classifiers that fit their data all but perfectly have no gradients left there."""
-    if not isinstance(model.likelihood, (Categorical, Bernoulli)):
+    if not model.likelihood.is_classifier:
         return
     loss = -float(model.log_likelihood()) / n_rows
     if loss < INTERPOLATION:

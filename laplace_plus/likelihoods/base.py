@@ -1,14 +1,14 @@
 """The likelihood: how targets are distributed given a network's outputs.
 
 Reduction and scaling: the loss is the negative log-likelihood *summed* over the data, constants included. A likelihood
-works on rows: one row of ``C`` outputs ``f`` for every example, or for every token or pixel of one. Its curvature is
-``Λ = -∂² log p(y|f) / ∂f²``, one ``[C, C]`` matrix for each row, given through a root ``S`` with ``S Sᵀ = Λ``.
+works on flattened observations: one row of ``C`` outputs ``f`` for every example, or for every token or pixel of one.
+Its curvature is ``Λ = -∂² log p(y|f) / ∂f²``, one ``[C, C]`` matrix for each row, given by a root ``S``, ``S Sᵀ = Λ``.
 
-A likelihood with observation noise factors its curvature: ``Λ`` is given at *unit* noise, and the directions of the
-root fall into ``K`` groups (:meth:`Likelihood.output_groups`) that :meth:`Likelihood.curvature_weights` scales. Tuning
-the noise therefore never touches curvature again.
+A likelihood with observation noise factors its curvature: ``Λ`` is given at *unit* noise, and the columns of the root
+fall into ``K`` groups (:meth:`Likelihood.output_groups`), which :meth:`Likelihood.curvature_weights` scales. Tuning the
+noise therefore never recomputes curvature.
 
-A likelihood of one's own needs only :meth:`Likelihood.log_density`; everything else has a default by automatic
+A custom likelihood needs only :meth:`Likelihood.log_density`; everything else has a default by automatic
 differentiation and Monte Carlo.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.checks import check_outputs, check_tensor, shape_text, widen
+from laplace_plus.likelihoods.checks import check_batch, shape_text, widen
 from laplace_plus.likelihoods.sampling import from_distribution
 
 
@@ -35,9 +35,9 @@ class Marginal:
         mean: ``E[y]``, for classes their probabilities.
         variance: ``Var[y]``.
         distribution: Of ``y``: over the classes, or of every entry of ``y`` by itself.
-        epistemic: ``Var_f(E[y|f])`` or ``None`` where only Monte Carlo can tell.
-        aleatoric: ``E_f[Var(y|f)]`` or ``None`` likewise.
-        together: Of the entries of one target together, where they are correlated; else ``None``.
+        epistemic: ``Var_f(E[y|f])``, or ``None`` without a closed form.
+        aleatoric: ``E_f[Var(y|f)]``, or ``None`` without a closed form.
+        together: The joint distribution of the entries of one target, where they are correlated; else ``None``.
         information: Mutual information ``[B, *]`` of ``y`` and ``f`` in nats, or ``None``.
     """
 
@@ -52,12 +52,12 @@ class Marginal:
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Hessians of a particular form: ``Λ_n = diag(s_n)``, or ``diag(s_n) − s_n s_nᵀ`` with ``Σ_c s_nc = 1``.
+    """Hessians with structure: ``Λ_n = diag(s_n)``, or ``diag(s_n) − s_n s_nᵀ`` with ``Σ_c s_nc = 1``.
 
     Attributes:
-        scales: ``s [N, C]``, non-negative; rows of zeros for rows that do not count.
+        scales: ``s [N, C]``, non-negative; zero for ignored rows.
         diagonal: ``Λ_n,cc [N, C]``, without cancellation.
-        coupled: Whether the outer product is taken away, as softmax does.
+        coupled: Whether the outer product is subtracted, as for softmax.
     """
 
     scales: Tensor
@@ -81,6 +81,8 @@ class Likelihood(ABC):
         links: Names of the ways to integrate over the outputs, the default first; ``"mc"`` is Monte Carlo.
         couples_outputs: Whether ``E[y|f]`` or ``Var(y|f)`` of one target entry depends on several outputs, so that
             Monte Carlo needs their covariances and not only their variances.
+        is_classifier: Whether targets are classes, with probabilities from :meth:`class_probabilities`.
+        is_gaussian: Whether ``p(y|f) = N(f, σ²)``, with squared errors as statistics.
 
     Example:
         >>> class Laplacian(Likelihood):
@@ -93,8 +95,10 @@ class Likelihood(ABC):
     output_axis: int = -1
     links: tuple[str, ...] = ("mc",)
     couples_outputs: bool = True
+    is_classifier: bool = False
+    is_gaussian: bool = False
 
-    # What a likelihood must give -------------------------------------------------------------------------------------
+    # Required --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -127,7 +131,7 @@ class Likelihood(ABC):
                 "The network's output is not a floating tensor.",
                 expected="a tensor of float16, bfloat16, float32 or float64",
                 got=str(raw.dtype) if isinstance(raw, Tensor) else type(raw).__name__,
-                fix="Wrap the network so that it returns its logits or function values",
+                fix="Wrap the network so that it returns its logits or function values.",
             )
         if raw.dim() == 1:
             return raw.unsqueeze(-1)
@@ -141,7 +145,7 @@ class Likelihood(ABC):
         return raw.movedim(self.output_axis, -1)
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse a batch that this likelihood does not describe.
+        """Refuse a batch that does not fit this likelihood.
 
         Args:
             outputs: Arranged, ``[B, *, C]``.
@@ -152,8 +156,7 @@ class Likelihood(ABC):
             NonFiniteError: If they hold NaN or infinity.
             LabelError: If the targets do not fit.
         """
-        check_outputs(outputs)
-        check_tensor(targets)
+        check_batch(outputs, targets)
         if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
             raise LabelError(
                 "The targets do not pair with the outputs.",
@@ -163,15 +166,15 @@ class Likelihood(ABC):
             )
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch, tokens and pixels included, to rows.
+        """Flatten a batch, tokens and pixels included, to one row for each observation.
 
         Args:
             outputs: Arranged, ``[B, *, C]``.
             targets: As the loader gave them.
 
         Returns:
-            Outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``, 0 for rows to be ignored (their targets are
-            replaced by valid ones) and 1 for the others.
+            Outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 0 for ignored rows, whose targets are
+            replaced by valid ones, and 1 for the others.
         """
         flat = widen(outputs).reshape(-1, outputs.shape[-1])
         targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
@@ -183,7 +186,7 @@ class Likelihood(ABC):
 
     @property
     def noise_std(self) -> Tensor | None:
-        """Standard deviation of the observation noise, 0-d or ``[C]``, ``float64``; ``None`` for no such noise."""
+        """Standard deviation of the observation noise, 0-d or ``[C]``, ``float64``; ``None`` without such noise."""
         return None
 
     @property
@@ -195,7 +198,7 @@ class Likelihood(ABC):
         """A copy with another observation noise.
 
         Raises:
-            UnsupportedError: If this likelihood has no such parameter.
+            UnsupportedError: If this likelihood has no observation noise.
         """
         raise UnsupportedError(
             f"{type(self).__name__} has no observation noise.",
@@ -214,9 +217,9 @@ class Likelihood(ABC):
             self.with_noise(noise_std)
         return torch.ones(1, dtype=torch.float64)
 
-    def output_groups(self, n_directions: int) -> Tensor:
-        """Which noise group, ``0 … K-1``, each of the root's ``V`` directions belongs to, ``[V]``."""
-        return torch.zeros(n_directions, dtype=torch.long)
+    def output_groups(self, n_columns: int) -> Tensor:
+        """The noise group, ``0 … K-1``, of each of the root's ``V`` columns, ``[V]``."""
+        return torch.zeros(n_columns, dtype=torch.long)
 
     # Derivatives of the log-density ----------------------------------------------------------------------------------
 
@@ -232,10 +235,10 @@ class Likelihood(ABC):
         f, attached = _differentiable(outputs)
         with torch.enable_grad():
             gradient = _negative_gradient(self, f, targets)
-            if not gradient.requires_grad:  # the log-density is linear
+            if not gradient.requires_grad:  # the log-density is linear in the outputs
                 return torch.zeros(*f.shape, f.shape[-1], dtype=f.dtype, device=f.device)
-            # Backward once per output instead of vmap: torch.distributions checks its arguments with control flow
-            # that depends on data, which vmap cannot follow.
+            # One backward pass for each output instead of vmap, which cannot follow the data-dependent argument checks
+            # of torch.distributions.
             columns = [
                 torch.autograd.grad(
                     column.sum(), f, retain_graph=True, create_graph=attached, allow_unused=True, materialize_grads=True
@@ -246,11 +249,11 @@ class Likelihood(ABC):
         return (hessian + hessian.mT) / 2
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
-        """The rows' Hessians at unit noise, where they are of a form that needs no ``[N, C, C]``; None for all others.
+        """The rows' Hessians at unit noise as an :class:`OutputCurvature`; None where they have no such form.
 
         Args:
             outputs: ``[N, C]``.
-            weight: ``[N]``, 0 for rows that do not count and 1 for the others.
+            weight: ``[N]``, 0 for ignored rows and 1 for the others.
         """
         return None
 
@@ -279,7 +282,7 @@ class Likelihood(ABC):
     # Sums over the data ----------------------------------------------------------------------------------------------
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What the log-likelihood needs to know of a batch: ``float64``, additive over batches.
+        """Sufficient statistics of a batch for :meth:`log_likelihood`: ``float64``, additive over batches.
 
         Args:
             outputs: Arranged, ``[B, *, C]``.
@@ -290,10 +293,10 @@ class Likelihood(ABC):
         """
         flat, targets, weight = self.rows(outputs, targets)
         log_density = checked_log_density(self, flat, targets).double()
-        return torch.where(weight > 0, log_density, torch.zeros_like(log_density)).sum().reshape(1)
+        return log_density.where(weight > 0, 0.0).sum().reshape(1)
 
     def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
-        """The log-likelihood of the data that gave ``statistics``: 0-d ``float64`` in nats, constants included.
+        """The log-likelihood of the data with these statistics: 0-d ``float64`` in nats, constants included.
 
         Args:
             statistics: Sum of what :meth:`statistics` returned.
@@ -343,6 +346,16 @@ class Likelihood(ABC):
             return distribution.probs, distribution.probs * (1 - distribution.probs)
         return distribution.mean, distribution.variance
 
+    def class_probabilities(self, mean: Tensor) -> Tensor:
+        """Probabilities ``[N, K]`` of the classes, one row for each observed label, from means ``E[y] [B, *, C]``.
+
+        Raises:
+            UnsupportedError: If targets are not classes.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no classes.", expected="a Categorical or Bernoulli likelihood", got=repr(self)
+        )
+
     def mixture(self, outputs: Tensor) -> Distribution:
         """The average of ``p(y|f)`` over samples of the outputs.
 
@@ -371,7 +384,7 @@ class Likelihood(ABC):
         raise unknown_link(self, link)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution | None:
-        """``p(y)`` of several inputs together in closed form, or ``None`` where only Monte Carlo can tell.
+        """``p(y)`` of several inputs together in closed form, or ``None`` without one.
 
         Args:
             mean: ``[N, C]``.
@@ -390,7 +403,7 @@ class Likelihood(ABC):
 
 
 def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
-    """The error for a link that a likelihood does not have."""
+    """The error for a link that the likelihood does not have."""
     return ConfigurationError(
         f"{type(likelihood).__name__} has no link of that name.",
         expected="one of " + ", ".join(repr(name) for name in likelihood.links),
@@ -400,7 +413,7 @@ def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
 
 
 def checked_log_density(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The log-density of rows, refused unless it is one number for every row.
+    """The log-density of rows, checked to be one number for every row.
 
     Raises:
         ConfigurationError: If the likelihood's ``log_density`` returns another shape.
@@ -424,7 +437,7 @@ def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFam
 
 
 def _differentiable(outputs: Tensor) -> tuple[Tensor, bool]:
-    """Outputs that require gradients, and whether the caller wants a graph back to them."""
+    """Outputs that require gradients, and whether the caller needs a graph back to them."""
     outputs = widen(outputs)
     if outputs.requires_grad and torch.is_grad_enabled():
         return outputs, True

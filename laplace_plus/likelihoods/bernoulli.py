@@ -1,4 +1,4 @@
-"""Yes or no, with the log-odds as output; several outputs are independent yes-or-no questions.
+"""Binary targets with the log-odds as output; several outputs are independent binary targets.
 
 The closed-form link ``"probit"`` is MacKay's (1992, "The evidence framework applied to classification networks")
 ``sigmoid(m / √(1 + π/8 v))``.
@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods import sampling
 from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link
-from laplace_plus.likelihoods.checks import align_targets, check_outputs, check_tensor, shape_text, widen
+from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, shape_text, widen
 from laplace_plus.likelihoods.normal import variance_of
 
 
@@ -30,7 +30,7 @@ class Bernoulli(Likelihood):
     Targets are zeros and ones (integer, boolean or floating) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
 
     Args:
-        output_axis: Where the logits lie in what the network returns, and their targets likewise.
+        output_axis: The axis of the logits in the network's output, and of their targets.
 
     Example:
         >>> Bernoulli().log_density(torch.zeros(1, 1), torch.tensor([[1.0]])).exp()
@@ -40,11 +40,11 @@ class Bernoulli(Likelihood):
     output_axis: int = -1
     links = ("probit", "mc")
     couples_outputs = False
+    is_classifier = True
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but zeros and ones of the outputs' shape."""
-        check_outputs(outputs)
-        check_tensor(targets)
+        check_batch(outputs, targets)
         if targets.shape == outputs.shape[:-1] and outputs.shape[-1] > 1:
             raise LabelError(
                 "There is one target for several binary outputs.",
@@ -64,9 +64,7 @@ class Bernoulli(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; targets become floating ``[N, C]``."""
-        flat = widen(outputs).reshape(-1, outputs.shape[-1])
-        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
-        return flat, aligned.reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+        return aligned_rows(outputs, targets, self.output_axis)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log sigmoid(±f_c)``, ``[N]``."""
@@ -75,7 +73,7 @@ class Bernoulli(Likelihood):
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
         sign = 2 * targets - 1
-        return -sign * (-sign * widen(outputs)).sigmoid()  # without cancellation where the network is right and certain
+        return -sign * (-sign * widen(outputs)).sigmoid()  # no cancellation where p is close to y
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag p (1 - p)``, ``[N, C, C]``."""
@@ -88,7 +86,7 @@ class Bernoulli(Likelihood):
         return torch.diag_embed((0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp())
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
-        """``diag p (1 - p)`` of the rows that count."""
+        """``diag p (1 - p)``; zero for ignored rows."""
         outputs = widen(outputs)
         scales = weight.to(outputs.dtype).unsqueeze(-1) * (logsigmoid(outputs) + logsigmoid(-outputs)).exp()
         return OutputCurvature(scales, scales, coupled=False)
@@ -100,6 +98,11 @@ class Bernoulli(Likelihood):
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Zeros and ones ``[..., C]``, floating."""
         return sampling.bernoulli(widen(outputs).sigmoid(), generator=generator)
+
+    def class_probabilities(self, mean: Tensor) -> Tensor:
+        """``[1 - p, p]`` of every output by itself, ``[N C, 2]``."""
+        p = mean.reshape(-1)
+        return torch.stack([1 - p, p], -1)
 
     def mixture(self, outputs: Tensor) -> BernoulliDistribution:
         """The Bernoulli distributions of the average probabilities, every output by itself."""

@@ -1,4 +1,4 @@
-"""One class out of ``C``, with logits as outputs.
+"""One of ``C`` classes, with logits as outputs.
 
 Links from a Gaussian over the logits to class probabilities:
 
@@ -8,8 +8,8 @@ Links from a Gaussian over the logits to class probabilities:
 * ``"mc"``: the average of softmax over samples.
 * ``"bridge"``: the Laplace bridge, a Dirichlet whose Laplace approximation in the softmax basis is the Gaussian:
   MacKay (1998, "Choice of basis for Laplace approximation"), Hobbhahn, Kristiadi & Hennig (2022, arXiv:2003.01227).
-  Exact for Gaussians that belong to a Dirichlet. It reads the concentration off the variances, so it is far from the
-  integral where they are not of such a shape, e.g. small and equal for classes of very different probability.
+  Exact for Gaussians that match a Dirichlet. The concentration follows from the variances, so the result is far from
+  the integral for other variances, e.g. small and equal ones for classes of very different probability.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods import sampling
 from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link
-from laplace_plus.likelihoods.checks import check_outputs, check_tensor, shape_text, widen
+from laplace_plus.likelihoods.checks import check_batch, shape_text, widen
 from laplace_plus.likelihoods.normal import is_full, variance_of
 
 
@@ -37,8 +37,8 @@ class Categorical(Likelihood):
     The Hessian of ``-log p`` does not depend on the target, so the generalised Gauss-Newton is the Fisher information.
 
     Args:
-        ignore_index: Rows with this target are left out.
-        output_axis: Where the logits lie in what the network returns; 1 for ``[B, C, H, W]``.
+        ignore_index: Rows with this target are ignored.
+        output_axis: The axis of the logits in the network's output; 1 for ``[B, C, H, W]``.
 
     Example:
         >>> Categorical().log_density(torch.zeros(1, 4), torch.tensor([2])).exp()
@@ -48,15 +48,15 @@ class Categorical(Likelihood):
     ignore_index: int = -100
     output_axis: int = -1
     links = ("probit", "mc", "bridge")
+    is_classifier = True
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but integer class indices ``[B, *]`` for outputs ``[B, *, C]`` with ``C >= 2``."""
-        check_outputs(outputs)
-        check_tensor(targets)
+        check_batch(outputs, targets)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             raise OutputError(
-                "One logit cannot tell classes apart.",
+                "One logit does not define several classes.",
                 expected="at least two outputs, one for each class",
                 got="C = 1",
                 fix='Use likelihood="binary", or give the network one output per class',
@@ -81,13 +81,13 @@ class Categorical(Likelihood):
                 "The targets do not have the shape of the outputs without their classes.",
                 expected=shape_text(rows),
                 got=shape_text(targets.shape),
-                fix="Drop the extra axis, e.g. targets.squeeze(-1), or set output_axis if the classes lie elsewhere",
+                fix="Drop the extra axis, e.g. targets.squeeze(-1), or set output_axis to the axis of the classes",
             )
         labels = targets.long()
         wrong = ((labels < 0) | (labels >= n_classes)) & (labels != self.ignore_index)
         if bool(wrong.any()):
             raise LabelError(
-                "There are class indices out of range.",
+                "Some class indices are out of range.",
                 expected=f"0 … {n_classes - 1}, or ignore_index = {self.ignore_index}",
                 got=f"{int(labels[wrong][0])} ({int(wrong.sum())} of {labels.numel()} are out of range)",
                 fix="Count classes from 0, and give the network one output for each",
@@ -116,7 +116,7 @@ class Categorical(Likelihood):
         return _with_diagonal(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement)
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
-        """``diag p - p pᵀ`` of the rows that count."""
+        """``diag p - p pᵀ``; zero for ignored rows."""
         p, complement = _probabilities(outputs)
         weight = weight.to(p.dtype).unsqueeze(-1)
         return OutputCurvature(weight * p, weight * p * complement, coupled=True)
@@ -134,6 +134,10 @@ class Categorical(Likelihood):
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Class indices ``[...]``."""
         return sampling.categorical(widen(outputs).softmax(-1), generator=generator)
+
+    def class_probabilities(self, mean: Tensor) -> Tensor:
+        """The means themselves, one row for each observation, ``[N, C]``."""
+        return mean.reshape(-1, mean.shape[-1])
 
     def mixture(self, outputs: Tensor) -> CategoricalDistribution:
         """The categorical distribution of the average probabilities."""
@@ -157,7 +161,7 @@ class Categorical(Likelihood):
 
 
 def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """``p`` and ``1 - p``, the latter without cancellation also where the network is all but certain."""
+    """``p`` and ``1 - p``, the latter without cancellation for ``p`` close to 1."""
     p = widen(outputs).softmax(-1)
     top = p.argmax(-1, keepdim=True)
     return p, (1 - p).scatter(-1, top, p.scatter(-1, top, 0.0).sum(-1, keepdim=True))
@@ -170,8 +174,8 @@ def _with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:
 def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
     """Logarithm of the Dirichlet's parameters ``[..., C]``.
 
-    ``α_k = (1 - 2/C + exp(m_k)/C² Σ_l exp(-m_l)) / V_kk`` after conditioning the Gaussian on ``Σ_k f_k = 0``, the
-    direction that softmax does not see.
+    ``α_k = (1 - 2/C + exp(m_k)/C² Σ_l exp(-m_l)) / V_kk`` after conditioning the Gaussian on ``Σ_k f_k = 0``, because
+    softmax does not depend on the sum.
     """
     if not is_full(mean, covariance):
         raise ConfigurationError(
@@ -183,7 +187,7 @@ def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
     n_classes = mean.shape[-1]
     row_sum = covariance.sum(-1)
     total = row_sum.sum(-1, keepdim=True)
-    # A covariance that already leaves the sum fixed has total = 0 up to rounding, and nothing to condition on.
+    # If the covariance already fixes the sum, total is 0 up to rounding, and there is nothing to condition on.
     rounding = torch.finfo(mean.dtype).eps * n_classes * covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     free = total > rounding
     gain = torch.where(free, row_sum / torch.where(free, total, torch.ones_like(total)), torch.zeros_like(row_sum))

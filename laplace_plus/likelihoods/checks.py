@@ -1,4 +1,4 @@
-"""What every likelihood asks of a network's outputs and of the targets, before any mathematics."""
+"""Checks of outputs and targets that all likelihoods share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ def widen(values: Tensor) -> Tensor:
 
 
 def shape_text(shape: tuple[int, ...] | torch.Size) -> str:
-    """A shape as it is written in an error message, e.g. ``[8, 3]``."""
+    """A shape as text for error messages, e.g. ``[8, 3]``."""
     return str(list(shape))
 
 
 def check_outputs(outputs: Tensor) -> None:
-    """Refuse arranged outputs that are no ``[B, *, C]`` floating tensor of finite numbers.
-
-    Args:
-        outputs: What ``Likelihood.arrange`` returned.
+    """Refuse arranged outputs that are not a ``[B, *, C]`` floating tensor of finite numbers.
 
     Raises:
         OutputError: If the shape or the dtype is wrong.
@@ -42,51 +39,48 @@ def check_outputs(outputs: Tensor) -> None:
 
 
 def check_finite(values: Tensor, what: str) -> None:
-    """Refuse NaN and infinity.
-
-    Args:
-        values: Any floating tensor.
-        what: The name of it, which starts the message.
-
-    Raises:
-        NonFiniteError: If an entry is NaN or infinite.
-    """
+    """Refuse NaN and infinity; ``what`` starts the message of the :class:`NonFiniteError`."""
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         raise NonFiniteError(
             f"{what} hold NaN or infinity.",
             expected="finite numbers",
             got=f"{int((~finite).sum())} of {values.numel()} entries that are not",
-            fix="Check the inputs and the trained weights; half precision may have overflowed",
+            fix="Check the inputs and the trained weights; half precision may have overflowed.",
         )
 
 
-def check_tensor(targets: object) -> None:
-    """Refuse targets that are no tensor.
-
-    Raises:
-        LabelError: If ``targets`` is anything but a tensor.
-    """
+def check_batch(outputs: Tensor, targets: object) -> None:
+    """Refuse invalid outputs (see :func:`check_outputs`) and targets that are not a tensor (``LabelError``)."""
+    check_outputs(outputs)
     if not isinstance(targets, Tensor):
         raise LabelError(
             "The targets are not a tensor.",
             expected="a torch.Tensor",
             got=type(targets).__name__,
-            fix="Let the loader collate the targets into one tensor",
+            fix="Let the loader collate the targets into one tensor.",
         )
 
 
-def align_targets(outputs: Tensor, targets: Tensor, *, size: int, output_axis: int) -> Tensor:
-    """Bring targets that hold ``size`` numbers per row to ``[B, *, size]``.
+def aligned_rows(outputs: Tensor, targets: Tensor, output_axis: int, size: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """``Likelihood.rows`` for ``size`` real numbers (by default C) per row, all of them observed."""
+    size = size or outputs.shape[-1]
+    flat = widen(outputs).reshape(-1, outputs.shape[-1])
+    aligned = align_targets(outputs, targets, size=size, output_axis=output_axis)
+    return flat, aligned.reshape(-1, size).to(flat.dtype), torch.ones_like(flat[:, 0])
 
-    Nothing is broadcast: ``[B]`` is only understood as ``[B, 1]``, and only if one number per row is wanted.
+
+def align_targets(outputs: Tensor, targets: Tensor, *, size: int, output_axis: int) -> Tensor:
+    """Bring targets with ``size`` numbers per row to ``[B, *, size]``.
+
+    Nothing is broadcast: ``[B]`` only means ``[B, 1]``, and only if ``size`` is 1.
 
     Args:
         outputs: Arranged outputs ``[B, *, C]``.
         targets: ``[B, *, size]``, with the last axis at ``output_axis`` if that is not ``-1``, or ``[B, *]`` if
             ``size`` is 1.
-        size: How many numbers there are to a row.
-        output_axis: Where the network keeps its outputs.
+        size: Numbers per row.
+        output_axis: The axis of the network's outputs.
 
     Raises:
         LabelError: If the shapes do not fit.

@@ -14,14 +14,14 @@ from laplace_plus.likelihoods.checks import widen
 
 @final
 class LogDensity(Likelihood):
-    """A likelihood whose log-density is a function that the caller wrote.
+    """A likelihood with a user-defined log-density.
 
     Args:
         function: ``(outputs [N, C], targets [N, ...]) -> [N]``, the log-density of every row, all constants included,
             twice differentiable in the outputs.
         distribution: ``outputs [..., C] -> torch.distributions.Distribution``; without it predictions have a mean (the
             network's outputs) and a log-density, but no variance and no entropy.
-        output_axis: Where the outputs lie in what the network returns.
+        output_axis: The axis of the outputs in the network's output.
 
     Example:
         >>> import torch
@@ -45,7 +45,7 @@ class LogDensity(Likelihood):
         return f"LogDensity({getattr(self._function, '__qualname__', self._function)})"
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What the function returns, ``[N]``."""
+        """The function's value, ``[N]``."""
         return self._function(widen(outputs), targets)
 
     def distribution(self, outputs: Tensor) -> Distribution:

@@ -1,4 +1,4 @@
-"""Real numbers with Gaussian noise: of one known level, or of a level that the network predicts."""
+"""Real numbers with Gaussian noise: of a known level, or of a level that the network predicts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from torch.distributions import Distribution, MixtureSameFamily, MultivariateNor
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link
-from laplace_plus.likelihoods.checks import (
-    align_targets,
-    check_outputs,
-    check_tensor,
-    shape_text,
-    widen,
-)
+from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, shape_text, widen
 from laplace_plus.likelihoods.normal import is_full, noisy_normal, variance_of
 from laplace_plus.likelihoods.sampling import standard_normal
 
@@ -33,7 +27,7 @@ class Gaussian(Likelihood):
 
     Args:
         noise_std: ``σ``: one number for all outputs, or one for each, ``[C]``.
-        output_axis: Where the outputs lie in what the network returns, and their targets likewise.
+        output_axis: The axis of the outputs in the network's output, and of their targets.
 
     Raises:
         ConfigurationError: If ``σ`` is not positive and finite.
@@ -45,9 +39,10 @@ class Gaussian(Likelihood):
 
     links = ("exact", "mc")
     couples_outputs = False
+    is_gaussian = True
 
     def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1):
-        with torch.inference_mode(False):  # a tensor made in that mode could not be differentiated later
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be differentiated later
             self._noise_std = _checked_noise(noise_std).detach().clone()
         self.output_axis = output_axis
 
@@ -75,14 +70,12 @@ class Gaussian(Likelihood):
         """``1/σ²``, ``[K]`` ``float64``, differentiable in ``noise_std``."""
         return self._groups(noise_std) ** -2
 
-    def output_groups(self, n_directions: int) -> Tensor:
+    def output_groups(self, n_columns: int) -> Tensor:
         """Zeros for one noise level, ``0 … C-1`` for one per output."""
-        if self.n_noise == 1:
-            return torch.zeros(n_directions, dtype=torch.long)
-        return torch.arange(n_directions)
+        return super().output_groups(n_columns) if self.n_noise == 1 else torch.arange(n_columns)
 
     def _groups(self, noise_std: float | Tensor | None) -> Tensor:
-        """The noise ``[K]``; one level stands for all groups."""
+        """The noise ``[K]``; a single number applies to all groups."""
         noise = self._noise_std if noise_std is None else _checked_noise(noise_std)
         if noise.numel() not in (1, self.n_noise):
             raise ConfigurationError(
@@ -93,18 +86,14 @@ class Gaussian(Likelihood):
             )
         return noise.reshape(-1).expand(self.n_noise)
 
-    def _noise_for(self, outputs: Tensor) -> Tensor:
-        """The noise in the dtype and device of ``outputs [..., C]``, broadcastable to them."""
-        return self._noise_std.to(outputs)
-
     # Data ------------------------------------------------------------------------------------------------------------
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but finite floating targets of the outputs' shape."""
-        check_outputs(outputs)
+        check_batch(outputs, targets)
         if self.n_noise > 1 and self.n_noise != outputs.shape[-1]:
             raise OutputError(
-                "There is not one noise level for every output.",
+                "The noise levels do not match the outputs.",
                 expected=f"{self.n_noise} outputs",
                 got=f"C = {outputs.shape[-1]}",
                 fix="Give noise_std one entry per output, or one number for all",
@@ -113,12 +102,10 @@ class Gaussian(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch to targets ``[N, C]``."""
-        flat = widen(outputs).reshape(-1, outputs.shape[-1])
-        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
-        return flat, aligned.reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+        return aligned_rows(outputs, targets, self.output_axis)
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[SSE_1 … SSE_K, count_1 … count_K]``: squared errors and how many, for every noise group."""
+        """``[SSE_1 … SSE_K, count_1 … count_K]``: summed squared errors and their number, for every noise group."""
         aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
         errors = (outputs.double() - aligned.double()).square().reshape(-1, outputs.shape[-1])
         if self.n_noise == 1:
@@ -136,7 +123,7 @@ class Gaussian(Likelihood):
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log N(y_c | f_c, σ_c²)``, ``[N]``."""
         outputs = widen(outputs)
-        noise = self._noise_for(outputs).expand_as(outputs)
+        noise = self._noise_std.to(outputs).expand_as(outputs)
         return (-0.5 * ((outputs - targets) / noise).square() - noise.log() - 0.5 * LOG_2PI).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -156,13 +143,13 @@ class Gaussian(Likelihood):
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., C]``."""
         outputs = widen(outputs)
-        return Normal(outputs, self._noise_for(outputs).expand_as(outputs), validate_args=False)
+        return Normal(outputs, self._noise_std.to(outputs).expand_as(outputs), validate_args=False)
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """``f + σ ε``, ``[..., C]``."""
         outputs = widen(outputs)
         noise = standard_normal(outputs.shape, like=outputs, generator=generator)
-        return outputs + self._noise_for(outputs) * noise
+        return outputs + self._noise_std.to(outputs) * noise
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """``f + ε`` (unit noise), ``[..., C]``."""
@@ -174,20 +161,20 @@ class Gaussian(Likelihood):
     def mixture(self, outputs: Tensor) -> MixtureSameFamily:
         """A mixture of normals for every output by itself."""
         outputs = widen(outputs)
-        return normal_mixture(outputs, self._noise_for(outputs).expand_as(outputs))
+        return normal_mixture(outputs, self._noise_std.to(outputs).expand_as(outputs))
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: ``N(m, V + σ²)``."""
         if link != "exact":
             raise unknown_link(self, link)
-        noise_variance = self._noise_for(mean).square().expand_as(mean)
+        noise_variance = self._noise_std.to(mean).square().expand_as(mean)
         distribution, together, information = noisy_normal(mean, covariance, noise_variance)
         variance = variance_of(mean, covariance)
         return Marginal(mean, variance + noise_variance, distribution, variance, noise_variance, together, information)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> MultivariateNormal:
         """``N(m, V + σ²)`` of all ``N C`` numbers."""
-        noise_variance = self._noise_for(mean).square().expand_as(mean).reshape(-1)
+        noise_variance = self._noise_std.to(mean).square().expand_as(mean).reshape(-1)
         marginal, together, _ = noisy_normal(mean.reshape(-1), covariance, noise_variance)
         if together is None:  # one number
             return MultivariateNormal(marginal.mean, scale_tril=marginal.stddev.unsqueeze(-1), validate_args=False)
@@ -203,12 +190,12 @@ class Gaussian(Likelihood):
 class HeteroscedasticGaussian(Likelihood):
     """``p(y | m, l) = N(m, exp l)`` with outputs ``[m_1 … m_D, l_1 … l_D]``: ``D`` means, then ``D`` log-variances.
 
-    The Hessian of ``-log p`` is indefinite where a target lies close to its mean, so the curvature here is its
-    expectation over targets, the Fisher information ``diag(exp(-l), ½)``: :meth:`output_hessian` and
-    :meth:`output_root` both give that.
+    The Hessian of ``-log p`` is indefinite where a target is close to its mean. The curvature of this likelihood is
+    therefore its expectation over targets, the Fisher information ``diag(exp(-l), ½)``, in :meth:`output_hessian` and
+    :meth:`output_root`.
 
     Args:
-        output_axis: Where the outputs lie in what the network returns, and their targets likewise.
+        output_axis: The axis of the outputs in the network's output, and of their targets.
 
     Example:
         >>> HeteroscedasticGaussian().output_hessian(torch.zeros(1, 2), torch.zeros(1, 1))
@@ -221,10 +208,10 @@ class HeteroscedasticGaussian(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse an odd number of outputs, and anything but finite floating targets ``[B, *, D]``."""
-        check_outputs(outputs)
+        check_batch(outputs, targets)
         if outputs.shape[-1] % 2:
             raise OutputError(
-                "There is not one log-variance for every mean.",
+                "The outputs are not pairs of means and log-variances.",
                 expected="an even number of outputs: D means, then D log-variances",
                 got=f"C = {outputs.shape[-1]}",
                 fix='Give the network 2 D outputs, or use likelihood="regression" for noise of one level',
@@ -233,10 +220,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch to outputs ``[N, 2 D]`` and targets ``[N, D]``."""
-        flat = widen(outputs).reshape(-1, outputs.shape[-1])
-        size = outputs.shape[-1] // 2
-        aligned = align_targets(outputs, targets, size=size, output_axis=self.output_axis)
-        return flat, aligned.reshape(-1, size).to(flat.dtype), torch.ones_like(flat[:, 0])
+        return aligned_rows(outputs, targets, self.output_axis, outputs.shape[-1] // 2)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
@@ -302,7 +286,7 @@ def _checked_noise(noise_std: float | Tensor) -> Tensor:
     noise = torch.as_tensor(noise_std, dtype=torch.float64)
     if noise.dim() > 1 or noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
         raise ConfigurationError(
-            "The noise is not a standard deviation.",
+            "The noise must be a standard deviation.",
             expected="a positive finite number, or [C] of them",
             got=f"{noise_std}",
             fix="Pass noise_std > 0",
@@ -311,7 +295,6 @@ def _checked_noise(noise_std: float | Tensor) -> Tensor:
 
 
 def _check_real_targets(outputs: Tensor, targets: Tensor, size: int, output_axis: int) -> None:
-    check_tensor(targets)
     if not targets.is_floating_point():
         raise LabelError(
             "The targets are not real numbers.",

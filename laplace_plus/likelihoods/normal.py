@@ -1,4 +1,4 @@
-"""The few facts about multivariate normals that likelihoods and predictive distributions share.
+"""Multivariate normals as likelihoods and predictive distributions use them.
 
 A *functional covariance* is either full, ``[..., C, C]``, or variance-only, ``[..., C]``: the shape of the mean.
 """
@@ -33,7 +33,7 @@ def is_full(mean: Tensor, covariance: Tensor) -> bool:
 
 
 def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The variances ``[..., C]``, with what rounding made negative set to zero."""
+    """The variances ``[..., C]``, clamped at zero against rounding."""
     variance = covariance.diagonal(dim1=-2, dim2=-1) if is_full(mean, covariance) else covariance
     return variance.clamp_min(0.0)
 
@@ -41,10 +41,10 @@ def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
 def cholesky(matrix: Tensor) -> Tensor:
     """A lower-triangular ``L`` with ``L Lᵀ = matrix`` for positive *semi*-definite matrices, batched.
 
-    A multiple of the identity is added, in proportion to the largest diagonal entry: ``n`` roundings to begin with, and
-    tenfold until the factorisation succeeds, for those matrices of the batch that need it. Cholesky rather than an
-    eigendecomposition because its derivative exists when eigenvalues coincide. A matrix of zeros, or of numbers so
-    small that their roundings are none, has the root zero.
+    A multiple of the identity is added: ``n ε`` times the largest diagonal entry at first, then ten times as much until
+    the factorisation succeeds, for each matrix of the batch by itself. Unlike an eigendecomposition, Cholesky has a
+    derivative when eigenvalues coincide. A matrix of zeros, or of numbers so small that their product with ε vanishes,
+    has the root zero.
 
     Args:
         matrix: ``[..., n, n]``.
@@ -56,7 +56,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     eps = torch.finfo(matrix.dtype).eps
     identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     scale = matrix.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
-    positive = scale > torch.finfo(matrix.dtype).tiny / eps  # what is added to a smaller one would be lost
+    positive = scale > torch.finfo(matrix.dtype).tiny / eps  # a shift of smaller ones would underflow
     symmetric = torch.where(positive, (matrix + matrix.mT) / 2, identity)
     scale = torch.where(positive, scale, torch.ones_like(scale))
     level = torch.full_like(scale, size * eps)
@@ -100,7 +100,7 @@ def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator
 def noisy_normal(
     mean: Tensor, covariance: Tensor, noise_variance: Tensor
 ) -> tuple[Normal, MultivariateNormal | None, Tensor]:
-    """``N(mean, covariance + diag(noise_variance))`` and what the noisy observation says about the noiseless one.
+    """``N(mean, covariance + diag(noise_variance))``, and the mutual information of noisy and noiseless values.
 
     Args:
         mean: ``[..., C]``.
@@ -108,18 +108,18 @@ def noisy_normal(
         noise_variance: Positive, broadcastable to ``[..., C]``.
 
     Returns:
-        The marginal of every entry; the distribution of the ``C`` entries together, or ``None`` where they are
+        The marginal of every entry; the joint distribution of the ``C`` entries, or ``None`` where they are
         independent; and the mutual information ``½ log det(I + D⁻¹ covariance D⁻¹)``, ``D² = diag(noise_variance)``,
         in nats ``[...]``.
     """
     variance = variance_of(mean, covariance)
     noise_variance = noise_variance.expand_as(variance)
     marginal = Normal(mean, (variance + noise_variance).sqrt(), validate_args=False)
-    # An empty batch has nothing to correlate, and torch's multivariate normal cannot evaluate one.
+    # torch's multivariate normal cannot evaluate an empty batch.
     if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
         return marginal, None, 0.5 * torch.log1p(variance / noise_variance).sum(-1)
     deviation = noise_variance.sqrt()
-    # In units of the noise the matrix is at least the identity, however small the noise is.
+    # In units of the noise the matrix is at least the identity, however small the noise.
     identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
     root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
     together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)

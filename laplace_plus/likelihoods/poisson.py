@@ -1,4 +1,4 @@
-"""Counts, with the logarithm of the rate as output."""
+"""Counts with the logarithm of the rate as output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributions import Poisson as PoissonDistribution
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods import sampling
 from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link
-from laplace_plus.likelihoods.checks import align_targets, check_outputs, check_tensor, widen
+from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, widen
 from laplace_plus.likelihoods.normal import variance_of
 
 
@@ -25,7 +25,7 @@ class Poisson(Likelihood):
     Targets are counts (integer or whole floating numbers) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
 
     Args:
-        output_axis: Where the log-rates lie in what the network returns, and their targets likewise.
+        output_axis: The axis of the log-rates in the network's output, and of their targets.
 
     Example:
         >>> Poisson().log_density(torch.zeros(1, 1), torch.tensor([[0.0]]))
@@ -38,14 +38,13 @@ class Poisson(Likelihood):
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but counts of the outputs' shape."""
-        check_outputs(outputs)
-        check_tensor(targets)
+        check_batch(outputs, targets)
         aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
         counts = aligned.double()
         wrong = ~((counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts))
         if bool(wrong.any()):
             raise LabelError(
-                "There are targets that are no counts.",
+                "Some targets are not counts.",
                 expected="whole numbers, 0 or more",
                 got=f"{aligned[wrong][0].item()} ({int(wrong.sum())} of {aligned.numel()} are not)",
                 fix='Use likelihood="regression" for real numbers',
@@ -53,9 +52,7 @@ class Poisson(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; targets become floating ``[N, C]``."""
-        flat = widen(outputs).reshape(-1, outputs.shape[-1])
-        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
-        return flat, aligned.reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
+        return aligned_rows(outputs, targets, self.output_axis)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
@@ -92,8 +89,8 @@ class Poisson(Likelihood):
         """``"exact"``: the exact moments of a log-normal rate, ``E[y] = exp(m + v/2)`` and so on.
 
         The log-normal mixture of Poisson distributions has no closed density; ``distribution`` is the negative binomial
-        (a gamma mixture) of the same mean and variance, in ``float64``, because its log-density is a difference of
-        large numbers where ``v`` is small.
+        (a gamma mixture) of the same mean and variance. It is computed in ``float64``, because for small ``v`` its
+        log-density is a difference of large numbers.
         """
         if link != "exact":
             raise unknown_link(self, link)

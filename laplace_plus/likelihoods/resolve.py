@@ -1,4 +1,4 @@
-"""From a name, a description or a function to a likelihood."""
+"""Likelihoods from names, configurations and functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BY_NAME: dict[str, Callable[..., Likelihood]] = {
 
 
 def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
-    """The likelihood that an argument stands for.
+    """The likelihood for a ``likelihood`` argument.
 
     Args:
         likelihood: ``"classification"``, ``"regression"`` or ``"binary"``; a :class:`Likelihood`; or a log-density
@@ -68,10 +68,10 @@ def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor],
     elif callable(likelihood) and not isinstance(likelihood, type):
         return LogDensity(likelihood)
     raise ConfigurationError(
-        "There is no such likelihood.",
+        "Unknown likelihood.",
         expected=", ".join(repr(name) for name in (*_SHORTHANDS, *_BY_NAME)) + ", a Likelihood or a log-density",
         got=repr(likelihood),
-        fix="Choose one of these",
+        fix="Choose one of these.",
     )
 
 
@@ -82,7 +82,7 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
         config: What ``config()`` returned, also after a round trip through JSON.
 
     Raises:
-        ConfigurationError: If it describes a likelihood of the user's own, which only code can rebuild, or none at all.
+        ConfigurationError: If it describes a custom likelihood, which only code can rebuild, or no likelihood.
 
     Example:
         >>> likelihood_from_config(Categorical(ignore_index=255).config())
@@ -92,14 +92,14 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
     name = options.pop("name", None)
     if name == "custom":
         raise ConfigurationError(
-            "A likelihood of one's own cannot be rebuilt from its description.",
+            "A custom likelihood cannot be rebuilt from its configuration.",
             expected="one of " + ", ".join(repr(known) for known in _BY_NAME),
             got=f"{options.get('class')}",
             fix="Pass the likelihood itself",
         )
     if name not in _BY_NAME:
         raise ConfigurationError(
-            "There is no such likelihood.",
+            "Unknown likelihood.",
             expected="one of " + ", ".join(repr(known) for known in _BY_NAME),
             got=repr(name),
             fix="Use a description that config() returned",

@@ -1,4 +1,4 @@
-"""Random draws that honour the generator they are given, on whichever device it lives."""
+"""Random draws from a given generator, on any device."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def categorical(probabilities: Tensor, *, generator: torch.Generator | None) -> 
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """A seed for another generator; advances the given one by one number."""
+    """A seed for another generator; advances the given one by one draw."""
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device, dtype=torch.int64))
 
 
 def from_distribution(distribution: Distribution, *, device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """One sample of a ``torch.distributions`` object, which itself only knows the global generators.
+    """One sample of a ``torch.distributions`` object, which itself only uses the global generators.
 
     Args:
         distribution: Any distribution whose parameters are on ``device``.
@@ -57,14 +57,14 @@ def from_distribution(distribution: Distribution, *, device: torch.device, gener
 
 @contextmanager
 def global_randomness(device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
-    """Let the global generators of the CPU and of ``device`` continue from ``generator``, and put them back after."""
+    """Seed the global generators of the CPU and of ``device`` from ``generator``, and restore them afterwards."""
     if generator is None:
         yield
         return
     seed = draw_seed(generator)
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
-        # Not torch.manual_seed: it would also reseed the devices that are not forked.
+        # torch.manual_seed would also reseed the devices that are not forked.
         torch.default_generator.manual_seed(seed)
         if cuda:
             with torch.cuda.device(device):

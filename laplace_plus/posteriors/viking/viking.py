@@ -18,7 +18,6 @@ from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.geometry import kinks
-from laplace_plus.likelihoods import Gaussian
 from laplace_plus.linalg.kernel_projectors import ProjectionMethod
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name, check_positive, full_precision
@@ -143,7 +142,7 @@ class VIKING(ProjectedNoisePosterior):
             backend=backend,
             memory_budget=memory_budget,
         )
-        self.rows = rows or ("logit" if isinstance(self.likelihood, Gaussian) else "loss")
+        self.rows = rows or ("logit" if self.likelihood.is_gaussian else "loss")
         check_rows(self.rows)
         check_single(self._prior_precision)
         self._first_precision = self._learnt_precision = self._prior_precision
