@@ -91,18 +91,6 @@ def convolution_factors() -> list[Row]:
     return rows
 
 
-def averaged_patches() -> list[Row]:
-    """Averaged patches against the means of unfolded ones."""
-    rows = []
-    for channels, side, stride in RESNET:
-        x = torch.randn(8, channels, side, side)
-        theirs = least_seconds(lambda x=x, stride=stride: F.unfold(x, 3, padding=1, stride=stride).mean(2))
-        ours = least_seconds(lambda x=x, stride=stride: kernels.averaged_patches(x, 3, padding=1, stride=stride))
-        row: Row = {"kernel": "averaged patches", "channels": channels, "side": side, "stride": stride}
-        rows.append(report(row | {"torch_seconds": theirs, "ours_seconds": ours, "speedup": theirs / ours}))
-    return rows
-
-
 def gram_schmidt() -> list[Row]:
     """Gram–Schmidt twice against broadcast products that are summed."""
     rows = []
@@ -137,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if os.environ.get("OMP_NUM_THREADS") != "1":
         print("OMP_NUM_THREADS is not 1: BLAS may use more threads than torch, and is not used")  # noqa: T201
-    rows = [row for part in (symmetric_updates, convolution_factors, averaged_patches, gram_schmidt) for row in part()]
+    rows = [row for part in (symmetric_updates, convolution_factors, gram_schmidt) for row in part()]
     if arguments.output:
         machine = platform.processor() or platform.machine()
         document = {"machine": machine, "threads": 1, "torch": torch.__version__, "rows": rows}

@@ -63,13 +63,6 @@ def in_words(n_bytes: int) -> str:
     return f"{n_bytes:,.4g} GiB"
 
 
-def default_budget(device: torch.device) -> int:
-    """A quarter of the memory that is free on the device, in bytes; processes of one launch share a CPU's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // _SHARE
-    return psutil.virtual_memory().available // (_SHARE * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 @contextmanager
 def memory_budget(n_bytes: int | None, device: torch.device | None = None) -> Iterator[None]:
     """Set the budget for what runs inside; None keeps the one in force."""
@@ -81,6 +74,13 @@ def memory_budget(n_bytes: int | None, device: torch.device | None = None) -> It
 
 
 def budget(device: torch.device | None = None) -> int:
-    """The budget in bytes: the one in force, or the device's default."""
-    set_by_caller = _ceiling.get()
-    return default_budget(torch.device("cpu") if device is None else device) if set_by_caller is None else set_by_caller
+    """The budget in bytes: the one in force, or a quarter of the memory that is free on the device (default: CPU).
+
+    Processes of one launch share a CPU's memory.
+    """
+    in_force = _ceiling.get()
+    if in_force is not None:
+        return in_force
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // _SHARE
+    return psutil.virtual_memory().available // (_SHARE * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -6,7 +6,6 @@ therefore holds the model's lock, so that calls from several threads come one af
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,19 +41,17 @@ class Shared:
 
     Args:
         make: Returns the context that makes the setting.
-        module: Python module without which the setting has no effect; while it is not imported, nothing is done.
     """
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]], module: str = "torch"):
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
         self._make = make
-        self._module = module
         self._lock = threading.Lock()
         self._inside = 0
         self._context: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._context is None and self._module in sys.modules:
+            if self._inside == 0:
                 self._context = self._make()
                 self._context.__enter__()
             self._inside += 1
@@ -67,11 +64,8 @@ class Shared:
                 self._context = None
 
 
-eager = Shared(partial(torch.compiler.set_stance, "force_eager"), module="torch._dynamo")
-"""Runs compiled parts of a module eagerly: they hide their operations, and do not compile under the active modes.
-
-Nothing is compiled before ``torch._dynamo`` is imported, which takes a second.
-"""
+eager = Shared(partial(torch.compiler.set_stance, "force_eager"))
+"""Runs compiled parts of a module eagerly: they hide their operations, and do not compile under the active modes."""
 
 written_out_attention = Shared(partial(sdpa_kernel, SDPBackend.MATH))
 """Runs attention unfused: the fused kernels cannot be differentiated twice."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -123,8 +124,6 @@ class Network:
         self.bytes_per_example: int | None = None
         # Whether a batch's examples may run apart from each other; None while unknown.
         self.can_cut: bool | None = None
-        # By the form of a batch: the micro-batch size that reproduced its outputs, and the memory at that time.
-        self.apart: dict[Any, tuple[int, int]] = {}
         # The caller's autocast while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
         # State of the weights at the last remember(), and in the public method that runs.
@@ -219,7 +218,6 @@ class Network:
         known = dict(self.example_axes)
         if afresh:
             self.example_axes.clear()
-            self.apart.clear()
             self.reached.clear()
         try:
             yield
@@ -241,7 +239,8 @@ class Network:
             InputError: The network fails on these inputs.
         """
         model = self.model
-        with evaluation_mode(model), eager:
+        # Nothing is compiled before torch._dynamo is imported, which takes a second.
+        with evaluation_mode(model), eager if "torch._dynamo" in sys.modules else nullcontext():
             arguments, keywords = batches.bind(model, inputs)
             values: dict[int, Tensor] = {}  # by identity: tied tensors have one value
             for name, parameter in model.named_parameters():

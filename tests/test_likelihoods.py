@@ -379,7 +379,7 @@ def test_noise_groups():
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, math.inf, math.nan, torch.ones(2, 2), torch.ones(0)])
 def test_noise_that_is_none(noise):
-    with pytest.raises(ConfigurationError, match="not a standard deviation"):
+    with pytest.raises(ConfigurationError, match="a standard deviation"):
         Gaussian(noise)
 
 
@@ -406,7 +406,7 @@ def test_names_stand_for_likelihoods():
         ("clasification", "'classification'"),
         (Categorical, r"Pass Categorical\(\)"),
         (torch.nn.CrossEntropyLoss(), "loss module"),
-        (3, "no such likelihood"),
+        (3, "Unknown likelihood"),
     ],
 )
 def test_names_that_stand_for_nothing(likelihood, part):

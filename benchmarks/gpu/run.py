@@ -74,8 +74,8 @@ def symmetric_updates(quick: bool) -> list[Row]:
                 def gemm(x: Tensor = x, product: Tensor = product) -> None:
                     torch.mm(x.T, x, out=product)
 
-                def ours(x: Tensor = x, total: Tensor = total, precision: Any = precision) -> None:
-                    kernels.symmetric_update(total, x, precision=precision)
+                def ours(x: Tensor = x, total: Tensor = total) -> None:
+                    kernels.symmetric_update(total, x)
 
                 torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
                 name = f"{dtype}".removeprefix("torch.") + ("" if dtype == torch.bfloat16 else f" as {precision}")

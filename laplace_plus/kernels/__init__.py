@@ -3,19 +3,18 @@
 | what | reference | Triton on CUDA |
 |---|---|---|
 | :func:`symmetric_update`, :func:`symmetrize_` | ``syrk`` or matrix products | one triangle, rows split, batched |
-| :func:`convolution_factor` | products of lags, or patches in chunks | patches gathered in the product itself |
-| :func:`averaged_patches` | products with the windows' indicators | – |
+| :func:`convolution_factor` | products of lags, or patches in chunks | patches gathered inside the product |
 | :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`checksums` | weighted sums | – |
 | :func:`symmetric_eigen`, :func:`eigen_many` | LAPACK | Jacobi's method, one matrix for each program |
 
-Which one runs is decided by device, type and size; :func:`use` overrides it, see
-:mod:`laplace_plus.kernels.selection`. None of the functions builds an autograd graph.
+Device, type and size decide which one runs; :func:`use` overrides this, see :mod:`laplace_plus.kernels.selection`. None
+of the functions builds an autograd graph.
 """
 
 from laplace_plus.kernels.checksums import checksums
-from laplace_plus.kernels.convolution import averaged_patches, convolution_factor
+from laplace_plus.kernels.convolution import convolution_factor
 from laplace_plus.kernels.eigen import eigen_many, symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
 from laplace_plus.kernels.reductions import all_finite, inner, inner_products, vector_norm
@@ -24,7 +23,6 @@ from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
 __all__ = [
     "all_finite",
-    "averaged_patches",
     "checksums",
     "choices",
     "convolution_factor",

@@ -1,12 +1,12 @@
-"""Symmetric eigendecompositions of factors: batched where sizes agree, and off the GPU's slow paths.
+"""Symmetric eigendecompositions of factors: batched for equal sizes, and by the fastest solver on a GPU.
 
-On CUDA, how long ``torch.linalg.eigh`` takes varies by a factor of a hundred with the size, the batch and the version
-of the solver behind it: a batch of 500 matrices of 100 × 100 has been reported to take 914 ms where 8 ms would do
-(pytorch#174674), with a step between n = 32 and 33 (pytorch#175585). So the batched call, one call for each matrix,
-LAPACK on the CPU, and Jacobi's method in Triton for n ≤ 32 are timed once for each size. On the CPU it is LAPACK: on
-one thread SciPy's, whose divide and conquer takes 1.2 (float32) and 1.4 (float64) times less time than torch's at
-n = 1025 on one core of an EPYC (Zen 4), else torch's. Where divide and conquer does not converge, as it now and then
-does not in float32 on matrices of low rank, QR iterations take over, which are slower and do.
+On CUDA, the time of ``torch.linalg.eigh`` varies by a factor of a hundred with the size, the batch and the solver's
+version: a batch of 500 matrices of 100 × 100 has been reported to take 914 ms instead of 8 ms (pytorch#174674), with a
+step between n = 32 and 33 (pytorch#175585). Therefore the batched call, one call for each matrix, LAPACK on the CPU,
+and Jacobi's method in Triton for n ≤ 32 are timed once for each size. The CPU uses LAPACK: on one thread SciPy's, whose
+divide and conquer takes 1.2 (float32) and 1.4 (float64) times less time than torch's at n = 1025 on one core of an EPYC
+(Zen 4), otherwise torch's. Divide and conquer sometimes fails to converge in float32 on matrices of low rank; slower QR
+iterations then take over.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from laplace_plus.kernels.symmetric_update import blas_is_serial
 Eigen = tuple[Tensor, Tensor]
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Above, a matrix keeps the device busy by itself, and stacking would only double the memory.
 _STACKED_UP_TO = 256
+"""Largest size that is batched: larger matrices occupy the device by themselves, and stacking doubles the memory."""
+
 _LARGEST_JACOBI = 32
+"""Largest size for Jacobi's method: its matrix must fit in one program's registers."""
+
 _SCIPY_FROM = 64
+"""Size from which SciPy's solver repays its overhead for each call."""
 
 
 def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Eigen:
@@ -55,7 +59,7 @@ def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Ei
     """
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.dtype not in _TYPES:
         raise ConfigurationError(
-            "Only symmetric matrices have these decompositions.",
+            "symmetric_eigen takes square matrices of a floating type.",
             expected="[..., n, n], floating point",
             got=f"{list(matrix.shape)} of {matrix.dtype}",
         )
@@ -78,7 +82,7 @@ def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Ei
 
 
 def eigen_many(matrices: Sequence[Tensor], *, dtype: torch.dtype = torch.float64) -> list[Eigen]:
-    """:func:`symmetric_eigen` of each of several matrices; those of equal size are decomposed together.
+    """:func:`symmetric_eigen` of several matrices; those of equal size are decomposed in one batch.
 
     Args:
         matrices: Symmetric, each ``[..., n, n]`` with its own n.
@@ -115,7 +119,7 @@ def eigen_many(matrices: Sequence[Tensor], *, dtype: torch.dtype = torch.float64
 
 
 def _decompose(matrices: Tensor) -> Eigen:
-    """Of finite ``[B, n, n]``, float32 or float64."""
+    """Decompose finite ``[B, n, n]`` of float32 or float64."""
     batch, n, _ = matrices.shape
     if not matrices.is_cuda and n >= _SCIPY_FROM and torch.get_num_threads() == 1 and blas_is_serial():
         return _by_scipy(matrices, "evd")
@@ -128,7 +132,7 @@ def _decompose(matrices: Tensor) -> Eigen:
             candidates["torch, one by one"] = lambda: _one_by_one(matrices)
         candidates["LAPACK on the CPU"] = lambda: _on_cpu(matrices)
     key = ("symmetric_eigen", matrices.device, matrices.dtype, n, *size_class(batch))
-    # A thousand times its operations: rotations are sequential, and a bad choice costs milliseconds at any size.
+    # A thousand times the operations: rotations are sequential, and a bad choice costs milliseconds at any size.
     return candidates[choose(key, matrices.device, 1e3 * batch * n**3, candidates)]()
 
 

@@ -1,13 +1,11 @@
 """The vector work of Lanczos and Arnoldi: Gram–Schmidt against a basis, and the three-term recurrence.
 
-Classical Gram–Schmidt run twice is orthogonal to rounding (Giraud, Langou and Rozložník 2005: "twice is enough"), and
-is made of matrix–vector products with the basis, where the modified process is made of single inner products.
-Written with ``mv`` and ``addmv`` on the basis's contiguous rows, it runs at the speed of memory, reading the basis of K
-rows four times. A broadcast product that is then summed takes three to four times as long, and memory for K more
-vectors.
+Two runs of classical Gram–Schmidt are orthogonal to rounding (Giraud, Langou and Rozložník 2005: "twice is enough").
+They consist of matrix–vector products with the basis, while the modified process consists of single inner products.
+With ``mv`` and ``addmv`` on contiguous rows they run at the speed of memory and read the basis of K rows four times. A
+broadcast product followed by a sum takes three to four times as long, and memory for K more vectors.
 
-Nothing here waits for the device: no number is read back, so a CUDA graph can capture a whole Lanczos recurrence.
-Probes are batched.
+No number is read back from the device, so a CUDA graph can capture a whole Lanczos recurrence. Probes are batched.
 """
 
 from __future__ import annotations
@@ -144,13 +142,13 @@ def _check(vector: Tensor, **others: Tensor | None) -> None:
 
 
 def _kernels(name: str, *tensors: Tensor) -> Any:
-    """The Triton kernels, if all tensors have contiguous rows and anything to do."""
+    """The Triton kernels, if all tensors have contiguous rows and entries."""
     usable = all(x.numel() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in tensors)
     return triton_kernels(name, tensors[0].device) if usable else None
 
 
 def _orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None, passes: int) -> tuple[Tensor, Tensor]:
-    """Of ``[m, n]`` against ``[m, k, n]``."""
+    """Orthogonalise ``[m, n]`` against ``[m, k, n]``."""
     kernels = _kernels("gram_schmidt", basis, vector)
     candidates: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
         REFERENCE: lambda: _reference_orthogonalize(basis, vector, mask, passes)
@@ -165,7 +163,7 @@ def _orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None, passes: i
 def _reference_orthogonalize(
     basis: Tensor, vector: Tensor, mask: Tensor | None, passes: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """On the CPU one probe after another: batched matrix–vector products are slower than single ones there."""
+    """Torch's own; on the CPU one probe after another, because batched matrix–vector products are slower there."""
     if basis.device.type == "cpu":
         output, coefficients = torch.empty_like(vector), vector.new_zeros(basis.shape[:-1])
         for rows, given, result, h in zip(basis, vector, output, coefficients, strict=True):

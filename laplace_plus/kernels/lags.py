@@ -2,9 +2,9 @@
 
 Block (u, u') of the factor, for two taps u, u' of the kernel, is ``Σ_p x[s·p + δ·u − π] x[s·p + δ·u' − π]ᵀ`` over the
 output positions p: a correlation of the input at the lag δ(u' − u), summed over a window that depends on u. Lags
-repeat: of a 3 × 3 kernel's 81 blocks, 25 lags and, by symmetry, 13 remain. One product of two shifted views of the same
-zero-padded copy gives the sum over the whole image; what lies outside of u's window is a strip of a few rows and
-columns, which is subtracted. With a stride s, the input is split into s × s phases, each of which is such an image, and
+repeat: a 3 × 3 kernel has 81 blocks but only 25 lags, by symmetry 13. One product of two shifted views of the same
+zero-padded copy gives the sum over the whole image. The part outside u's window, a strip of a few rows and columns, is
+subtracted. With a stride s, the input is split into s × s phases, each of which is such an image, and
 the lags are those within and between phases.
 
 The extra memory is one padded copy of the input, where patches take k² copies.
@@ -58,12 +58,12 @@ class Axis:
 
     @cached_property
     def gap(self) -> int:
-        """Zeros between one line and the next that keep every lag from reaching across."""
+        """Zeros between lines, so that no lag reaches the next line."""
         offsets = [self.place(tap)[1] for tap in range(self.kernel)]
         return max(offsets) - min(offsets)
 
     def window(self, left: int, right: int) -> tuple[Pair, Pair]:
-        """Where two taps' pixels both lie in the image: over all lines, and over output positions alone."""
+        """Intervals in which two taps' pixels both lie in the image: for all lines, and for output positions only."""
         (phase, offset), (other_phase, other_offset) = self.place(left), self.place(right)
         lag = other_offset - offset
         low = max(0, -lag)
@@ -85,12 +85,12 @@ class Lag:
         return Lag((q, p, -a), (s, r, -b))
 
     def sign(self) -> tuple[int, ...]:
-        """Of a lag and its reverse, the one with the larger sign is computed: its shift is not negative."""
+        """Order between a lag and its reverse: the larger one is computed, because its shift is not negative."""
         return (self.rows[2], self.columns[2], *self.rows[:2], *self.columns[:2])
 
 
 def lags_of(rows: Axis, columns: Axis) -> dict[Lag, list[tuple[Pair, Pair]]]:
-    """Every lag that must be computed, with the blocks ``((u_y, u_x), (u'_y, u'_x))`` of the factor that it makes."""
+    """Every lag to be computed, with its blocks ``((u_y, u_x), (u'_y, u'_x))`` of the factor."""
     found: dict[Lag, list[tuple[Pair, Pair]]] = defaultdict(list)
     taps = list(product(range(rows.kernel), range(columns.kernel)))
     for i, left in enumerate(taps):
@@ -112,7 +112,7 @@ def operations(inputs: Tensor, rows: Axis, columns: Axis) -> float:
     return 2.0 * len(lags_of(rows, columns)) * n * lines * (columns.length(0) + columns.gap) * channels**2
 
 
-def add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis, alpha: float) -> None:
+def add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis) -> None:
     """Add the convolution's factor, without the bias's row, to both triangles of a total.
 
     Args:
@@ -120,7 +120,6 @@ def add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis, alpha: fl
         inputs: ``[N, G·c, H, W]``.
         rows: The vertical axis.
         columns: The horizontal axis.
-        alpha: Factor of what is added.
     """
     groups = total.shape[0]
     taps = rows.kernel * columns.kernel
@@ -138,9 +137,9 @@ def add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis, alpha: fl
         for (y, x), (y2, x2) in pairs:
             block = sums.within(rows.window(y, y2), columns.window(x, x2))
             tap, other = y * columns.kernel + x, y2 * columns.kernel + x2
-            blocks[:, :, tap, :, other].add_(block, alpha=alpha)
+            blocks[:, :, tap, :, other].add_(block)
             if tap != other:
-                blocks[:, :, other, :, tap].add_(block.mT, alpha=alpha)
+                blocks[:, :, other, :, tap].add_(block.mT)
 
 
 def _phases(inputs: Tensor, groups: int, rows: Axis, columns: Axis, dtype: torch.dtype) -> dict[Pair, Tensor]:
@@ -158,7 +157,7 @@ def _phases(inputs: Tensor, groups: int, rows: Axis, columns: Axis, dtype: torch
 
 
 class _Windows:
-    """Sums of one lag over windows: the sum over everything less the strips outside."""
+    """Sums of one lag over windows: the sum over the whole image minus the strips outside."""
 
     def __init__(self, everywhere: Tensor, left: Tensor, right: Tensor, lag: Lag):
         self.everywhere, self.left, self.right = everywhere, left, right
@@ -166,7 +165,7 @@ class _Windows:
         self.known: dict[tuple[Pair, Pair], Tensor] = {}
 
     def within(self, rows: tuple[Pair, Pair], columns: tuple[Pair, Pair]) -> Tensor:
-        """The sum over a window, given as (all there is, the window) along each axis."""
+        """The sum over a window, given as (whole interval, window) along each axis."""
         inside = self.everywhere
         for strip in _outside(*rows):
             inside = inside - self._strip(strip, columns[0])

@@ -1,11 +1,10 @@
-"""Inner products and norms of long vectors that keep their digits.
+"""Accurate inner products and norms of long vectors.
 
-On the CPU, torch and BLAS sum a float32 inner product in a few running totals. Where millions of terms of one sign
-meet, as in a norm, each addition loses the part of a term below the total's last bit, always the same part: a vector of
-11 million entries comes out 3·10⁻⁴ too short, and its inner product with itself 7·10⁻⁴ too small. A Lanczos recurrence
-then has neither unit vectors nor the right coefficients. Here segments of bounded length are summed one by one, and
-their totals in float64; that leaves 10⁻⁶ (10⁻⁵ where one entry outweighs all others) and costs the same time. GPUs sum
-in many short totals anyway.
+On the CPU, torch and BLAS sum a float32 inner product in a few running totals. With millions of terms of one sign, as
+in a norm, each addition rounds in the same way: the norm of 11 million entries comes out 3·10⁻⁴ too small, and the
+inner product of the vector with itself 7·10⁻⁴. A Lanczos recurrence then has wrong coefficients. Here segments of
+bounded length are summed in float32 and their totals in float64. The error is then 10⁻⁶ (10⁻⁵ where one entry outweighs
+all others), at the same cost. GPUs sum in many short totals anyway.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 _SEGMENT = 1 << 16
-"""Products that are summed in float32: calls few enough to cost nothing."""
+"""Products in one float32 sum: an error of 10⁻⁶, at a negligible number of calls."""
 
 _ROW = 1 << 12
-"""Squares that are summed in float32, all segments in one call."""
+"""Squares in one float32 sum; all segments take one call."""
 
 
 def vector_norm(vectors: Tensor) -> Tensor:
@@ -62,12 +61,12 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether there is no NaN or infinity, from one pass without intermediate results."""
+    """Whether all entries are finite, from one pass without intermediate results."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     if tensor.dtype.itemsize == 1:  # eight-bit floats cannot be compared
         tensor = tensor.float()
-    # NaN is the least and the greatest of values among which it is.
+    # aminmax propagates NaN.
     low, high = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 

@@ -1,11 +1,11 @@
-"""Which of several implementations of one operation runs: measured on a GPU, by a fixed rule elsewhere.
+"""Choice among implementations of one operation: measured on a GPU, by a fixed rule elsewhere.
 
 Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch, and most have a Triton kernel beside it.
 
 * On a CUDA device the candidates are timed on the first call for each (operation, device, type, size class), and the
-  fastest is remembered for the rest of the process. torch's own is kept unless another is faster by more than the
-  noise of the measurement, so no kernel that is slower than torch's is ever chosen. Work too small to be worth
-  measuring, and work met for the first time while a CUDA graph is being captured, goes to torch.
+  fastest is used for the rest of the process. torch's own stays unless another is faster by more than the noise of the
+  measurement, so no slower kernel is ever chosen. Work too small to be worth measuring, and work first met while a CUDA
+  graph is captured, goes to torch.
 * On the CPU the rules are static, hence the same in every run; each states the measurement behind it.
 
 :func:`use` and the environment variable ``LAPLACE_PLUS_KERNELS`` override this with ``"reference"`` (plain torch
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from statistics import median
 from types import ModuleType
 from typing import Literal, cast, get_args
@@ -38,28 +37,17 @@ Mode = Literal["auto", "reference", "triton"]
 REFERENCE = "torch"
 """Name under which every operation offers its plain-torch reference."""
 
-# A kernel must be faster than torch's own by this factor to be chosen.
 _MARGIN = 0.97
-# Below about 50 µs of work, the launches dominate and nothing is gained that would repay measuring.
+"""A kernel must take less than this share of torch's time to be chosen: repeated timings differ by 3 %."""
+
 _SMALLEST_WORK = 1e8
-
-
-def _from_environment() -> Mode:
-    return _checked_mode(os.environ.get("LAPLACE_PLUS_KERNELS", "auto"))
-
-
-def _checked_mode(value: str) -> Mode:
-    if value not in get_args(Mode):
-        raise ConfigurationError(
-            "There is no such choice of kernels.",
-            expected=" or ".join(map(repr, get_args(Mode))),
-            got=repr(value),
-            fix="Pass one of them to use(), or set LAPLACE_PLUS_KERNELS to it.",
-        )
-    return cast(Mode, value)
+"""Operations below which nothing is measured: such work takes about 50 µs, and launches dominate."""
 
 
 _mode: ContextVar[Mode | None] = ContextVar("laplace_plus_kernels", default=None)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+"""Whether Triton interprets its kernels, on any device; Triton reads the variable when it is imported."""
 
 
 def mode() -> Mode:
@@ -68,7 +56,18 @@ def mode() -> Mode:
     Raises:
         ConfigurationError: ``LAPLACE_PLUS_KERNELS`` is set to something else.
     """
-    return _mode.get() or _from_environment()
+    return _mode.get() or _checked_mode(os.environ.get("LAPLACE_PLUS_KERNELS", "auto"))
+
+
+def _checked_mode(value: str) -> Mode:
+    if value not in get_args(Mode):
+        raise ConfigurationError(
+            "Unknown choice of kernels.",
+            expected=" or ".join(map(repr, get_args(Mode))),
+            got=repr(value),
+            fix="Pass one of them to use(), or set LAPLACE_PLUS_KERNELS to it.",
+        )
+    return cast(Mode, value)
 
 
 @contextmanager
@@ -131,17 +130,6 @@ def size_class(*sizes: int) -> tuple[int, ...]:
     return tuple(max(size - 1, 0).bit_length() for size in sizes)
 
 
-@cache
-def interpreting() -> bool:
-    """Whether Triton interprets its kernels, on any device; settled when triton is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
     """The Triton kernels of one operation, or None where they cannot run.
 
@@ -149,9 +137,9 @@ def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
         name: A module of ``laplace_plus.kernels._triton``.
         device: Where the tensors are.
     """
-    if not _has_triton() or mode() == "reference":
+    if device.type != "cuda" and not (INTERPRETED and mode() == "triton"):
         return None
-    if not (device.type == "cuda" or (interpreting() and mode() == "triton")):
+    if mode() == "reference" or importlib.util.find_spec("triton") is None:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return None  # without asynchronous copies and TF32 there is nothing to win

@@ -402,6 +402,31 @@ class Likelihood(ABC):
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
 
+def is_full(mean: Tensor, covariance: Tensor) -> bool:
+    """Whether ``covariance`` is ``[..., C, C]`` (``True``) or the variances ``[..., C]`` alone (``False``).
+
+    Raises:
+        ConfigurationError: If it is neither.
+    """
+    if covariance.shape == (*mean.shape, mean.shape[-1]):
+        return True
+    if covariance.shape == mean.shape:
+        return False
+    raise ConfigurationError(
+        "The covariance does not fit the mean.",
+        expected=f"{shape_text((*mean.shape, mean.shape[-1]))} or {shape_text(mean.shape)}",
+        got=shape_text(covariance.shape),
+        fix="Pass joint=True if it is the covariance across inputs",
+    )
+
+
+def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The variances ``[..., C]``, clamped at zero against rounding."""
+    if covariance.dim() > mean.dim():
+        covariance = covariance.diagonal(dim1=-2, dim2=-1)
+    return covariance.clamp_min(0.0)
+
+
 def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
     """The error for a link that the likelihood does not have."""
     return ConfigurationError(

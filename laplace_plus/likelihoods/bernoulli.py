@@ -17,9 +17,8 @@ from torch.nn.functional import logsigmoid
 
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods import sampling
-from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link
+from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link, variance_of
 from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, shape_text, widen
-from laplace_plus.likelihoods.normal import variance_of
 
 
 @final

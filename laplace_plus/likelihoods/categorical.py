@@ -24,9 +24,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods import sampling
-from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link
+from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, is_full, unknown_link, variance_of
 from laplace_plus.likelihoods.checks import check_batch, shape_text, widen
-from laplace_plus.likelihoods.normal import is_full, variance_of
 
 
 @final

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily, MultivariateNormal, Normal
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link
+from laplace_plus.likelihoods.base import Likelihood, Marginal, is_full, uniform_mixture, unknown_link, variance_of
 from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, shape_text, widen
-from laplace_plus.likelihoods.normal import is_full, noisy_normal, variance_of
+from laplace_plus.likelihoods.normal import noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal
 
 LOG_2PI = math.log(2 * math.pi)

@@ -1,7 +1,4 @@
-"""Multivariate normals as likelihoods and predictive distributions use them.
-
-A *functional covariance* is either full, ``[..., C, C]``, or variance-only, ``[..., C]``: the shape of the mean.
-"""
+"""Multivariate normals as likelihoods and predictive distributions use them."""
 
 from __future__ import annotations
 
@@ -9,33 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.likelihoods.checks import shape_text
+from laplace_plus.errors import NotPositiveDefiniteError
+from laplace_plus.likelihoods.base import is_full, variance_of
 from laplace_plus.likelihoods.sampling import standard_normal
-
-
-def is_full(mean: Tensor, covariance: Tensor) -> bool:
-    """Whether ``covariance`` is ``[..., C, C]`` (``True``) or the variances ``[..., C]`` alone (``False``).
-
-    Raises:
-        ConfigurationError: If it is neither.
-    """
-    if covariance.shape == (*mean.shape, mean.shape[-1]):
-        return True
-    if covariance.shape == mean.shape:
-        return False
-    raise ConfigurationError(
-        "The covariance does not fit the mean.",
-        expected=f"{shape_text((*mean.shape, mean.shape[-1]))} or {shape_text(mean.shape)}",
-        got=shape_text(covariance.shape),
-        fix="Pass joint=True if it is the covariance across inputs",
-    )
-
-
-def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The variances ``[..., C]``, clamped at zero against rounding."""
-    variance = covariance.diagonal(dim1=-2, dim2=-1) if is_full(mean, covariance) else covariance
-    return variance.clamp_min(0.0)
 
 
 def cholesky(matrix: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from torch.distributions import Poisson as PoissonDistribution
 
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods import sampling
-from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link
+from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link, variance_of
 from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, widen
-from laplace_plus.likelihoods.normal import variance_of
 
 
 @final

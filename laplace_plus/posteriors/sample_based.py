@@ -14,8 +14,8 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import check_count, full_precision
-from laplace_plus.predictive.deviations import moments, pushed
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, samples_rather
+from laplace_plus.predictive.deviations import moments, pushed, samples_rather
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
 
 
 class SampleBased(Posterior):

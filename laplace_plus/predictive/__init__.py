@@ -1,4 +1,4 @@
-"""From a distribution over a network's outputs to a distribution over targets."""
+"""Predictive distributions of targets from distributions over a network's outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The Gaussian over outputs that a few samples of the parameters induce in the linearised network."""
+"""Outputs of the linearised network for sampled parameters, and their moments."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,21 +10,35 @@ from torch import Tensor
 
 from laplace_plus._memory import budget
 from laplace_plus.curvature.linearization import Linearization, Ways
-from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.errors import DataError
 from laplace_plus.network import Network
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, require_outputs
+from laplace_plus.predictive.linearized import (
+    QUICK_BYTES,
+    FunctionalPosterior,
+    Outputs,
+    output_indices,
+    require_outputs,
+    unknown_choice,
+)
 from laplace_plus.structured.chunks import slices
 
+_LARGE_COVARIANCE = 512 * 2**20
+"""Bytes that a covariance of outputs and its factor may take in float64 before outputs are sampled instead."""
 
-def pushed(network: Network, deviations: Tensor, inputs: Any, *, n_outputs: int, ways: Ways) -> tuple[Tensor, Tensor]:
+
+def pushed(
+    network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None, ways: Ways
+) -> tuple[Tensor, Tensor]:
     """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v`` for deviations v ``[k, P]``, ``[k, B, *, C]``.
+
+    Each deviation takes one forward-mode derivative, about the cost of a forward pass.
 
     Args:
         network: The network.
-        deviations: ``[k, P]``.
+        deviations: ``[k, P]``, or chunks of them.
         inputs: A batch's inputs, on the network's device.
-        n_outputs: C.
-        ways: What is known so far about the network's derivatives.
+        n_outputs: C, where it is known.
+        ways: The AD modes that work for this network, as far as known.
 
     Raises:
         DataError: No examples, or another number of outputs.
@@ -32,13 +47,48 @@ def pushed(network: Network, deviations: Tensor, inputs: Any, *, n_outputs: int,
     outputs = linear.outputs
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
-    require_outputs(outputs.shape, n_outputs, inputs)
-    # Forward mode holds two or three activations of each sample at a time; outputs say how large those may be.
-    each = 4 * deviations[0].numel() * deviations.element_size() + 64 * outputs.numel() * outputs.element_size()
-    room = max(each, budget(outputs.device) // 2)
-    parts = [linear.push(deviations[some].to(outputs)) for some in slices(len(deviations), each, room)]
+    if n_outputs is not None:
+        require_outputs(outputs.shape, n_outputs, inputs)
     wide = torch.promote_types(outputs.dtype, torch.float32)
-    return outputs.to(wide), torch.cat(parts).to(wide)
+    parts = []
+    for chunk in [deviations] if isinstance(deviations, Tensor) else deviations:
+        # Forward mode holds two or three activations of each sample at a time; 64 times the outputs bounds them.
+        each = 4 * chunk[0].numel() * chunk.element_size() + 64 * outputs.numel() * outputs.element_size()
+        room = max(each, min(QUICK_BYTES, budget(outputs.device) // 2))
+        for some in slices(len(chunk), each, room):
+            parts.append(linear.push(chunk[some].to(outputs)).to(wide))
+    return outputs.to(wide), torch.cat(parts)
+
+
+def functional_samples(
+    network: Network, deviations: Iterable[Tensor], inputs: Any, *, ways: Ways | None = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs of the linearised network at sampled parameters, ``f(θ̂, x) + J(x) (θ − θ̂)``.
+
+    With many outputs this takes far less than their covariance, and no ``[C, C]`` matrix (Immer et al., 2021); the
+    number of samples does not depend on C.
+
+    Args:
+        network: The network.
+        deviations: Chunks ``[n, P]`` of ``θ − θ̂`` for sampled θ.
+        inputs: A batch's inputs.
+        ways: The AD modes that work for this network, as far as known.
+
+    Returns:
+        Mean ``[B, *, C]`` and samples ``[S, B, *, C]``. For Gaussian deviations, these are joint draws from the
+        functional posterior over all inputs.
+    """
+    mean, moved = pushed(network, deviations, inputs, n_outputs=None, ways=Ways() if ways is None else ways)
+    return mean, mean + moved
+
+
+def samples_rather(mean_shape: Sequence[int], *, joint: bool = False) -> bool:
+    """Whether to sample outputs ``[B, *, C]`` instead of computing their covariance, because it is too large.
+
+    The decision depends on sizes alone, so that the same seed gives the same samples whatever memory is free.
+    """
+    size = torch.Size(mean_shape).numel()
+    return 2 * 8 * size * (size if joint else mean_shape[-1]) > _LARGE_COVARIANCE
 
 
 def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) -> FunctionalPosterior:
@@ -48,17 +98,13 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
         mean: ``[B, *, C]``.
         deviations: ``[k, B, *, C]``.
         joint: As for :func:`~laplace_plus.predictive.linearized.functional_posteriors`.
-        outputs: As there.
+        outputs: Likewise.
 
     Raises:
-        ConfigurationError: Outputs that there are not.
+        ConfigurationError: Outputs that do not exist.
     """
     if isinstance(outputs, str) and (outputs != "diagonal" or joint):
-        raise ConfigurationError(
-            "Unknown choice of outputs.",
-            expected='None, "diagonal" (not with joint=True) or indices',
-            got=f"{outputs!r} with joint={joint}",
-        )
+        raise unknown_choice(outputs, joint)
     if outputs is not None and not isinstance(outputs, str):
         chosen = output_indices(outputs, mean.shape).to(mean.device)
         chosen = chosen.expand(*mean.shape[:-1], chosen.shape[-1])

@@ -1,7 +1,7 @@
-"""Integrating over a network's outputs: from a Gaussian over them, or from samples of them, to a prediction.
+"""Predictions from a Gaussian over a network's outputs, or from samples of them.
 
-The closed forms are the likelihoods' own (:meth:`~laplace_plus.likelihoods.Likelihood.predict`); here is what holds for
-every likelihood: Monte Carlo, several inputs together, and what to refuse.
+The closed forms belong to the likelihoods (:meth:`~laplace_plus.likelihoods.Likelihood.predict`). This module adds what
+all likelihoods share: Monte Carlo, joint predictions, and argument checks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import unknown_link
+from laplace_plus.likelihoods.base import is_full, unknown_link
 from laplace_plus.likelihoods.checks import check_finite, check_outputs, shape_text, widen
-from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 
 
@@ -35,12 +34,11 @@ def from_functional(
         covariance: ``[B, *, C, C]``; variances ``[B, *, C]``, where the link and the likelihood need no more; or across
             inputs, ``[B, *, C, B, *, C]``, with ``joint``.
         link: One of ``likelihood.links``; ``None`` for the first.
-        n_samples: How many samples ``"mc"``, and what only Monte Carlo can tell, are made of.
-        generator: Source of randomness. It advances by one number here, and everything random about the prediction
-            follows from that number, in whichever order it is asked for. Without one the global generator is used,
-            when something random is first asked for.
-        joint: Whether the covariance is across inputs. The link then still gives the mean and variance of each, and
-            samples and log-probability are of all inputs together.
+        n_samples: Number of samples for ``"mc"``, and for quantities without a closed form.
+        generator: Source of randomness. It advances by one number here, which determines everything random about the
+            prediction, in any order of access. Without one the global generator is used at the first access.
+        joint: Whether the covariance is across inputs. The link then still gives the mean and variance of each input;
+            samples and log-probability are joint over all inputs.
 
     Raises:
         ConfigurationError: If there is no such link, or the shapes do not fit.
@@ -57,15 +55,19 @@ def from_functional(
         raise unknown_link(likelihood, link)
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise ConfigurationError(
-            "There is no such number of samples.", expected="an integer >= 1", got=repr(n_samples), fix="Ask for more"
+            "n_samples must be a positive integer.", expected="an integer >= 1", got=repr(n_samples)
         )
-    mean, covariance = widen(mean), widen(covariance)
-    check_outputs(mean)
-    check_finite(covariance, "The functional covariance")
-    across = None
+    mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
+    if mean.dim() < 2 or not bool(torch.isfinite(mean).all() & torch.isfinite(covariance).all()):
+        check_outputs(mean)
+        check_finite(covariance, "The functional covariance")
+    given = covariance
     if joint:
-        across, covariance = covariance, _blocks(mean, covariance)
-    full = is_full(mean, covariance)
+        covariance = _blocks(mean, covariance)
+    full = covariance.dim() > mean.dim()
+    if covariance.shape != ((*mean.shape, mean.shape[-1]) if full else mean.shape):
+        is_full(mean, covariance)  # raises
     if link == "mc" and likelihood.couples_outputs and not full and mean.shape[-1] > 1:
         raise ConfigurationError(
             f"Monte Carlo for {type(likelihood).__name__} needs the covariances of the outputs.",
@@ -73,16 +75,26 @@ def from_functional(
             got=f"variances only, {shape_text(covariance.shape)}",
             fix="Ask for the full functional covariance, or for another link",
         )
-    _check_variance(covariance.diagonal(dim1=-2, dim2=-1) if full else covariance)
+    variance = covariance.detach()
+    variance = variance.diagonal(dim1=-2, dim2=-1) if full else variance
+    if variance.numel():
+        lowest, largest = variance.min(), variance.abs().max()
+        if bool(lowest < -(torch.finfo(variance.dtype).eps ** 0.5) * largest):  # beyond rounding
+            raise NotPositiveDefiniteError(
+                "A functional variance is negative.",
+                expected="variances >= 0",
+                got=f"{float(lowest):.3g}",
+                fix="Use a larger prior precision, a positive semi-definite curvature (GGN) or float64",
+            )
     return Prediction(
         likelihood=likelihood,
         functional_mean=mean,
-        functional_covariance=covariance if across is None else across,
+        functional_covariance=given,
         link=link,
         joint=joint,
         marginal=None if link == "mc" else likelihood.predict(mean, covariance, link=link),
         n_samples=n_samples,
-        source=RandomSource.of(generator),
+        source=RandomSource() if generator is None else RandomSource.of(generator),
     )
 
 
@@ -108,7 +120,7 @@ def from_samples(
     """
     if outputs.dim() < 3 or len(outputs) == 0:
         raise ConfigurationError(
-            "These are no samples of outputs.",
+            "outputs must be samples of network outputs.",
             expected="[S, B, *, C] with S >= 1",
             got=shape_text(outputs.shape),
             fix="Stack the outputs of the sampled networks along a new first axis",
@@ -129,10 +141,10 @@ def from_samples(
 
 
 def _blocks(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The covariance of each input by itself, ``[B, *, C, C]``, out of that across inputs."""
+    """The covariance of each input, ``[B, *, C, C]``, from that across inputs."""
     if covariance.shape != (*mean.shape, *mean.shape):
         raise ConfigurationError(
-            "The covariance is not one across inputs.",
+            "The covariance must be across inputs.",
             expected=shape_text((*mean.shape, *mean.shape)),
             got=shape_text(covariance.shape),
             fix="Ask for functional_posterior(x, joint=True), or leave joint out",
@@ -141,17 +153,3 @@ def _blocks(mean: Tensor, covariance: Tensor) -> Tensor:
     n = mean[..., 0].numel()
     blocks = covariance.reshape(n, size, n, size).diagonal(dim1=0, dim2=2)  # [C, C, N]
     return blocks.movedim(-1, 0).reshape(*mean.shape, size)
-
-
-def _check_variance(variance: Tensor) -> None:
-    if not variance.numel():
-        return
-    variance = variance.detach()
-    lowest, largest = variance.min(), variance.abs().max()
-    if bool(lowest < -(torch.finfo(variance.dtype).eps ** 0.5) * largest):
-        raise NotPositiveDefiniteError(
-            "A functional variance is negative.",
-            expected="variances >= 0",
-            got=f"{float(lowest):.3g}",
-            fix="Use a larger prior precision, a positive semi-definite curvature (GGN) or float64",
-        )

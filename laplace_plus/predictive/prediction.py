@@ -1,7 +1,7 @@
-"""What a posterior says about targets: moments, their decomposition, entropies, log-probabilities.
+"""Predictive distributions: moments, their decomposition, entropies, log-probabilities.
 
-The variance is split by the law of total variance, ``Var[y] = Var_f(E[y|f]) + E_f[Var(y|f)]``: epistemic, what more
-data would take away, and aleatoric, what it would not. The mutual information of target and outputs,
+The variance is split by the law of total variance, ``Var[y] = Var_f(E[y|f]) + E_f[Var(y|f)]``: epistemic, which
+more data would reduce, and aleatoric, which it would not. The mutual information of target and outputs,
 ``H[E_f p(y|f)] - E_f H[p(y|f)]``, is the same split of the entropy (Houlsby et al. 2011, arXiv:1112.5745).
 """
 
@@ -22,15 +22,16 @@ from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
 
 _MAX_ENTROPY_DRAWS = 128
+"""Draws for a sampled entropy: the standard error is then below a tenth of the spread of log p, at S·128 densities."""
 
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Randomness that does not depend on the order in which it is asked for.
+    """Random streams that do not depend on the order of access.
 
     Attributes:
-        seed: Of every stream, or ``None`` for the global generator.
-        device: Where the numbers are drawn.
+        seed: Seed of all streams, or ``None`` for the global generator.
+        device: Device of the generators.
     """
 
     seed: int | None = None
@@ -38,11 +39,11 @@ class RandomSource:
 
     @classmethod
     def of(cls, generator: torch.Generator | None) -> RandomSource:
-        """A source that one number of ``generator`` decides."""
+        """A source seeded by one draw from ``generator``."""
         return cls() if generator is None else cls(draw_seed(generator), str(generator.device))
 
     def stream(self, index: int) -> torch.Generator | None:
-        """A fresh generator, the same one for the same index."""
+        """A fresh generator with the seed of this index."""
         if self.seed is None:
             return None
         return torch.Generator(device=self.device).manual_seed((self.seed + index) % 2**63)
@@ -50,21 +51,21 @@ class RandomSource:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """The predictive distribution of targets; made by ``from_functional`` and ``from_samples``.
+    """The predictive distribution of targets, from ``from_functional`` or ``from_samples``.
 
-    Everything is differentiable in what the prediction was made of, except that entropies which have to be sampled
-    treat the sampled targets of discrete likelihoods as constants.
+    Everything is differentiable in the mean, covariance or samples it was made from; sampled entropies treat the
+    sampled targets of discrete likelihoods as constants.
 
     Attributes:
         likelihood: How targets are distributed given the outputs.
         functional_mean: Mean of the network's outputs, ``[B, *, C]``.
-        functional_covariance: Their covariance as it was given, or ``None`` for a prediction made of samples.
+        functional_covariance: Their covariance as given, or ``None`` for a prediction from samples.
         link: How the outputs were integrated over: one of ``likelihood.links``, or ``"sampled"``.
-        joint: Whether samples and log-probability are of all inputs together.
+        joint: Whether samples and log-probability are joint over all inputs.
         marginal: The likelihood's closed form; ``None`` for a prediction by Monte Carlo.
         n_samples: Number ``S`` of samples.
-        source: Where random numbers come from.
-        outputs: The samples of outputs, if the prediction was made of them.
+        source: Source of randomness.
+        outputs: The samples of outputs, if the prediction was made from them.
 
     Example:
         >>> from laplace_plus.likelihoods import Gaussian
@@ -92,7 +93,7 @@ class Prediction:
 
     @cached_property
     def functional_samples(self) -> Tensor:
-        """Samples of the network's outputs, ``[S, B, *, C]``; drawn when first asked for.
+        """Samples of the network's outputs, ``[S, B, *, C]``; drawn at the first access.
 
         With variances only, the outputs of a row are drawn independently of each other.
         """
@@ -137,12 +138,12 @@ class Prediction:
         """``E_f[Var(y|f)]``, ``[B, *, C]``: the part of the variance that remains if the network is known.
 
         Raises:
-            UnsupportedError: If the likelihood does not know its variance.
+            UnsupportedError: If the likelihood does not define its variance.
         """
         aleatoric = self._split[1]
         if aleatoric is None:
             raise UnsupportedError(
-                f"{type(self.likelihood).__name__} does not say what variance its targets have.",
+                f"{type(self.likelihood).__name__} does not define the variance of its targets.",
                 expected="a likelihood with a distribution",
                 got="a log-density only",
                 fix="Define distribution(outputs) or moments(outputs), or pass distribution= to LogDensity",
@@ -153,7 +154,7 @@ class Prediction:
     def _split(self) -> tuple[Tensor, Tensor | None]:
         """Epistemic and aleatoric variance.
 
-        Closed-form links of classifiers only give the total; its parts are then in the proportion of the samples'.
+        Closed-form links of classifiers only give the total; the proportion of its parts is then that of the samples.
         """
         if self.marginal is not None and self.marginal.epistemic is not None:
             return self.marginal.epistemic, self.marginal.aleatoric
@@ -172,10 +173,10 @@ class Prediction:
 
     @cached_property
     def distribution(self) -> Distribution:
-        """The distribution of ``y``: categorical over the classes, otherwise of every entry of ``y`` by itself.
+        """The distribution of ``y``: categorical over the classes, otherwise of each entry of ``y`` separately.
 
-        Batch shape ``[B, *]`` for classes and ``[B, *, C]`` otherwise; a likelihood of one's own gives a mixture whose
-        event is one whole target. With ``joint`` and a Gaussian likelihood it is a multivariate normal over all
+        Batch shape ``[B, *]`` for classes and ``[B, *, C]`` otherwise; a custom likelihood gives a mixture whose event
+        is one whole target. With ``joint`` and a Gaussian likelihood it is a multivariate normal over all
         ``B * C`` numbers.
 
         Raises:
@@ -191,7 +192,7 @@ class Prediction:
 
     @cached_property
     def _across(self) -> Distribution | None:
-        """The closed-form distribution of all targets together."""
+        """The closed-form joint distribution of all targets."""
         if not self.joint or self.marginal is None or self.functional_covariance is None:
             return None
         mean = self.functional_mean.reshape(-1, self.functional_mean.shape[-1])
@@ -200,14 +201,14 @@ class Prediction:
     def log_prob(self, y: Tensor) -> Tensor:
         """Log-density of targets under the prediction, in nats.
 
-        The entries of one target are taken together: with their covariances in closed forms for Gaussians, and as the
-        mixture ``log (1/S) Σ_s p(y|f_s)`` for Monte Carlo.
+        The density is joint over the entries of one target: with their covariances for Gaussians in closed form, and as
+        the mixture ``log (1/S) Σ_s p(y|f_s)`` for Monte Carlo.
 
         Args:
             y: Targets as the loader gives them. Ignored ones (``ignore_index``) contribute 0.
 
         Returns:
-            ``[B, *]``, one number for every row; with ``joint`` 0-d, the log-density of all targets together.
+            ``[B, *]``, one number for every row; with ``joint`` 0-d, the joint log-density of all targets.
 
         Raises:
             LabelError: If the targets do not fit the likelihood.
@@ -243,8 +244,8 @@ class Prediction:
     def entropy(self) -> Tensor:
         """Entropy of every row's prediction in nats, ``[B, *]`` (differential for continuous targets).
 
-        Where it has no closed form (mixtures, counts) it is a Monte-Carlo estimate. Several binary outputs count one by
-        one, and their entropies are added. With ``joint`` the entropy is still of every row by itself.
+        Without a closed form (mixtures, counts) it is a Monte-Carlo estimate. The entropies of several binary outputs
+        are added. With ``joint`` the entropy is still that of each row.
 
         Raises:
             UnsupportedError: If the likelihood only gives its log-density.
@@ -255,10 +256,10 @@ class Prediction:
         return self._sampled_entropy[0] if closed is None else closed
 
     def mutual_information(self) -> Tensor:
-        """Mutual information of target and network in nats, ``[B, *]``, epistemic uncertainty: never negative.
+        """Mutual information of target and network in nats, ``[B, *]``: epistemic uncertainty, never negative.
 
-        Exact for Gaussians in closed form; otherwise estimated from the samples, and then at most ``log S``. Several
-        binary outputs count one by one.
+        Exact for Gaussians in closed form; otherwise estimated from the samples, and then at most ``log S``. The terms
+        of several binary outputs are added.
 
         Raises:
             UnsupportedError: If the likelihood only gives its log-density.
@@ -269,7 +270,7 @@ class Prediction:
         if total is None:
             return self._sampled_entropy[1].clamp_min(0.0)
         conditional = _closed_entropy(self.likelihood.distribution(self.functional_samples), self._n_lead + 1)
-        assert conditional is not None  # an average with a closed entropy has terms with one
+        assert conditional is not None  # a mixture with a closed entropy has components with one
         return (total - conditional.mean(0)).clamp_min(0.0)
 
     @property
@@ -280,7 +281,7 @@ class Prediction:
     def _sampled_entropy(self) -> tuple[Tensor, Tensor]:
         """Entropy and mutual information of the mixture over the samples, each ``[B, *]``.
 
-        One target is drawn from each component (evenly spaced ones of very many), ``y_s ~ p(y|f_s)``: then
+        One target ``y_s ~ p(y|f_s)`` is drawn from each component (of more than 128, from evenly spaced ones). Then
         ``-log p(y_s)`` has the entropy as its mean, and ``log p(y_s|f_s) - log p(y_s)`` the mutual information.
         """
         samples = self.functional_samples
@@ -303,7 +304,7 @@ def _sum_extra(values: Tensor, n_lead: int) -> Tensor:
 
 
 def _closed_entropy(distribution: Distribution, n_lead: int) -> Tensor | None:
-    """Entropy with the entries of one target added, or ``None`` where torch has no closed form."""
+    """Entropy, summed over the entries of a target, or ``None`` where torch has no closed form."""
     try:
         entropy = distribution.entropy()
     except NotImplementedError:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels import averaged_patches, convolution_factor
+from laplace_plus.kernels import convolution_factor
 from laplace_plus.kernels.lags import Axis, lags_of
 
 SETTINGS = list(
@@ -52,8 +52,6 @@ def test_equals_unfolded_patches(method: str | None) -> None:
             actual = convolution_factor(x, kernel, method=method, **options)
             assert (actual - exact).abs().max() <= 1e-10
             assert torch.equal(actual, actual.mT)
-            average = averaged_patches(x, kernel, **options)
-            assert (average - rows.mean(3).transpose(0, 1)).abs().max() <= 1e-13
             checked += 1
     assert checked > 200
 
@@ -71,10 +69,10 @@ def test_sums_are_of_float32_at_least(method: str, dtype: torch.dtype, tolerance
 @pytest.mark.parametrize("method", ["lags", "patches", None])
 def test_batches_add_up(method: str | None) -> None:
     x = images(6, 16, 18, 18)
-    whole = convolution_factor(x, 3, padding=1, bias=True, alpha=0.25, method=method)
+    whole = convolution_factor(x, 3, padding=1, bias=True, method=method)
     total = torch.zeros_like(whole)
     for part in x.split([1, 0, 5]):
-        returned = convolution_factor(part, 3, padding=1, bias=True, alpha=0.25, method=method, total=total)
+        returned = convolution_factor(part, 3, padding=1, bias=True, method=method, total=total)
         assert returned is total
     torch.testing.assert_close(total.tril(), whole.tril(), rtol=1e-12, atol=1e-10)
 
@@ -85,10 +83,6 @@ def test_one_and_three_axes_of_space() -> None:
     for method in ("lags", "patches"):
         actual = convolution_factor(line, 3, stride=2, padding=1, groups=2, method=method)
         torch.testing.assert_close(actual, exact)
-    rows = averaged_patches(line, 3, stride=2, padding=1, groups=2)
-    torch.testing.assert_close(
-        rows, averaged_patches(line.unsqueeze(2), (1, 3), stride=(1, 2), padding=(0, 1), groups=2)
-    )
 
     volume = images(2, 2, 5, 4, 6)
     weight = images(3, 2, 2, 3, 2)
@@ -97,8 +91,6 @@ def test_one_and_three_axes_of_space() -> None:
     # w A wᵀ is the sum of squares of the outputs
     squares = torch.einsum("noabc,npabc->op", output, output)
     torch.testing.assert_close(weight.flatten(1) @ factor @ weight.flatten(1).T, squares)
-    mean = averaged_patches(volume, (2, 3, 2), stride=(1, 1, 2), padding=(1, 1, 0))[0]
-    torch.testing.assert_close(mean @ weight.flatten(1).T, output.flatten(2).mean(2))
 
 
 def test_number_of_lags() -> None:
@@ -127,7 +119,6 @@ def test_nan_stays_visible() -> None:
 
 def test_empty_batch() -> None:
     assert not convolution_factor(torch.empty(0, 2, 5, 5), 3, bias=True).any()
-    assert averaged_patches(torch.empty(0, 2, 5, 5), 3, bias=True).shape == (1, 0, 19)
 
 
 @pytest.mark.parametrize(

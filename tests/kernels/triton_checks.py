@@ -45,43 +45,34 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 70])
 def test_update_symmetric(width: int, dtype: torch.dtype, tiling: Tiling) -> None:
     for n_rows in (1, 300):
-        rows = random(1, n_rows, 1, width, dtype=dtype)
+        rows = random(1, n_rows, width, dtype=dtype)
         total = torch.zeros(1, width, width, device=DEVICE)
-        exact = rows.double()[:, :, 0].mT @ rows.double()[:, :, 0]
+        exact = rows.double().mT @ rows.double()
         for times in (1, 2):  # accumulating twice gives twice as much
-            triton_update.update(total, rows, alpha=0.5, bias=False, positions="each", precision=EXACT, tiling=tiling)
-            close(total.tril(), 0.5 * times * exact.tril())
+            triton_update.update(total, rows, precision=EXACT, tiling=tiling)
+            close(total.tril(), times * exact.tril())
         assert not total.triu(tiling.side * (-(-width // tiling.side))).any()  # no tile above the diagonal is touched
 
 
-@pytest.mark.parametrize("positions", ["each", "mean", "sum"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("strided", [False, True])
-def test_update_positions(positions: str, bias: bool, strided: bool) -> None:
-    rows = random(2, 21, 33, 3).transpose(2, 3) if strided else random(2, 21, 3, 33)
-    flat = rows.double()
-    flat = flat.flatten(1, 2) if positions == "each" else getattr(flat, positions)(2)
-    if bias:
-        flat = torch.cat([flat, torch.ones_like(flat[..., :1])], -1)
+def test_update_of_groups_and_strided_rows() -> None:
+    rows = random(2, 33, 63).mT
     for tiling in SMALL:
-        total = torch.zeros(2, 33 + bias, 33 + bias, device=DEVICE)
-        triton_update.update(total, rows, alpha=2.0, bias=bias, positions=positions, precision=EXACT, tiling=tiling)
-        close(total.tril(), 2.0 * (flat.mT @ flat).tril())
+        total = torch.zeros(2, 33, 33, device=DEVICE)
+        triton_update.update(total, rows, precision=EXACT, tiling=tiling)
+        close(total.tril(), (rows.double().mT @ rows.double()).tril())
 
 
 def test_update_without_rows() -> None:
     total = torch.ones(1, 33, 33, device=DEVICE)
-    triton_update.update(
-        total, random(1, 0, 1, 33), alpha=1.0, bias=False, positions="each", precision=EXACT, tiling=SMALL[0]
-    )
+    triton_update.update(total, random(1, 0, 33), precision=EXACT, tiling=SMALL[0])
     assert (total == 1).all()
 
 
 def test_update_nan() -> None:
-    rows = random(1, 300, 1, 40)
-    rows[0, 17, 0, 3] = float("nan")
+    rows = random(1, 300, 40)
+    rows[0, 17, 3] = float("nan")
     total = torch.zeros(1, 40, 40, device=DEVICE)
-    triton_update.update(total, rows, alpha=1.0, bias=False, positions="each", precision="tf32", tiling=SMALL[0])
+    triton_update.update(total, rows, precision="tf32", tiling=SMALL[0])
     spoilt = torch.isnan(total[0]).tril()
     assert spoilt[3, :4].all()
     assert spoilt[3:, 3].all()
@@ -92,8 +83,8 @@ def test_every_tile_is_met_once() -> None:
     """Columns of ones: each entry of the triangle is counted once, however the rows are split."""
     for n_rows in (1, 1000):
         total = torch.zeros(3, 70, 70, device=DEVICE)
-        rows = torch.ones(3, n_rows, 1, 70, device=DEVICE)
-        triton_update.update(total, rows, alpha=1.0, bias=False, positions="each", precision="ieee", tiling=SMALL[0])
+        rows = torch.ones(3, n_rows, 70, device=DEVICE)
+        triton_update.update(total, rows, precision="ieee", tiling=SMALL[0])
         assert torch.equal(total.tril(), torch.full_like(total, n_rows).tril())
 
 
@@ -101,19 +92,16 @@ def test_symmetric_update_dispatches_to_triton(monkeypatch: pytest.MonkeyPatch) 
     calls = []
     update = triton_update.update
     monkeypatch.setattr(triton_update, "update", lambda *a, **k: (calls.append(k["tiling"]), update(*a, **k))[1])
-    for width, bias in ((20, True), (70, True), (70, False)):  # fused and separate bias
-        rows = random(30, 4, width)
-        exact = rows.double().mean(1)
-        if bias:
-            exact = torch.cat([exact, torch.ones_like(exact[:, :1])], -1)
-        total = torch.zeros(width + bias, width + bias, device=DEVICE)
+    for width in (20, 70):
+        rows = random(30, width)
+        total = torch.zeros(width, width, device=DEVICE)
         with kernels.use("triton"):
-            kernels.symmetric_update(total, rows, bias=bias, positions="mean", precision="float32")
-        close(kernels.symmetrize_(total), exact.T @ exact)
-    assert len(calls) == 3
+            kernels.symmetric_update(total, rows)
+        close(kernels.symmetrize_(total), rows.double().T @ rows.double())
+    assert len(calls) == 2
     with kernels.use("reference"):
         kernels.symmetric_update(torch.zeros(70, 70, device=DEVICE), random(30, 70))
-    assert len(calls) == 3
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -165,7 +153,7 @@ def test_convolution(
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
         exact = kernels.convolution_factor(images.double(), kernel, method="patches", **options)
         with kernels.use("triton"):
-            actual = kernels.convolution_factor(images, kernel, precision="float32", **options)
+            actual = kernels.convolution_factor(images, kernel, **options)
         close(actual, exact)
 
 

@@ -73,20 +73,15 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 def test_symmetric_update(record: Any, dtype: torch.dtype, size: int) -> None:
     recorders = record(symmetric_update, "symmetric_product", "add_partial")
     for tiling in symmetric_update.tilings(dtype, size):
-        for rows, positions, bias in (
-            (torch.empty(1, 512 * tiling.step, 1, size, dtype=dtype), "each", False),
-            (torch.empty(2, 3, 5, size - 1, dtype=dtype), "mean", True),
-        ):
-            total = torch.empty(rows.shape[0], size, size)
-            symmetric_update.update(
-                total, rows, alpha=1.0, bias=bias, positions=positions, precision="tf32", tiling=tiling
-            )
+        for shape in ((1, 512 * tiling.step, size), (2, 15, size)):
+            rows = torch.empty(*shape, dtype=dtype)
+            symmetric_update.update(torch.empty(shape[0], size, size), rows, precision="tf32", tiling=tiling)
     assert all(recorder.binaries for recorder in recorders)
     if dtype == torch.float32:
+        tiling = symmetric_update.tilings(dtype, size)[-1]
         symmetric_update.update(
-            torch.empty(1, size, size), torch.empty(1, 64, 3, size), alpha=1.0, bias=False, positions="each",
-            precision="tf32x3", tiling=symmetric_update.tilings(dtype, size)[-1],
-        )  # fmt: skip
+            torch.empty(1, size, size), torch.empty(1, 192, size), precision="tf32x3", tiling=tiling
+        )
 
 
 def test_gram_schmidt(record: Any) -> None:
@@ -103,12 +98,12 @@ def test_gram_schmidt(record: Any) -> None:
 def test_convolution(record: Any, dtype: torch.dtype) -> None:
     (recorder,) = record(convolution, "patch_product")
     record(symmetric_update, "add_partial")
-    for channels, bias in ((4, True), (64, False)):
-        size = channels * 9 + bias
+    for channels in (4, 64):
+        size = channels * 9
         for tiling in convolution.tilings(dtype, size):
             convolution.update(
                 torch.empty(1, size, size), torch.empty(2, channels, 28, 28, dtype=dtype), kernel=(3, 3), stride=(1, 1),
-                dilation=(1, 1), padding=(1, 1), output=(28, 28), bias=bias, alpha=1.0, precision="tf32", tiling=tiling,
+                dilation=(1, 1), padding=(1, 1), output=(28, 28), precision="tf32", tiling=tiling,
             )  # fmt: skip
     assert recorder.binaries
 

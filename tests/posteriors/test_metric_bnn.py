@@ -519,6 +519,6 @@ def test_bad_requests_are_named(problem, monkeypatch):
         posterior.fit_extent(data, tune_noise=True)
     with pytest.raises(ConfigurationError, match="no pairs"):
         lp.MetricBNN(net, "classification", n_steps=1, latent={"anchored": False}).fit(data)
-    monkeypatch.setattr(metric_bnn, "default_budget", lambda device: 100)
+    monkeypatch.setattr(metric_bnn, "budget", lambda device: 100)
     with pytest.raises(ConfigurationError, match="fit into memory"):
         posterior.fit(data)

@@ -394,7 +394,7 @@ def test_links_that_need_covariances_say_so(link):
 
 @pytest.mark.parametrize("n_samples", [0, -1, 2.5, True])
 def test_numbers_of_samples(n_samples):
-    with pytest.raises(ConfigurationError, match="number of samples"):
+    with pytest.raises(ConfigurationError, match="n_samples"):
         from_functional(Gaussian(), torch.zeros(1, 1), torch.ones(1, 1), n_samples=n_samples)
 
 
@@ -408,7 +408,7 @@ def test_shapes_that_do_not_fit():
     with pytest.raises(OutputError, match="C >= 1"):
         from_functional(Gaussian(), torch.zeros(3), torch.ones(3))
     for outputs in (torch.zeros(3, 2), torch.zeros(0, 3, 2)):
-        with pytest.raises(ConfigurationError, match="no samples of outputs"):
+        with pytest.raises(ConfigurationError, match="samples of network outputs"):
             from_samples(Gaussian(), outputs)
 
 

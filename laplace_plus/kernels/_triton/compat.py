@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels.selection import interpreting
+from laplace_plus.kernels.selection import INTERPRETED
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +51,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def needs_upcast(dtype: torch.dtype) -> bool:
     """Whether to multiply in float32 instead: Triton's interpreter multiplies bfloat16's bit patterns."""
-    return dtype == torch.bfloat16 and interpreting()
+    return dtype == torch.bfloat16 and INTERPRETED
 
 
 def power_of_two(size: int, least: int = 1, most: int = 1 << 30) -> int:

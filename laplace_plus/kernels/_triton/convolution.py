@@ -38,7 +38,6 @@ def gather(
     DILATION_X: tl.constexpr,
     PADDING_Y: tl.constexpr,
     PADDING_X: tl.constexpr,
-    BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Entries of patches, for broadcast patch entries and output positions; zero in the padding."""
@@ -54,8 +53,6 @@ def gather(
     values = tl.load(image + offset, mask=inside, other=0.0)
     if UPCAST:
         values = values.to(tl.float32)
-    if BIAS:
-        values = tl.where((entry == entries) & (position < last_position), 1.0, values).to(values.dtype)
     return values
 
 
@@ -64,7 +61,6 @@ def patch_product(
     image,
     target,
     workspace,
-    alpha,
     groups,
     tiles,
     positions,
@@ -91,7 +87,6 @@ def patch_product(
     DILATION_X: tl.constexpr,
     PADDING_Y: tl.constexpr,
     PADDING_X: tl.constexpr,
-    BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
     SIDE: tl.constexpr,
@@ -113,16 +108,16 @@ def patch_product(
         a = gather(
             image, left, position[None, :], last, height, width, out_height, out_width, entries,
             stride_example, stride_channel, stride_row, stride_column,
-            TAPS_Y, TAPS_X, STRIDE_Y, STRIDE_X, DILATION_Y, DILATION_X, PADDING_Y, PADDING_X, BIAS, UPCAST,
+            TAPS_Y, TAPS_X, STRIDE_Y, STRIDE_X, DILATION_Y, DILATION_X, PADDING_Y, PADDING_X, UPCAST,
         )  # fmt: skip
         b = gather(
             image, right, position[:, None], last, height, width, out_height, out_width, entries,
             stride_example, stride_channel, stride_row, stride_column,
-            TAPS_Y, TAPS_X, STRIDE_Y, STRIDE_X, DILATION_Y, DILATION_X, PADDING_Y, PADDING_X, BIAS, UPCAST,
+            TAPS_Y, TAPS_X, STRIDE_Y, STRIDE_X, DILATION_Y, DILATION_X, PADDING_Y, PADDING_X, UPCAST,
         )  # fmt: skip
         product = tl.dot(a, b, product, input_precision=PRECISION)
     store_tile(
-        product, target, workspace, alpha, i, j, tile, tiles, group, split, groups, size,
+        product, target, workspace, i, j, tile, tiles, group, split, groups, size,
         target_group, target_row, SPLITS, SIDE,
     )  # fmt: skip
 
@@ -145,12 +140,10 @@ def update(
     dilation: tuple[int, int],
     padding: tuple[int, int],
     output: tuple[int, int],
-    bias: bool,
-    alpha: float,
     precision: str,
     tiling: Tiling,
 ) -> None:
-    """``total += alpha · Σ patch patchᵀ`` in the lower triangle.
+    """``total += Σ patch patchᵀ`` in the lower triangle.
 
     Args:
         total: ``[G, d, d]`` of float32, with contiguous rows.
@@ -160,8 +153,6 @@ def update(
         dilation: Steps between taps.
         padding: Zeros before the first row and column; those behind the last follow from ``output``.
         output: Number of output positions along each axis.
-        bias: Whether the last row and column belong to the bias.
-        alpha: Factor of the sum.
         precision: Triton's name of the multiplication.
         tiling: The configuration; its ``transposed`` is not used.
     """
@@ -175,12 +166,12 @@ def update(
     splits, per_split = splits_of(positions, tiles * groups, tiling.step, total.device)
     workspace = total if splits == 1 else total.new_empty(splits, groups, tiles, tiling.side, tiling.side)
     patch_product[(tiles * groups, splits)](
-        image, total, workspace, alpha, groups, tiles, positions, entries, size, height, width, *output,
+        image, total, workspace, groups, tiles, positions, entries, size, height, width, *output,
         image.stride(1) * per_group, *image.stride(), total.stride(0), total.stride(1), per_split,
         SPLITS=splits, TAPS_Y=kernel[0], TAPS_X=kernel[1], STRIDE_Y=stride[0], STRIDE_X=stride[1],
         DILATION_Y=dilation[0], DILATION_X=dilation[1], PADDING_Y=padding[0], PADDING_X=padding[1],
-        BIAS=bias, UPCAST=needs_upcast(image.dtype), PRECISION=precision, SIDE=tiling.side, STEP=tiling.step,
+        UPCAST=needs_upcast(image.dtype), PRECISION=precision, SIDE=tiling.side, STEP=tiling.step,
         enable_fp_fusion=True, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     if splits > 1:
-        add_up(total, workspace, alpha, tiles, size, splits, tiling.side)
+        add_up(total, workspace, tiles, size, splits, tiling.side)

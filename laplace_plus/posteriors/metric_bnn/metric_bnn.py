@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus._memory import default_budget, in_words
+from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.distributed import Distributed
@@ -271,7 +271,7 @@ class MetricBNN(Posterior):
     def _require_memory(self) -> None:
         network, walk = self.network, self.walk
         needed = walk.n_particles * walk.n_stored * network.n_parameters * network.dtype.itemsize
-        room = 4 * default_budget(network.device)
+        room = 4 * budget(network.device)
         if needed > room:
             raise ConfigurationError(
                 "The trajectories do not fit into memory.",
