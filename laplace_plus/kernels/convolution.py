@@ -207,7 +207,7 @@ def _add_by_patches(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias:
     for chunk in inputs.split(examples):
         padded = F.pad(chunk.to(total.dtype) if total.device.type == "cpu" else chunk, pads)
         if space == 2:
-            kernel, dilation, stride = ([getattr(axis, name) for axis in axes] for name in _SETTINGS)
+            kernel, dilation, stride = (tuple(getattr(axis, name) for axis in axes) for name in _SETTINGS)
             columns = F.unfold(padded, kernel, dilation=dilation, stride=stride)  # [N, C·k, S]
             rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         else:

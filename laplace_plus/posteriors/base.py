@@ -22,13 +22,12 @@ from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
+from laplace_plus.predictive.deviations import functional_samples, samples_rather
 from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
     FunctionalPosterior,
     Outputs,
-    functional_samples,
     require_outputs,
-    samples_rather,
 )
 
 Method = Literal["linearized", "sampled"]
