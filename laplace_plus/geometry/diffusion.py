@@ -32,7 +32,7 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.integration import PathStatus
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.linalg.arguments import require_choice, require_count
-from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
+from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
 from laplace_plus.linalg.operators import Operator
 
 Kind = Literal["image", "kernel", "full"]

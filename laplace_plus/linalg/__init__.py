@@ -1,8 +1,7 @@
-"""Numerical linear algebra for matrices that are never formed, with derivatives; it knows nothing of networks.
+"""Matrix-free linear algebra with derivatives; independent of networks.
 
-An *operator* is any callable on row-stacked vectors ``[..., n] -> [..., m]``, or an :class:`Operator`. Everything that
-is computed from one can be differentiated in the vectors and in the tensors that the operator depends on, without a
-graph of any product being kept.
+An *operator* is any callable on row-stacked vectors ``[..., n] -> [..., m]``, or an :class:`Operator`. All results are
+differentiable in the vectors and in the tensors that the operator depends on; no graph of a product is stored.
 
 ======================================  ============================================================================
 to get …                                use
@@ -14,8 +13,8 @@ singular values                         :func:`svds`, :func:`bidiagonalize`; of 
 ``tr A``, ``diag A``                    :func:`trace`, :func:`diagonal`
 ``A⁻¹ b``                               :func:`cg` (positive definite), :func:`minres` (symmetric, shifted)
 ``argmin ‖Ax − b‖² + λ²‖x‖²``           :func:`lsmr`
-the part of v that A maps to zero       :func:`project_null_space`, :class:`NullSpaceProjector`
-a low-rank stand-in, a preconditioner   :func:`nystrom`
+projection of v onto the null space     :func:`project_null_space`, :class:`NullSpaceProjector`
+a low-rank approximation                :func:`nystrom`
 ======================================  ============================================================================
 
 Estimates come as an :class:`Estimate` with a standard error, solutions as a :class:`Solution` with a residual and a
@@ -28,17 +27,22 @@ from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_l
 from laplace_plus.linalg.callables import as_operator, from_scipy
 from laplace_plus.linalg.cg import CGSolution, cg
 from laplace_plus.linalg.diagonals import diagonal
-from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, SVDProjection
 from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos, tridiagonal
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
 from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
 from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
 from laplace_plus.linalg.minres import minres
+from laplace_plus.linalg.null_space import (
+    AlternatingProjection,
+    LSMRProjection,
+    NullSpaceProjector,
+    SVDProjection,
+    project_null_space,
+)
 from laplace_plus.linalg.nystrom import NystromApproximation, nystrom
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.partial_eigen import PartialEigen, PartialSVD, eigsh, svds
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.projections import NullSpaceProjector, project_null_space
 from laplace_plus.linalg.results import Estimate, Solution, Status
 from laplace_plus.linalg.slq import slq_logdet, slq_trace
 from laplace_plus.linalg.traces import trace
@@ -65,6 +69,7 @@ __all__ = [
     "Operator",
     "PartialEigen",
     "PartialSVD",
+    "SVDProjection",
     "Solution",
     "Status",
     "arnoldi",
@@ -88,5 +93,4 @@ __all__ = [
     "svds",
     "trace",
     "tridiagonal",
-    "SVDProjection",
 ]

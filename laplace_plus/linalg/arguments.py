@@ -1,4 +1,4 @@
-"""The arguments that many functions of the layer take: how they are checked."""
+"""Checks of the arguments that many functions share."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ R = TypeVar("R")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that runs outside of the caller's autocast, which would round its recurrences to half precision.
+    """Run a function with autocast disabled, which would round its recurrences to half precision.
 
-    Operators run outside of it as well; one that is to multiply in half precision says so itself.
+    Operators run with autocast disabled as well; one that should multiply in half precision enables it itself.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         with ExitStack() as stack:
-            for kind in kinds:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             return function(*args, **kwargs)
 
     return wrapped
 
 
 def require_choice(name: str, value: str, options: object) -> None:
-    """Check one of several names.
+    """Check that ``value`` is one of the strings of the literal type ``options``.
 
     Raises:
-        ConfigurationError: Another name than those of the literal type ``options``.
+        ConfigurationError: It is not.
     """
     names = get_args(options)
     if value not in names:
@@ -47,7 +47,7 @@ def require_choice(name: str, value: str, options: object) -> None:
 
 
 def require_count(name: str, value: int, least: int, fix: str | None = None) -> None:
-    """Check a number of things.
+    """Check an integer.
 
     Raises:
         ConfigurationError: Not an integer, or less than ``least``.
@@ -58,7 +58,7 @@ def require_count(name: str, value: int, least: int, fix: str | None = None) -> 
 
 
 def require_tolerance(**tolerances: float | None) -> None:
-    """Check tolerances, by their names.
+    """Check tolerances, given by name.
 
     Raises:
         ConfigurationError: One of them is negative, infinite or NaN.
@@ -70,19 +70,19 @@ def require_tolerance(**tolerances: float | None) -> None:
 
 
 def working_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of a recurrence: that of its vectors, but at least float32."""
+    """The type in which recurrences run: that of the vectors, but at least float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
-    """The start vectors of a Krylov space in the type that was asked for.
+    """The start vectors of a Krylov space, converted to ``dtype`` if it is given.
 
     Raises:
-        ConfigurationError: Something that is no stack of real floating-point vectors, or a depth below one.
+        ConfigurationError: Not a stack of real floating-point vectors, or a depth below one.
     """
     if not isinstance(v, Tensor) or v.ndim == 0 or not v.is_floating_point() or v.numel() == 0:
         raise ConfigurationError(
-            "These are no start vectors.",
+            "The start vectors have the wrong type or shape.",
             expected="a floating-point tensor [n], or a stack [..., n]",
             got=f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__,
         )

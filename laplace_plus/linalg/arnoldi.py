@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
+from laplace_plus.linalg.adjoints import hessenberg_pullback
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.krylov import ArnoldiProcess, Products, truncated_depth
+from laplace_plus.linalg.krylov import ArnoldiProcess, krylov_map, stacked, truncated_depth
 from laplace_plus.linalg.linear_maps import Matvec, attach
 
 
@@ -32,7 +32,7 @@ class ArnoldiDecomposition:
         residual: r, ``[..., n]``.
         scale: c = 1/‖v‖, ``[...]``.
         rank: ``[...]`` integers, the dimension of each Krylov space found; at most K.
-        matvecs: Number of operator-vector products.
+        matvecs: Number of operator–vector products.
         converged: Whether all Krylov spaces are invariant, so that H has eigenvalues of A only.
     """
 
@@ -57,26 +57,26 @@ def arnoldi(
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> ArnoldiDecomposition:
-    """Decompose an operator on the Krylov space of a vector: Arnoldi's process with full re-orthogonalisation.
+    """Decompose an operator on the Krylov space of a vector, by Arnoldi's process with full re-orthogonalisation.
 
     Costs ``depth`` products (of the whole stack), 4nK² floating-point operations, and memory for K vectors. The result
-    can be differentiated in ``v`` and in the tensors that the operator depends on; that costs K transposed products,
-    one vector–Jacobian product of K vectors, and memory for K more vectors, and keeps no graph of a product.
+    is differentiable in ``v`` and in the tensors that the operator depends on. The derivative costs K transposed
+    products, one vector–Jacobian product of K vectors, and memory for K more vectors; no graph of a product is stored.
 
     Args:
         matvec: A, a square operator on row-stacked vectors.
-        v: Start vector ``[n]``, or a stack ``[..., n]`` of them, which are multiplied together.
+        v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
         depth: K ≥ 1; at most n steps are taken.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        reproject: Whether the derivative enforces the constraints that hold in exact arithmetic; that costs two more
-            products with Q a step, and without it the derivative is lost for ill-conditioned Krylov spaces.
-        parameters: The tensors to differentiate in, where they are not to be found from the operator.
-        tolerance: A Krylov space has ended where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten roundings of the type by default.
-            0 goes on to the last direction of a nearly singular operator, whose derivatives would miss it.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is for products only.
+        reproject: Whether the derivative enforces the constraints of exact arithmetic. This costs two more products
+            with Q per step; without it the derivative is wrong for ill-conditioned Krylov spaces.
+        parameters: The tensors to differentiate in, where they cannot be found from the operator.
+        tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
+            default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
+        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
 
     Raises:
-        ConfigurationError: A start vector, depth or tolerance that makes no sense.
+        ConfigurationError: A bad start vector, depth or tolerance.
         OperatorError: A start vector of zero, or an operator of another shape or type.
         NonFiniteError: NaN or infinity in a start vector or a product.
 
@@ -88,11 +88,11 @@ def arnoldi(
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
     start = start_vectors(v, depth, dtype)
-    products = Products(matvec, start, rmatvec=rmatvec, parameters=parameters)
+    operator = krylov_map(matvec, start, rmatvec=rmatvec, parameters=parameters)
+    shape = start.shape[:-1]
     with torch.no_grad():
-        found = ArnoldiProcess(products, products.stacked(start), tolerance).extend(min(depth, start.shape[-1]))
+        found = ArnoldiProcess(operator, stacked(start), tolerance).extend(min(depth, operator.n))
         kept = truncated_depth("Arnoldi's process", found.scale, found.rank, found.hessenberg, found.residual)
-        shape = products.batch
         ragged = found.rank if bool((found.rank < kept).any()) else None
         outputs = (
             found.vectors[:, :kept].reshape(*shape, kept, -1),
@@ -102,55 +102,11 @@ def arnoldi(
         )
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        gradient, gradients = hessenberg_pullback(products, outputs, cotangents, rank=ragged, reproject=reproject)
+        gradient, gradients = hessenberg_pullback(operator, outputs, cotangents, rank=ragged, reproject=reproject)
         return gradient.reshape(start.shape).to(start.dtype), *gradients
 
-    matvecs = products.map.matvecs
-    vectors, hessenberg, residual, scale = attach(outputs, [start, *products.map.tensors], pullback)
+    matvecs = operator.matvecs
+    vectors, hessenberg, residual, scale = attach(outputs, [start, *operator.tensors], pullback)
     return ArnoldiDecomposition(
         vectors, hessenberg, residual, scale, found.rank.reshape(shape), matvecs, bool(found.invariant.all())
     )
-
-
-def hessenberg_pullback(
-    products: Products,
-    outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    *,
-    rank: Tensor | None,
-    reproject: bool = True,
-    symmetric: bool = False,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The derivative of a decomposition with one start vector each.
-
-    Args:
-        products: The operator.
-        outputs: Vectors ``[..., K, n]``, Hessenberg matrix ``[..., K, K]``, residual ``[..., n]`` and scale ``[...]``.
-        cotangents: One for each of these.
-        rank: ``[batch]``, where not all are of rank K.
-        reproject: See :func:`~laplace_plus.linalg.adjoints.krylov_pullback`.
-        symmetric: Whether H is tridiagonal.
-
-    Returns:
-        The gradient in the start vectors, ``[batch, n]``, and one for each of the operator's tensors.
-    """
-    vectors, hessenberg, residual, scale = outputs
-    vectors_, hessenberg_, residual_, scale_ = (or_zeros(c, o) for c, o in zip(cotangents, outputs, strict=True))
-    depth, n = vectors.shape[-2:]
-    extended = torch.nn.functional.pad(hessenberg.reshape(-1, depth, depth), (1, 0))
-    extended[:, 0, 0] = 1 / scale.reshape(-1)
-    extended_ = torch.nn.functional.pad(hessenberg_.reshape(-1, depth, depth).triu(-1), (1, 0))
-    extended_[:, 0, 0] = -(scale_ * scale * scale).reshape(-1)
-    gradient, gradients = krylov_pullback(
-        products,
-        vectors.reshape(-1, depth, n),
-        extended,
-        residual.reshape(-1, 1, n),
-        vectors_.reshape(-1, depth, n),
-        extended_,
-        residual_.reshape(-1, 1, n),
-        rank=rank,
-        reproject=reproject,
-        symmetric=symmetric,
-    )
-    return gradient[:, 0], gradients

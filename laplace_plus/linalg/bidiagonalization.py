@@ -2,8 +2,7 @@ r"""Golub and Kahan's bidiagonalisation of a rectangular operator, with its adjo
 
 G. Golub and W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM Journal on Numerical
 Analysis 1965. It is Lanczos' process for ``[[0, A], [Aᵀ, 0]]`` from ``(0, v)``, whose vectors are ``(0, v_1), (u_1, 0),
-(0, v_2), …``; the derivative is the adjoint of that process with the zeros left out, so that the condition number is
-never squared.
+(0, v_2), …``. The derivative is the adjoint of that process without its zeros; the condition number is not squared.
 """
 
 from __future__ import annotations
@@ -18,29 +17,38 @@ from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, vector_norm
 from laplace_plus.linalg.adjoints import or_zeros
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.krylov import Products, breakdown_limit, ended, product_length, truncated_depth
-from laplace_plus.linalg.linear_maps import Matvec, attach
+from laplace_plus.linalg.krylov import (
+    breakdown_limit,
+    combine,
+    coordinates,
+    invariant,
+    krylov_map,
+    orthogonalize,
+    product_length,
+    stacked,
+    truncated_depth,
+)
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.orthogonalization import combine, coordinates, orthogonalize
 
 
 @dataclass(frozen=True)
 class Bidiagonalization:
     """``A V = U B`` and ``Aᵀ U = V Bᵀ + r e_Kᵀ`` with orthonormal U and V, ``v_1 = c v`` and B upper bidiagonal.
 
-    Where this ends early for a start vector (``rank`` < K), its rows beyond its rank are zero, and so is what belongs
-    to them in B; the equations hold with ``e_rank``.
+    Where the process ends early for a start vector (``rank`` < K), its rows of U, V and B beyond its rank are zero, and
+    the equations hold with ``e_rank``.
 
     Attributes:
         left: U by rows, ``[..., K, m]``.
         right: V by rows, ``[..., K, n]``.
-        diagonal: Of B, ``[..., K]``, not negative.
-        off_diagonal: Of B, above the diagonal, ``[..., K − 1]``, not negative.
+        diagonal: Diagonal of B, ``[..., K]``, not negative.
+        off_diagonal: Superdiagonal of B, ``[..., K − 1]``, not negative.
         residual: r, ``[..., n]``.
         scale: c = 1/‖v‖, ``[...]``.
         rank: ``[...]`` integers, the number of pairs found; at most K, and zero for a start vector with A v = 0.
-        matvecs: Number of operator-vector products, transposed ones included.
-        converged: Whether all spaces are invariant, so that B has singular values of A only.
+        matvecs: Number of operator–vector products, transposed ones included.
+        converged: Whether all Krylov spaces are invariant, so that B has singular values of A only.
     """
 
     left: Tensor
@@ -73,23 +81,23 @@ def bidiagonalize(
     """Decompose an m × n operator from a start vector of length n, with full re-orthogonalisation of both sides.
 
     Costs ``depth`` products with A and as many with Aᵀ (of the whole stack), ``4(m + n)K²`` floating-point operations,
-    and memory for K vectors of each length. The result can be differentiated in ``v`` and in the tensors that the
-    operator depends on, which costs the same again, and keeps no graph of a product.
+    and memory for K vectors of each length. The result is differentiable in ``v`` and in the tensors that the operator
+    depends on, at the same cost again; no graph of a product is stored.
 
     Args:
         matvec: A, an operator on row-stacked vectors, ``[..., n] -> [..., m]``.
-        v: Start vector ``[n]``, or a stack ``[..., n]`` of them, which are multiplied together.
+        v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
         depth: K ≥ 1; at most min(m, n) steps are taken.
-        rmatvec: Aᵀ, ``[..., m] -> [..., n]``; found by differentiating through ``matvec`` if it is not given.
-        m: Length of the vectors that A gives; by default the operator's, or n for a plain callable.
-        parameters: The tensors to differentiate in, where they are not to be found from the operator.
-        tolerance: It has ended where a new vector before normalisation is at most ``tolerance`` times the largest
-            product with a unit vector so far; ten roundings of the type by default.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is for products only.
+        rmatvec: Aᵀ, ``[..., m] -> [..., n]``; by default torch differentiates through ``matvec``.
+        m: Length of the output vectors of A; by default the operator's, or n for a plain callable.
+        parameters: The tensors to differentiate in, where they cannot be found from the operator.
+        tolerance: The process ends where a new vector before normalisation is at most ``tolerance`` times the largest
+            product with a unit vector so far; ten times machine epsilon by default.
+        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
 
     Raises:
-        ConfigurationError: A start vector, depth or tolerance that makes no sense.
-        OperatorError: A start vector of zero, an operator of another shape or type, or a transpose that is none.
+        ConfigurationError: A bad start vector, depth or tolerance.
+        OperatorError: A start vector of zero, an operator of another shape or type, or a wrong transpose.
         NonFiniteError: NaN or infinity in a start vector or a product.
 
     Example:
@@ -103,14 +111,13 @@ def bidiagonalize(
     start = start_vectors(v, depth, dtype)
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else start.shape[-1]
-    products = Products(matvec, start, m=m, rmatvec=rmatvec, parameters=parameters)
-    steps = min(depth, m, start.shape[-1])
+    operator = krylov_map(matvec, start, m=m, rmatvec=rmatvec, parameters=parameters)
+    shape = start.shape[:-1]
     with torch.no_grad():
-        found = _golub_kahan(products, products.stacked(start), steps, m, tolerance)
-        left, right, alpha, beta, residual, scale, rank, invariant, adjointness = found
+        found = _golub_kahan(operator, stacked(start), min(depth, m, operator.n), tolerance)
+        left, right, alpha, beta, residual, scale, rank, ended, adjointness = found
         kept = max(truncated_depth("Bidiagonalisation", scale, rank, alpha, beta, residual), 1)
-        _require_transpose(adjointness, products.outer)
-        shape = products.batch
+        _require_transpose(adjointness, start.dtype)
         ragged = rank if bool((rank < kept).any()) else None
         outputs = (
             left[:, :kept].reshape(*shape, kept, -1),
@@ -122,56 +129,54 @@ def bidiagonalize(
         )
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        gradient, gradients = _pullback(products, products.stacked(start), outputs, cotangents, ragged)
+        gradient, gradients = _pullback(operator, stacked(start), outputs, cotangents, ragged)
         return gradient.reshape(start.shape).to(start.dtype), *gradients
 
-    matvecs = products.map.matvecs
-    left, right, alpha, beta, residual, scale = attach(outputs, [start, *products.map.tensors], pullback)
-    return Bidiagonalization(
-        left, right, alpha, beta, residual, scale, rank.reshape(shape), matvecs, bool(invariant.all())
-    )
+    matvecs = operator.matvecs
+    left, right, alpha, beta, residual, scale = attach(outputs, [start, *operator.tensors], pullback)
+    return Bidiagonalization(left, right, alpha, beta, residual, scale, rank.reshape(shape), matvecs, bool(ended.all()))
 
 
-def _golub_kahan(products: Products, start: Tensor, depth: int, m: int, tolerance: float | None) -> tuple[Tensor, ...]:
-    batch, n = start.shape
+def _golub_kahan(operator: LinearMap, start: Tensor, depth: int, tolerance: float | None) -> tuple[Tensor, ...]:
+    (batch, n), m = start.shape, operator.m
     limit = breakdown_limit(tolerance, start.dtype)
     norm = vector_norm(start)
     scale = norm.reciprocal()
     left, right = start.new_zeros(batch, depth, m), start.new_zeros(batch, depth, n)
     alpha, beta = start.new_zeros(batch, depth), start.new_zeros(batch, depth)
     residual, largest, adjointness = torch.zeros_like(start), torch.zeros_like(norm), torch.zeros_like(norm)
-    going = torch.ones_like(norm, dtype=torch.bool)
+    active = torch.ones_like(norm, dtype=torch.bool)
     rank = torch.zeros_like(norm, dtype=torch.int64)
     vector = start * scale[:, None]
     for k in range(depth):
-        product = products(vector)
-        largest = torch.maximum(largest, product_length(product, k))
+        product = operator(vector)
+        largest = torch.maximum(largest, product_length(product))
         rest, _ = orthogonalize(left[:, :k], product) if k else (product, product)
         size = vector_norm(rest)
-        # a right vector without a left one, A v = β u, is dropped again, and stays as the residual
-        going = going & ~ended(size, limit * largest)
-        right[:, k] = torch.where(going[:, None], vector, 0.0)
-        left[:, k] = torch.where(going[:, None], rest / size[:, None], 0.0)
-        alpha[:, k] = torch.where(going, size, 0.0)
-        rank += going
-        product = products.transposed(left[:, k].contiguous())
+        # where A v lies in the span of the left vectors, the right vector v is dropped and stays in the residual
+        active = active & ~invariant(size, limit * largest)
+        right[:, k] = torch.where(active[:, None], vector, 0.0)
+        left[:, k] = torch.where(active[:, None], rest / size[:, None], 0.0)
+        alpha[:, k] = torch.where(active, size, 0.0)
+        rank += active
+        product = operator.transposed(left[:, k].contiguous())
         largest = torch.maximum(largest, vector_norm(product))
         rest, along = orthogonalize(right[:, : k + 1], product)
-        # vᵀ(Aᵀu) = uᵀ(Av) = α: the free check of a transpose that the caller gave
+        # vᵀ(Aᵀu) = uᵀ(Av) = α checks the caller's transpose without a product
         adjointness = torch.maximum(adjointness, (along[:, k] - alpha[:, k]).abs() / largest)
-        residual = torch.where(going[:, None], rest, residual)
+        residual = torch.where(active[:, None], rest, residual)
         size = vector_norm(rest)
-        going = going & ~ended(size, limit * largest)
-        beta[:, k] = torch.where(going, size, 0.0)
-        vector = torch.where(going[:, None], rest / size[:, None], 0.0)
-    return left, right, alpha, beta, residual, scale, rank, ~going | (rank == n), adjointness
+        active = active & ~invariant(size, limit * largest)
+        beta[:, k] = torch.where(active, size, 0.0)
+        vector = torch.where(active[:, None], rest / size[:, None], 0.0)
+    return left, right, alpha, beta, residual, scale, rank, ~active | (rank == n), adjointness
 
 
 def _require_transpose(adjointness: Tensor, dtype: torch.dtype) -> None:
     limit = torch.finfo(dtype).eps ** 0.5
     if bool((adjointness > limit).any()):
         raise OperatorError(
-            "The transpose does not belong to the operator.",
+            "rmatvec is not the transpose of the operator.",
             expected=f"uᵀ(A v) = (Aᵀu)ᵀv to a relative {limit:.0e}",
             got=f"a relative difference of {float(adjointness.max()):.1e}",
             fix="Check rmatvec, or leave it out where torch can differentiate through matvec.",
@@ -179,13 +184,13 @@ def _require_transpose(adjointness: Tensor, dtype: torch.dtype) -> None:
 
 
 def _pullback(
-    products: Products,
+    operator: LinearMap,
     start: Tensor,
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     rank: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The adjoint of Lanczos' process for the augmented operator, whose multipliers alternate between both sides."""
+    """The adjoint of Lanczos' process for the augmented operator; its multipliers alternate between both sides."""
     (depth, m), n = outputs[0].shape[-2:], outputs[1].shape[-1]
     given = [or_zeros(c, o) for c, o in zip(cotangents, outputs, strict=True)]
     left, right, left_, right_ = (
@@ -194,7 +199,7 @@ def _pullback(
     residual, residual_ = outputs[4].reshape(-1, n), given[4].reshape(-1, n)
     scale, scale_ = outputs[5].reshape(-1), given[5].reshape(-1)
     small = _bidiagonal(outputs[2], outputs[3]).reshape(-1, depth, depth)
-    # half for each of B and Bᵀ in the augmented matrix
+    # B and Bᵀ in the augmented matrix have half of the cotangent each
     small_ = _bidiagonal(given[2], given[3]).reshape(-1, depth, depth) / 2
     if rank is None:
         rank = torch.full(scale.shape, depth, dtype=torch.int64, device=scale.device)
@@ -215,25 +220,25 @@ def _pullback(
         here = (rank > k)[:, None]
         multiplier = torch.where((rank == k + 1)[:, None], end, torch.where(here, multiplier, 0.0))
         psi[:, k] = multiplier = _reprojected(multiplier, right, small_[:, k], min(k + 2, depth))
-        product = products(multiplier)
+        product = operator(multiplier)
         both = _gamma_row(left_gamma, left_pi, left, product, k)
         rest = left_[:, k] + combine(both, left) + product
         if k + 1 < depth:
             rest = rest - small[:, k, k + 1, None] * following
         rest = torch.where(here, rest / small[:, k, k, None], 0.0)
         phi[:, k] = following = _reprojected(rest, left, small_[:, :, k], k + 1)
-        product = products.transposed(following)
+        product = operator.transposed(following)
         both = _gamma_row(right_gamma, right_pi, right, product, k)
         rest = right_[:, k] + combine(both, right) + product - small[:, k, k, None] * multiplier
         rest = rest + eta[:, k, None] * residual
         multiplier = rest / small[:, k - 1, k, None] if k else rest * scale[:, None]
-    # without any pair, c = 1/‖v‖ alone depends on v
+    # at rank zero only c = 1/‖v‖ depends on v
     gradient = torch.where((rank > 0)[:, None], multiplier, -(scale_ * scale**3)[:, None] * start)
-    return gradient, products.parameter_pullback(torch.cat([right, psi], 1), torch.cat([phi, left], 1))
+    return gradient, operator.parameter_pullback(torch.cat([right, psi], 1), torch.cat([phi, left], 1))
 
 
 def _reprojected(multiplier: Tensor, basis: Tensor, target: Tensor, size: int) -> Tensor:
-    """Enforce ``q_iᵀ λ = target_i`` for the first ``size`` vectors, as in exact arithmetic."""
+    """Enforce ``q_iᵀ λ = target_i`` for the first ``size`` vectors, which holds in exact arithmetic."""
     basis = basis[:, :size]
     return multiplier + combine(target[:, :size] - coordinates(basis, multiplier), basis)
 

@@ -1,8 +1,9 @@
 """Block Lanczos' decomposition of a symmetric operator, with its adjoint derivative.
 
 G. Golub and R. Underwood, "The block Lanczos method for computing eigenvalues", Mathematical Software III, 1977.
-Several start vectors share one Krylov space, which sees eigenvalues of a multiplicity up to their number, and the work
-is matrix products. The derivative is the adjoint of a band decomposition, see :mod:`~laplace_plus.linalg.adjoints`.
+Several start vectors share one Krylov space. It finds eigenvalues of a multiplicity up to their number, and the work
+consists of matrix operator. The derivative is the adjoint of a band decomposition, see
+:mod:`~laplace_plus.linalg.adjoints`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
-from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.krylov import Products, breakdown_limit, require_symmetric
-from laplace_plus.linalg.linear_maps import Matvec, attach, require_finite
-from laplace_plus.linalg.orthogonalization import orthogonalize
-from laplace_plus.linalg.sketches import require_squares
+from laplace_plus.linalg.krylov import (
+    breakdown_limit,
+    krylov_map,
+    orthogonalize,
+    product_length,
+    require_symmetric,
+    stacked,
+)
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_finite
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,11 @@ class BlockLanczosDecomposition:
 
     Attributes:
         vectors: Q by rows, ``[k, n]``; k is the sum of ``block_sizes``.
-        matrix: T, ``[k, k]``, a band matrix as long as no block has shrunk.
+        matrix: T, ``[k, k]``; a band matrix unless a block has shrunk.
         residual: R by rows, ``[size of the last block, n]``.
-        start: S, ``[size of the first block, p]``, upper triangular if that is p × p.
+        start: S, ``[size of the first block, p]``, upper triangular if it is p × p.
         block_sizes: Number of vectors in each block. A block shrinks where its vectors become linearly dependent.
-        matvecs: Number of operator-vector products.
+        matvecs: Number of operator–vector operator.
         converged: Whether the space is invariant, so that T has eigenvalues of A only.
     """
 
@@ -60,24 +65,24 @@ def block_lanczos(
     """Decompose a symmetric operator on the block Krylov space of several vectors, with full re-orthogonalisation.
 
     Costs ``depth`` stacked products of p vectors, 4n(pK)² floating-point operations and memory for pK vectors; the size
-    of each block is read from the device. As long as no block has shrunk, all of the result can be differentiated in
-    ``v`` and in the tensors that the operator depends on (at the cost of the same again, without any stored graph of a
-    product). Once a block has shrunk, only T has a derivative, in the operator alone, and with the vectors held fixed:
-    that of functions ``tr Sᵀ f(T)₁₁ S`` is then right up to the size of the residual.
+    of each block is read from the device. Unless a block has shrunk, the whole result is differentiable in ``v`` and in
+    the tensors that the operator depends on, at the same cost again; no graph of a product is stored. Once a block has
+    shrunk, only T has a derivative, in the operator alone and with the vectors held fixed. The derivative of functions
+    ``tr Sᵀ f(T)₁₁ S`` is then correct up to the size of the residual.
 
     Args:
         matvec: A, a symmetric operator on row-stacked vectors.
-        v: X, start vectors ``[p, n]``; they need not be orthogonal, nor linearly independent.
-        depth: Number K ≥ 1 of blocks; fewer if the space ends before.
-        parameters: The tensors to differentiate in, where they are not to be found from the operator.
+        v: X, start vectors ``[p, n]``; they need not be orthogonal or linearly independent.
+        depth: Number K ≥ 1 of blocks; fewer if the space becomes invariant before.
+        parameters: The tensors to differentiate in, where they cannot be found from the operator.
         tolerance: A direction is dropped where its singular value is at most ``tolerance`` times the largest ‖A q‖ (for
-            start vectors: the largest of their singular values); ten roundings of the type by default.
-        check_symmetry: Whether to check, for free, that A is symmetric.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is for products only.
+            start vectors: the largest of their singular values); ten times machine epsilon by default.
+        check_symmetry: Whether to check that A is symmetric; this takes no product.
+        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
 
     Raises:
-        ConfigurationError: Start vectors, a depth or a tolerance that make no sense.
-        OperatorError: No start vector but zero, or an operator of another shape or type, or one that is not symmetric.
+        ConfigurationError: Bad start vectors, depth or tolerance.
+        OperatorError: All start vectors are zero, or an operator of another shape or type or one that is not symmetric.
         NonFiniteError: NaN or infinity in a start vector or a product.
         UnsupportedError: In the backward pass: a derivative that does not exist because a block has shrunk.
 
@@ -92,32 +97,29 @@ def block_lanczos(
     start = start_vectors(v, depth, dtype)
     if start.ndim != 2:
         raise ConfigurationError(
-            "These are no start vectors of a block method.", expected="a matrix [p, n]", got=str(tuple(start.shape))
+            "A block method needs a matrix of start vectors.", expected="[p, n]", got=str(tuple(start.shape))
         )
-    products = Products(matvec, start, symmetric=True, parameters=parameters)
+    operator = krylov_map(matvec, start, symmetric=True, parameters=parameters)
     with torch.no_grad():
-        found, sizes, converged = _block_process(
-            products, products.stacked(start), depth, tolerance, check_symmetry=check_symmetry
-        )
-    p = start.shape[0]
-    regular = all(size == p for size in sizes)
+        found, sizes, converged = _block_process(operator, start, depth, tolerance, check_symmetry=check_symmetry)
+    regular = all(size == len(start) for size in sizes)
     differentiates_start = start.requires_grad
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
         if not regular:
-            return None, *_vectors_fixed(products, outputs, cotangents, differentiates_start)
-        gradient, gradients = _pullback(products, outputs, cotangents)
+            return None, *_vectors_fixed(operator, outputs, cotangents, differentiates_start)
+        gradient, gradients = _pullback(operator, outputs, cotangents)
         return gradient.to(start.dtype), *gradients
 
-    matvecs = products.map.matvecs
-    vectors, matrix, residual, factor = attach(found, [start, *products.map.tensors], pullback)
+    matvecs = operator.matvecs
+    vectors, matrix, residual, factor = attach(found, [start, *operator.tensors], pullback)
     return BlockLanczosDecomposition(vectors, matrix, residual, factor, sizes, matvecs, converged)
 
 
 def _block_process(
-    products: Products, start: Tensor, depth: int, tolerance: float | None, *, check_symmetry: bool
+    operator: LinearMap, start: Tensor, depth: int, tolerance: float | None, *, check_symmetry: bool
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
-    n = start.shape[-1]
+    n, outer, start = start.shape[-1], start.dtype, stacked(start)
     limit = breakdown_limit(tolerance, start.dtype)
     require_finite("Block Lanczos' process", start)
     basis = start.new_empty(min(depth * min(start.shape), n), n)
@@ -125,7 +127,7 @@ def _block_process(
     if not block.shape[0]:
         raise OperatorError("All start vectors are zero.", expected="a vector of positive norm", got="none")
     first, largest = factor, torch.zeros_like(start[0, 0])
-    projected = start.new_zeros(basis.shape[0], basis.shape[0])  # Q A Qᵀ as it is met: upper triangular blocks
+    projected = start.new_zeros(basis.shape[0], basis.shape[0])  # Q A Qᵀ: upper triangular blocks, and those below
     sizes: list[int] = []
     done, converged, residual = 0, False, block
     for _ in range(depth):
@@ -133,11 +135,9 @@ def _block_process(
         here, stop = slice(done, done + size), done + size
         basis[here] = block
         sizes.append(size)
-        product = products(block)
-        lengths = vector_norm(product)
+        product = operator(block)
+        lengths = product_length(product)
         require_finite("Block Lanczos' process", lengths)
-        if not sizes[1:]:
-            require_squares(product, lengths)
         largest = torch.maximum(largest, lengths.max())
         rest, coefficients = orthogonalize(basis[None, :stop], product[None])
         residual, projected[:stop, here] = rest[0], coefficients[0].T
@@ -150,7 +150,7 @@ def _block_process(
             projected[done : done + block.shape[0], here] = factor
     projected = projected[:done, :done]
     if check_symmetry:
-        require_symmetric(projected, products.outer)
+        require_symmetric(projected, outer)
     lower, ends = torch.zeros_like(projected), torch.tensor(sizes).cumsum(0).tolist()
     for size, end in zip(sizes, ends, strict=True):
         own = slice(end - size, end)
@@ -160,12 +160,12 @@ def _block_process(
 
 
 def _orthonormal(basis: Tensor, vectors: Tensor, limit: float, size: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Orthonormal rows Q outside of a basis, ``[r, n]``, and a factor F, ``[r, p]``, with ``vectors = Fᵀ Q``.
+    """Orthonormal rows Q orthogonal to a basis, ``[r, n]``, and a factor F, ``[r, p]``, with ``vectors = Fᵀ Q``.
 
-    Directions smaller than ``limit · size`` (by default: than the largest) are left out.
+    Singular values up to ``limit`` times ``size`` (by default: times the largest) are dropped.
     """
     q, r = _qr(vectors)
-    # small directions are made of differences, and orthogonal to the basis only after another pass
+    # small components come from cancellation, and are orthogonal to the basis only after another pass
     q, again = _qr(orthogonalize(basis[None], q[None], passes=1)[0][0])
     factor = again @ r
     u, singular, vh = torch.linalg.svd(factor.double(), full_matrices=False)
@@ -175,19 +175,19 @@ def _orthonormal(basis: Tensor, vectors: Tensor, limit: float, size: Tensor | No
     if rank == vectors.shape[0]:
         return q, factor
     kept = u[:, :rank].T.to(q.dtype) @ q
-    kept, rotation = _qr(orthogonalize(basis[None], kept[None], passes=1)[0][0])
-    return kept, rotation @ (singular[:rank, None] * vh[:rank]).to(q.dtype)
+    kept, change = _qr(orthogonalize(basis[None], kept[None], passes=1)[0][0])
+    return kept, change @ (singular[:rank, None] * vh[:rank]).to(q.dtype)
 
 
 def _qr(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """``vectors = Rᵀ Q`` with orthonormal rows Q and a diagonal of R that is not negative."""
+    """``vectors = Rᵀ Q`` with orthonormal rows Q and a non-negative diagonal of R."""
     q, r = torch.linalg.qr(vectors.T)
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(r.dtype)
     return (q * signs).T.contiguous(), signs[:, None] * r
 
 
 def _pullback(
-    products: Products, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    operator: LinearMap, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     vectors, matrix, residual, start = outputs
     vectors_, matrix_, residual_, start_ = (or_zeros(c, o) for c, o in zip(cotangents, outputs, strict=True))
@@ -197,7 +197,7 @@ def _pullback(
     extended = torch.cat([torch.cat([start, below]), matrix], dim=1)
     extended_ = torch.cat([torch.cat([start_.triu(), below]), band], dim=1)
     gradient, gradients = krylov_pullback(
-        products,
+        operator,
         vectors[None],
         extended.triu()[None],
         residual[None],
@@ -210,7 +210,7 @@ def _pullback(
 
 
 def _vectors_fixed(
-    products: Products, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], differentiates_start: bool
+    operator: LinearMap, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], differentiates_start: bool
 ) -> tuple[Tensor, ...]:
     vectors, matrix = outputs[:2]
     # S depends on the start vectors alone
@@ -222,4 +222,4 @@ def _vectors_fixed(
             fix="Start from linearly independent vectors and take fewer steps, or detach the others.",
         )
     matrix_ = or_zeros(cotangents[1], matrix)
-    return products.parameter_pullback(vectors, (matrix_ + matrix_.T) / 2 @ vectors)
+    return operator.parameter_pullback(vectors, (matrix_ + matrix_.T) / 2 @ vectors)

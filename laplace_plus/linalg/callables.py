@@ -1,4 +1,4 @@
-"""Functions, and the operators of scipy, made operators."""
+"""Operators from functions, and from SciPy's linear operators and matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,68 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.linalg.operators import Operator, Transposed
+from laplace_plus.linalg.operators import Operator
+
+
+def checked_product(
+    function: Callable[[Tensor], Tensor], vectors: Tensor, size: int | None, name: str = "operator"
+) -> Tensor:
+    """``A v`` from a caller's function, with the shape, type and device of the result checked.
+
+    Args:
+        function: Maps row-stacked vectors ``[..., n]`` to ``[..., size]``.
+        vectors: ``[..., n]``.
+        size: Length of the vectors of the result; None if it is not known.
+        name: What error messages call the function.
+
+    Raises:
+        OperatorError: The function failed, or its result has another shape, type or device.
+    """
+    # A function ``A @ v`` fails for a stack of vectors, unless it holds exactly n vectors of length n: then the result
+    # would be silently transposed. One more row of zeros makes it fail in this case as well.
+    guarded = not isinstance(function, Operator) and vectors.ndim == 2 and vectors.shape[0] == vectors.shape[1] > 1
+    given = torch.cat([vectors, torch.zeros_like(vectors[:1])]) if guarded else vectors
+    version = None if given.is_inference() else given._version
+    try:
+        product = function(given)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
+            raise
+        raise OperatorError(
+            f"The {name} failed: {error}",
+            expected=f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}",
+            got=type(error).__name__,
+            fix="Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ.",
+        ) from error
+    expected = (*given.shape[:-1], "m" if size is None else size)
+    fits = isinstance(product, Tensor) and product.ndim == given.ndim and product.shape[:-1] == given.shape[:-1]
+    if not fits or product.shape[-1] != (product.shape[-1] if size is None else size):
+        raise OperatorError(
+            f"The {name} returned another shape.",
+            expected=f"{expected} for vectors {tuple(given.shape)}",
+            got=str(tuple(product.shape)) if isinstance(product, Tensor) else type(product).__name__,
+            fix="An operator maps row-stacked vectors [..., n] to [..., m]; some methods need a square one.",
+        )
+    if product.dtype != given.dtype or product.device != given.device:
+        raise OperatorError(
+            f"The {name} returned another number type or device.",
+            expected=f"{given.dtype} on {given.device}",
+            got=f"{product.dtype} on {product.device}",
+            fix="Pass vectors of the operator's type and device, or dtype= (and device=) where the function has them.",
+        )
+    if version is not None and given._version != version:
+        raise overwrites(name, "the vectors that it was given")
+    return product[:-1] if guarded else product
+
+
+def overwrites(name: str, what: str) -> OperatorError:
+    """The error for a function that works in place."""
+    return OperatorError(
+        f"The {name} overwrites {what}.",
+        expected="a new tensor for each product",
+        got="a tensor that was written to in place",
+        fix="Leave out in-place operations such as v.mul_(…), and out=, in the operator.",
+    )
 
 
 class FunctionOperator(Operator):
@@ -33,34 +94,13 @@ class FunctionOperator(Operator):
         self.shape, self.dtype, self.device, self.symmetric = shape, dtype, device, symmetric
         self._parameters = parameters
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
-        return self._checked(self.function, vectors, self.shape[0])
+        return checked_product(self.function, vectors, self.shape[0])
 
     def _apply_transposed(self, vectors: Tensor) -> Tensor:
-        if self.rmatvec is not None:
-            return self._checked(self.rmatvec, vectors, self.shape[1])
-        # The pullback of a linear function is the same wherever it is taken.
-        with torch.enable_grad():
-            point = vectors.new_zeros(*vectors.shape[:-1], self.shape[1]).requires_grad_()
-            product = self._apply(point)
-        gradient = None
-        if product.requires_grad:
-            (gradient,) = torch.autograd.grad(
-                product, point, vectors, create_graph=torch.is_grad_enabled(), allow_unused=True
-            )
-        if gradient is None:
-            raise OperatorError(
-                "torch cannot differentiate through the operator.",
-                expected="a function made of torch operations, or its transpose as well",
-                got="a product that is cut off from the vector",
-                fix="Pass rmatvec=, or declare the operator symmetric if it is.",
-            )
-        return gradient
-
-    @override
-    def _transpose(self) -> Operator:
-        return Transposed(self, self._apply_transposed)
+        if self.rmatvec is None:
+            return super()._apply_transposed(vectors)
+        return checked_product(self.rmatvec, vectors, self.shape[1])
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,34 +108,6 @@ class FunctionOperator(Operator):
             with torch.enable_grad():
                 self._parameters = leaves(self(torch.zeros(1, self.shape[1], dtype=self.dtype, device=self.device)))
         return self._parameters
-
-    def _checked(self, function: Callable[[Tensor], Tensor], vectors: Tensor, size: int) -> Tensor:
-        # ``A @ v`` instead of ``v @ Aᵀ`` fails for a stack, except for a stack of n vectors of length n, where it would
-        # be silently wrong; one row of zeros more makes it fail there, too.
-        guarded = vectors.ndim == 2 and vectors.shape[0] == vectors.shape[1] > 1
-        given = torch.cat([vectors, torch.zeros_like(vectors[:1])]) if guarded else vectors
-        try:
-            product = function(given)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise OperatorError(
-                f"The operator failed: {error}",
-                expected=f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}",
-                got=type(error).__name__,
-                fix="Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ.",
-            ) from error
-        wanted = (*given.shape[:-1], size)
-        if not isinstance(product, Tensor):
-            raise OperatorError("The operator gave no tensor.", expected="a tensor", got=type(product).__name__)
-        if (tuple(product.shape), product.dtype, product.device) != (wanted, self.dtype, self.device):
-            raise OperatorError(
-                "The operator gave something else than it was declared to.",
-                expected=f"{wanted} of type {self.dtype} on {self.device} for vectors {tuple(given.shape)}",
-                got=f"{tuple(product.shape)} of type {product.dtype} on {product.device}",
-                fix="Map row-stacked vectors [..., n] to [..., m], and pass dtype= and device= of the operator.",
-            )
-        return product[:-1] if guarded else product
 
 
 def as_operator(
@@ -108,25 +120,24 @@ def as_operator(
     device: torch.device | str | None = None,
     parameters: Iterable[Tensor] | None = None,
 ) -> Operator:
-    """A linear function of row-stacked vectors, made an operator.
+    """An operator from a linear function of row-stacked vectors.
 
     Args:
-        function: ``v [..., n] -> A v [..., m]``; an operator of that shape is returned as it is.
-        shape: ``(m, n)``, or n for a square one.
+        function: ``v [..., n] -> A v [..., m]``; an operator of this shape is returned unchanged.
+        shape: ``(m, n)``, or n for a square operator.
         rmatvec: ``u [..., m] -> Aᵀ u [..., n]``; by default torch differentiates through ``function``.
-        symmetric: Whether A is its own transpose, which is taken on trust.
+        symmetric: Whether A is symmetric; not checked.
         dtype: Type of the numbers; torch's default type by default.
-        device: Where they live; torch's default device by default.
-        parameters: The tensors that A depends on; by default the leaves that the autograd graph of one product leads
-            to.
+        device: Device of the vectors; torch's default device by default.
+        parameters: The tensors that A depends on; by default the leaves of the autograd graph of one product.
 
     Raises:
-        OperatorError: A shape that is none, a symmetric operator that is not square, or an operator of another shape.
+        OperatorError: A bad shape, a symmetric operator that is not square, or an operator of another shape.
     """
     rows, columns = (shape, shape) if isinstance(shape, int) else shape
     if min(rows, columns) < 0 or (symmetric and rows != columns):
         raise OperatorError(
-            "There is no such operator.",
+            "The shape of the operator is out of range.",
             expected="sizes that are not negative" + (", and equal as it is symmetric" if symmetric else ""),
             got=f"{rows} × {columns}",
         )
@@ -146,7 +157,7 @@ def as_operator(
 
 
 def leaves(product: Tensor) -> tuple[Tensor, ...]:
-    """The leaf tensors that an autograd graph leads to, in the order of a depth-first walk."""
+    """The leaf tensors of an autograd graph, in depth-first order."""
     found: dict[int, Tensor] = {}
     stack, seen = [product.grad_fn], set()
     while stack:
@@ -164,16 +175,15 @@ def leaves(product: Tensor) -> tuple[Tensor, ...]:
 def from_scipy(
     matrix: Any, *, symmetric: bool = False, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Operator:
-    """A ``scipy.sparse.linalg.LinearOperator``, sparse matrix or array as an operator; the reverse of ``to_scipy``.
+    """A ``scipy.sparse.linalg.LinearOperator``, sparse matrix or array as an operator; the inverse of ``to_scipy``.
 
-    Products run in numpy, in main memory. They are differentiable in the vectors, where the transpose is known, and in
-    nothing else.
+    Products run in numpy, in main memory. They are differentiable in the vectors only, given the transpose.
 
     Args:
-        matrix: Anything that ``scipy.sparse.linalg.aslinearoperator`` takes, of real numbers.
-        symmetric: Whether it is its own transpose, which is taken on trust.
+        matrix: A real matrix that ``scipy.sparse.linalg.aslinearoperator`` accepts.
+        symmetric: Whether the matrix is symmetric; not checked.
         dtype: Type of the vectors; that of the matrix by default.
-        device: Where the vectors live; torch's default device by default.
+        device: Device of the vectors; torch's default device by default.
 
     Raises:
         OperatorError: A complex matrix, or a symmetric one that is not square.
@@ -184,20 +194,12 @@ def from_scipy(
         raise OperatorError("The matrix is complex.", expected="real numbers", got=str(number))
     if dtype is None:
         dtype = torch.from_numpy(np.zeros(0, number)).dtype if number.kind == "f" else torch.float64
-    rows, columns = (int(size) for size in known.shape)
-    if symmetric:
-        return as_operator(
-            lambda v: _Numpy.apply(v, known.matmat, known.matmat),
-            (rows, columns),
-            symmetric=True,
-            dtype=dtype,
-            device=device,
-            parameters=(),
-        )
+    adjoint = known.matmat if symmetric else known.rmatmat
     return as_operator(
-        lambda v: _Numpy.apply(v, known.matmat, known.rmatmat),
-        (rows, columns),
-        rmatvec=lambda u: _Numpy.apply(u, known.rmatmat, known.matmat),
+        lambda v: _Numpy.apply(v, known.matmat, adjoint),
+        (int(known.shape[0]), int(known.shape[1])),
+        rmatvec=lambda u: _Numpy.apply(u, adjoint, known.matmat),
+        symmetric=symmetric,
         dtype=dtype,
         device=device,
         parameters=(),
@@ -205,7 +207,7 @@ def from_scipy(
 
 
 class _Numpy(torch.autograd.Function):
-    """A product with row-stacked vectors in numpy, whose pullback is another one."""
+    """A product with row-stacked vectors in numpy, and its pullback."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, multiply: Any, multiply_transposed: Any) -> Tensor:

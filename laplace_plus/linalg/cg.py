@@ -8,45 +8,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
-    Options,
     Progress,
     RightHandSides,
-    Rows,
-    Scalars,
-    add_scaled,
-    as_tensor,
-    asymmetric_operator,
     asymmetry,
-    chosen,
-    constant,
     converted,
-    inner,
-    is_single,
-    iterations,
-    larger,
-    masked,
-    norm,
-    not_finite,
+    dot,
+    iteration_cap,
     parameter_gradients,
     ratio,
-    scaled,
+    require_symmetric,
+    tolerance,
     warn_unless_converged,
+    where_active,
     where_used,
 )
 
 
 @dataclass(frozen=True)
 class CGSolution(Solution):
-    """The solution of symmetric positive-definite systems, and the Lanczos coefficients that come with it.
+    """The solution of symmetric positive-definite systems, with Lanczos coefficients on request.
 
     Attributes:
         tridiagonal: Diagonal ``[..., K]`` and off-diagonal ``[..., K-1]`` of Lanczos' T for the start vector
-            ``b - A x0`` (with a preconditioner: T of ``P^(-1/2) A P^(-1/2)``), if asked for. K is the largest number of
-            iterations; beyond its own iterations a right-hand side has ones, which are decoupled from the rest.
+            ``b - A x0`` (with a preconditioner: T of ``P^(-1/2) A P^(-1/2)``), if requested. K is the largest number of
+            iterations; a right-hand side with fewer iterations is padded by decoupled ones on the diagonal.
     """
 
     tridiagonal: tuple[Tensor, Tensor] | None = None
@@ -70,15 +60,16 @@ def cg(
 ) -> CGSolution:
     """Solve ``A x = b`` for a symmetric positive-definite A by preconditioned conjugate gradients.
 
-    Several right-hand sides are iterated together, each with coefficients of its own, and rest once they converged.
-    The iteration ends when the recurrence's residual meets ``‖r‖ ≤ max(rtol ‖b‖, atol)``. One product more checks the
-    true residual, which is the one reported: where it exceeds twice that bound, the status is STAGNATED. That is the
-    rule rather than the exception where ``rtol`` is below the condition number times the precision of the type.
+    Several right-hand sides are iterated together, each with its own coefficients; those that converged are left
+    unchanged. The iteration ends when the residual of the recurrence meets ``‖r‖ ≤ max(rtol ‖b‖, atol)``. One more
+    product computes the true residual, which is returned. Where it exceeds twice the bound, the status is STAGNATED;
+    this is usual where ``rtol`` is below the condition number times machine epsilon.
 
     Costs one product, one preconditioner and about six passes over vectors per iteration, and eight vectors of memory
     per right-hand side. The gradient is that of ``A⁻¹ b``: with the cotangent x̄ it solves ``A w = x̄`` with the same
-    preconditioner and tolerances, and gives ``b̄ = w`` and ``Ā = -w xᵀ`` in the operator's tensors. Its error is the sum
-    of the two solves' errors. The preconditioner and ``x0`` get no gradient: the solution does not depend on them.
+    preconditioner and tolerances, and returns ``b̄ = w`` and ``Ā = -w xᵀ`` in the operator's tensors. Its error is the
+    sum of the errors of both solves. The preconditioner and ``x0`` get no gradient: the solution does not depend on
+    them.
 
     Args:
         matvec: The operator A on row-stacked vectors.
@@ -91,8 +82,8 @@ def cg(
         parameters: The tensors A depends on, where they are not its leaves.
         dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
             vectors run in float32.
-        check_symmetry: Whether to compare ``⟨p₀, A p₁⟩`` and ``⟨A p₀, p₁⟩`` for the first two directions, which costs
-            no product.
+        check_symmetry: Whether to compare ``⟨p₀, A p₁⟩`` and ``⟨A p₀, p₁⟩`` for the first two search directions; this
+            takes no product.
         return_tridiagonal: Whether to return Lanczos' tridiagonal matrix.
         progress: Whether to show a progress bar.
 
@@ -116,24 +107,28 @@ def cg(
     """
     b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
-    A = LinearMap(matvec, sides.length, symmetric=True, parameters=parameters)
-    options = Options.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
+    A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
+    limits = _Limits(
+        tolerance("rtol", rtol, sides.dtype),
+        tolerance("atol", atol, sides.dtype),
+        iteration_cap(max_iterations, sides.length),
+        check_symmetry,
+        progress,
+    )
     coefficients: list[tuple[Tensor, Tensor]] | None = [] if return_tridiagonal else None
     with torch.no_grad():
-        start = sides.start("x0", x0, sides.length)
-        x, residual, state = _iterate(A, preconditioner, sides, start, options, coefficients)
+        x, residual, state = _iterate(A, preconditioner, sides, sides.start(x0, sides.length), limits, coefficients)
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        if cotangent is None:
-            return (None,) * (1 + len(A.tensors))
-        cotangent = cotangent.contiguous()
+        assert cotangents[0] is not None
+        cotangent = cotangents[0].contiguous()
         backward = RightHandSides("x̄", cotangent)
-        rows, residual, state = _iterate(A, preconditioner, backward, None, options, None)
+        rows, residual, state = _iterate(A, preconditioner, backward, None, limits, None)
         warn_unless_converged("cg", state.statuses, backward.restore_norms(residual))
         (solution,), w = where_used(cotangent, outputs[0]), backward.restore(rows)
-        return w, *(-g for g in parameter_gradients(A, [(solution, w)]))
+        return w, *(-g for g in parameter_gradients(A, (solution, w)))
 
+    matvecs = A.matvecs
     (value,) = attach([sides.restore(x)], [b, *A.tensors], pullback)
     shape = sides.shape
     return CGSolution(
@@ -141,9 +136,20 @@ def cg(
         sides.restore_norms(residual),
         state.iterations.reshape(shape),
         state.statuses.reshape(shape),
-        A.matvecs,
+        matvecs,
         None if coefficients is None else _tridiagonal(coefficients, state.iterations, shape),
     )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Checked options of a solve."""
+
+    rtol: float
+    atol: float
+    cap: int
+    check_symmetry: bool
+    progress: bool
 
 
 def _iterate(
@@ -151,81 +157,70 @@ def _iterate(
     preconditioner: Callable[[Tensor], Tensor] | None,
     sides: RightHandSides,
     x: Tensor | None,
-    options: Options,
+    limits: _Limits,
     coefficients: list[tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor, Progress]:
     """Solutions ``[R, n]``, true residuals ``[R]`` and how each row ended."""
-    product = sides.on_rows(A)
-    precondition: Rows | None = None
+    precondition = None
     if preconditioner is not None:
-        precondition = sides.on_rows(preconditioner, "preconditioner")
-    b = sides.rows
-    size = norm(b)
-    target = larger(options.rtol * size, sides.absolute(options.atol))
+        precondition = sides.map(preconditioner, sides.length, parameters=(), name="preconditioner")
+    b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
+    size = vector_norm(b)
+    target = torch.maximum(limits.rtol * size, limits.atol / sides.scale)
     if x is None:
         x, r = torch.zeros_like(b), b.clone()
     else:
-        x = torch.where((as_tensor(size, b) == 0)[:, None], 0.0, x)
-        r = b - product(x)
-    state = Progress(b.shape[:1], b.device, single=is_single(b))
-    residual = norm(r)
-    state.finish(not_finite(residual), Status.NOT_FINITE)
+        x = torch.where((size == 0)[:, None], 0.0, x)
+        r = b - A(x)
+    state = Progress(size.shape, b.device)
+    residual = vector_norm(r)
+    state.finish(~residual.isfinite(), Status.NOT_FINITE)
     state.finish(residual <= target, Status.CONVERGED)
 
     z = r if precondition is None else precondition(r)
-    energy = inner(r, z)
-    state.finish(not_finite(energy), Status.NOT_FINITE)
+    energy = dot(r, z)
+    state.finish(~energy.isfinite(), Status.NOT_FINITE)
     state.finish(energy <= 0, Status.BREAKDOWN)
-    p = masked(z.clone(), state.active)
-    # pᵀ P p follows its own recurrence, which makes the Rayleigh quotients of P⁻¹A free.
-    zero = constant(0.0, energy)
-    length, largest = energy, zero
-    eps = torch.finfo(sides.working).eps
-    first: tuple[Tensor, Tensor] | None = None
-    asymmetric: Scalars = False
-    for k in iterations(options.cap, "cg", progress=options.progress):
-        image = product(p)
-        if options.check_symmetry and k <= 2:
-            if first is None:
-                first = (p.clone(), image.clone())  # an operator may give back what it got
-            else:
-                asymmetric = state.active & asymmetry(first, (p, image), sides.dtype)
-                state.stop(asymmetric)
-                first = None
-        curvature = inner(p, image)
-        state.finish(not_finite(curvature), Status.NOT_FINITE)
+    p, beta = torch.zeros_like(b), torch.zeros_like(energy)
+    # pᵀ P p has its own recurrence, which gives the Rayleigh quotients of P⁻¹A without another product.
+    length, largest = energy, torch.zeros_like(energy)
+    asymmetric = torch.zeros_like(state.active)
+    first = None
+    for k in state.loop(limits.cap, "cg", progress=limits.progress):
+        p = where_active(p.mul_(beta[:, None]).add_(z), state.active)
+        image = A(p)
+        if limits.check_symmetry and k == 1:
+            first = (p.clone(), image.clone())  # an operator may return its input
+        elif first is not None:
+            asymmetric, first = state.active & asymmetry(first, (p, image), sides.dtype), None
+            state.stop(asymmetric)
+        curvature = dot(p, image)
+        state.finish(~curvature.isfinite(), Status.NOT_FINITE)
         state.finish(curvature <= 0, Status.BREAKDOWN)
         state.finish(curvature <= eps * largest * length, Status.ILL_CONDITIONED)
-        largest = larger(largest, ratio(curvature, length))
-        alpha = chosen(state.active, ratio(energy, curvature), zero)
-        add_scaled(x, alpha, p)
-        add_scaled(r, -alpha, image)
-        state.count()
-        residual = norm(r)
-        state.finish(not_finite(residual), Status.NOT_FINITE)
+        largest = torch.maximum(largest, ratio(curvature, length))
+        alpha = torch.where(state.active, ratio(energy, curvature), 0.0)
+        x.addcmul_(alpha[:, None], p)
+        r.addcmul_(-alpha[:, None], image)
+        state.iterations += state.active
+        residual = vector_norm(r)
+        state.finish(~residual.isfinite(), Status.NOT_FINITE)
         state.finish(residual <= target, Status.CONVERGED)
-        if precondition is None:
-            z, following = r, residual * residual
-        else:
-            z = precondition(r)
-            following = inner(r, z)
-            state.finish(not_finite(following), Status.NOT_FINITE)
+        z = r if precondition is None else precondition(r)
+        following = residual * residual if precondition is None else dot(r, z)
+        state.finish(~following.isfinite(), Status.NOT_FINITE)
         state.finish(following <= 0, Status.BREAKDOWN)
-        beta = chosen(state.active, ratio(following, energy), zero)
+        beta = torch.where(state.active, ratio(following, energy), 0.0)
         energy, length = following, following + beta * beta * length
         if coefficients is not None:
-            coefficients.append((as_tensor(alpha, b), as_tensor(beta, b)))
-        if state.over(k):
-            break
-        p = masked(scaled(p, beta).add_(z), state.active)
-    if bool(asymmetric.any() if isinstance(asymmetric, Tensor) else asymmetric):
-        raise asymmetric_operator("cg", "lsmr")
+            coefficients.append((alpha, beta))
+    require_symmetric("cg", asymmetric)
 
     broken = state.statuses == int(Status.NOT_FINITE)
     x = torch.where(broken[:, None], 0.0, x)
-    measured = norm(b - product(x))
+    measured = vector_norm(b - A(x))
     state.revise(measured > 2 * target, Status.STAGNATED)
-    return torch.where(broken[:, None], torch.nan, x), torch.where(broken, torch.nan, as_tensor(measured, b)), state
+    return torch.where(broken[:, None], torch.nan, x), torch.where(broken, torch.nan, measured), state
 
 
 def _tridiagonal(
@@ -233,12 +228,11 @@ def _tridiagonal(
 ) -> tuple[Tensor, Tensor]:
     """``T_kk = 1/α_k + β_(k-1)/α_(k-1)`` and ``T_(k,k+1) = √β_k/α_k``."""
     depth = int(iterations.max()) if iterations.numel() else 0
-    alpha, beta = (torch.stack(parts[:depth], -1) if depth else None for parts in zip(*coefficients, strict=True))
-    if alpha is None or beta is None:
+    if not depth:
         empty = iterations.new_zeros(*shape, 0, dtype=torch.get_default_dtype())
         return empty, empty
-    inverse, carried = ratio(torch.ones_like(alpha), alpha), ratio(beta, alpha)
-    diagonal = torch.where(alpha == 0, 1.0, inverse)
-    diagonal[:, 1:] += carried[:, :-1]
+    alpha, beta = (torch.stack(terms[:depth], -1) for terms in zip(*coefficients, strict=True))
+    diagonal = torch.where(alpha == 0, 1.0, ratio(torch.ones_like(alpha), alpha))
+    diagonal[:, 1:] += ratio(beta, alpha)[:, :-1]
     off_diagonal = ratio(beta.sqrt(), alpha)[:, :-1]
     return diagonal.reshape(*shape, depth), off_diagonal.reshape(*shape, depth - 1)

@@ -1,38 +1,25 @@
-"""Stochastic estimates of the diagonal of a matrix that is only known by its products.
+"""Stochastic estimates of the diagonal of an operator.
 
 * Hutchinson: the mean of ``ω ∘ A ω`` over random ω with ``E[ω ωᵀ] = I`` (Bekas, Kokiopoulou and Saad, "An Estimator for
   the Diagonal of a Matrix", 2007).
-* XDiag: every probe serves for a sketch of the range, whose part of the diagonal is computed, and, left out of it, for
-  the remainder (Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in Stochastic Trace Estimation",
+* XDiag: every probe is used for a sketch of the range, where the diagonal is exact, and, left out of it, for the
+  correction (Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in Stochastic Trace Estimation",
   2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from laplace_plus.linalg.arguments import (
-    require_choice,
-    require_count,
-    require_tolerance,
-    without_autocast,
-    working_type,
-)
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type, require_finite
-from laplace_plus.linalg.probes import (
-    Probes,
-    dense,
-    draw_probes,
-    exact_is_due,
-    jackknife,
-    multiply,
-    parameter_gradients,
-    standard_error,
-)
+from laplace_plus.linalg.arguments import require_choice, without_autocast
+from laplace_plus.linalg.estimators import Estimator, Hutchinson, check_budget, run_estimator
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type, require_finite
+from laplace_plus.linalg.probes import Probes, jackknife, standard_error
 from laplace_plus.linalg.results import Estimate
 from laplace_plus.linalg.sketches import Sketch
 
@@ -61,12 +48,12 @@ def diagonal(
     """Estimate the diagonal of A.
 
     Both estimators are unbiased, entry by entry. With m products, Hutchinson's error in entry i is the norm of the
-    off-diagonal part of row i over √m; XDiag's is that of A less its best approximation of rank m/2, about. Where the
-    budget covers the dimension, ``matvecs ≥ n``, the diagonal is exact, from n products. XDiag keeps 2 ``matvecs``
-    vectors.
+    off-diagonal entries of row i over √m. XDiag's error is about that of A less its best approximation of rank m/2.
+    Where the budget covers the dimension, ``matvecs ≥ n``, the diagonal is exact, from n products. XDiag stores 2
+    ``matvecs`` vectors.
 
     The value is differentiable in the tensors that the operator depends on. Its gradient is the same estimator applied
-    to ``∂A/∂θ``, the probes and bases held fixed: unbiased, exact where the value is, and with ``"hutchinson"`` also
+    to ``∂A/∂θ`` with probes and bases held fixed: unbiased, exact where the value is, and with ``"hutchinson"`` also
     the gradient of the computed value.
 
     Args:
@@ -78,14 +65,14 @@ def diagonal(
         rmatvec: The transpose, where A is not symmetric and torch cannot differentiate through it.
         symmetric: Whether A is its own transpose, so that XDiag need not differentiate to multiply with it.
         distribution: Of the probes; signs have no variance on the diagonal part of A.
-        tolerance: Add batches of ``matvecs`` products until the norm of the standard errors is below this part of the
-            norm of the diagonal. None uses ``matvecs`` products and no more.
-        absolute_tolerance: With ``tolerance``, a norm of the standard errors that is good enough in any case.
+        tolerance: Add batches of ``matvecs`` products until the norm of the standard errors is below this
+            fraction of the norm of the diagonal. None uses ``matvecs`` products.
+        absolute_tolerance: With ``tolerance``, a norm of the standard errors that is small enough in any case.
         cap: Limit on the number of products with a tolerance; 20 ``matvecs`` by default.
-        generator: Where the randomness comes from; torch's global generator by default.
+        generator: Source of the randomness; torch's global generator by default.
         dtype: Type of the vectors; that of the operator's tensors by default.
         device: Device of the vectors; that of the operator's tensors by default.
-        parameters: The tensors A depends on, if they are not to be found from its autograd graph.
+        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
 
     Returns:
         ``value [n]`` and ``sem [n]``, of the vectors' type (float32 for half precision).
@@ -102,120 +89,67 @@ def diagonal(
         True
     """
     require_choice("diagonal method", method, DiagonalMethod)
-    require_count("n", n, 1)
-    fewest = 4 if method == "xdiag" else 2
-    require_count("matvecs", matvecs, min(fewest, n), f"{method} needs {fewest}, or n for the exact diagonal.")
-    require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
-    cap = 20 * matvecs if cap is None else cap
-    require_count("cap", cap, matvecs)
+    kind = _XDiag if method == "xdiag" else _Hutchinson
+    cap = check_budget(method, n, matvecs, kind.fewest, cap, tolerance, absolute_tolerance)
     dtype, device = number_type(matvec, dtype, device)
-    operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters)
-    if matvecs >= n:
-        return _exact(operator, dtype, device)
-    estimator = (_XDiag if method == "xdiag" else _Hutchinson)(operator, dtype)
-    count = matvecs // 2 if method == "xdiag" else matvecs
-    while True:
-        new = draw_probes(distribution, count, n, generator=generator, dtype=dtype, device=device)
-        estimator.add(new.to(working_type(dtype)))
-        value, sem = estimator.estimate()
-        require_finite("The diagonal estimator", value)
-        # One host synchronisation per batch, and only where there is something to decide.
-        met = tolerance is None or bool(sem.norm() <= torch.clamp(tolerance * value.norm(), min=absolute_tolerance))
-        if met or operator.matvecs + min(matvecs, n) > cap:
-            break
-        if exact_is_due(operator.matvecs, matvecs, n, cap):
-            return _exact(operator, dtype, device)
-
-    def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        if cotangents[0] is None:
-            return [None] * len(operator.tensors)
-        return parameter_gradients(operator, *estimator.frame(cotangents[0]), dtype)
-
-    probes_used = len(estimator.probes)
-    (value,) = attach([value], operator.tensors, pullback)
-    return Estimate(value, sem, operator.matvecs, met, probes=probes_used)
+    operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters, dtype=dtype)
+    estimator = kind(operator, distribution, generator, dtype, device)
+    return run_estimator(estimator, matvecs, cap, tolerance, absolute_tolerance, torch.diagonal)
 
 
-def _exact(operator: LinearMap, dtype: torch.dtype, device: torch.device) -> Estimate:
-    """The diagonal itself, from n products."""
-    identity, rows = dense(operator, dtype, device)
-    entries = rows.diagonal().to(working_type(dtype), copy=True)
-    require_finite("The diagonal", entries)
-
-    def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        if cotangents[0] is None:
-            return [None] * len(operator.tensors)
-        return parameter_gradients(operator, identity, torch.diag(cotangents[0]), dtype)
-
-    (value,) = attach([entries], operator.tensors, pullback)
-    return Estimate(value, torch.zeros_like(entries), operator.matvecs, True)
+class _Hutchinson(Hutchinson):
+    @override
+    def sample(self, probes: Tensor, products: Tensor) -> Tensor:
+        return probes * products
 
 
-class _Hutchinson:
-    def __init__(self, operator: LinearMap, dtype: torch.dtype):
-        self.operator, self.dtype = operator, dtype
-        self.probes = self.products = torch.empty(0)
+class _XDiag(Estimator):
+    fewest = 4
 
-    def add(self, probes: Tensor) -> None:
-        products = multiply(self.operator, probes, self.dtype)
-        first = not len(self.probes)
-        self.products = products if first else torch.cat([self.products, products])
-        self.probes = probes if first else torch.cat([self.probes, probes])
-
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        samples = self.probes * self.products
-        return samples.mean(0), standard_error(samples)
-
-    def frame(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return self.probes, weights * self.probes / len(self.probes)
-
-
-class _XDiag:
-    def __init__(self, operator: LinearMap, dtype: torch.dtype):
-        self.operator, self.dtype = operator, dtype
-        self.probes = self.products = torch.empty(0)
-
-    def add(self, probes: Tensor) -> None:
-        columns = multiply(self.operator, probes, self.dtype)
-        require_finite("The diagonal estimator", columns)
+    @override
+    def add(self, matvecs: int) -> None:
+        probes = self.draw(matvecs // 2)
+        columns = self.multiply(probes)
         if not len(self.probes):
-            self.probes, self.range = probes, Sketch(columns)
+            self.range = Sketch(columns)
             self.products = self._transposed(self.range.basis)
         else:
-            self.probes = torch.cat([self.probes, probes])
             self.products = torch.cat([self.products, self._transposed(self.range.extend(columns))])
+        self.probes = torch.cat([self.probes, probes])
 
     def _transposed(self, vectors: Tensor) -> Tensor:
         """``Aᵀ u``."""
-        products = self.operator.transposed(vectors.to(self.dtype)).to(vectors.dtype)
-        require_finite("The diagonal estimator", products)
+        products = self.operator.transposed(vectors)
+        require_finite("The estimator", products)
         return products
 
+    @override
     def estimate(self) -> tuple[Tensor, Tensor]:
-        basis, (rotation, columns, lost) = self.range.basis, self.range.leave_one_out()
-        to_range = rotation.mT.to(basis.dtype)
+        basis, (change, columns, lost) = self.range.basis, self.range.leave_one_out()
+        to_range = change.mT.to(basis.dtype)
         captured = (to_range @ basis * (to_range @ self.products)).sum(0)  # diag(Q Qᵀ A)
-        directions = (rotation @ lost).mT.to(basis.dtype)
-        parts, images = directions @ basis, directions @ self.products  # sᵢ and Aᵀ sᵢ as vectors of length n
+        components = (change @ lost).mT.to(basis.dtype)
+        parts, images = components @ basis, components @ self.products  # sᵢ and Aᵀ sᵢ as vectors of length n
         scaled = (lost * columns).sum(0)[:, None].to(basis.dtype) * self.probes
-        # Without probe i the range lacks one direction sᵢ: its part of the captured diagonal goes, and the remainder
-        # of the product with probe i is what lies in that direction.
+        # Without probe i the range lacks the direction sᵢ. Its share of the captured diagonal is subtracted, and the
+        # component of the product with probe i along sᵢ is added.
         samples = parts * (scaled - images)
         spread, m = standard_error(samples), len(self.probes)
-        if len(lost) == m > 2:  # with a smaller rank each sample is exact, or near it
+        if len(lost) == m > 2:  # with a smaller rank each sample is nearly exact
             spread = (spread * jackknife(_without_each(lost, parts, images, scaled, samples))).sqrt()
         return captured + samples.mean(0), spread
 
-    def frame(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+    @override
+    def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
         m = len(self.probes)
-        rotation, _, lost = self.range.leave_one_out()
-        basis = rotation.mT.to(self.range.basis.dtype) @ self.range.basis
+        change, _, lost = self.range.leave_one_out()
+        basis = change.mT.to(self.range.basis.dtype) @ self.range.basis
         average = torch.eye(len(lost), dtype=lost.dtype, device=lost.device) - lost @ lost.mT / m
-        weighted = weights * self.probes
+        weighted = cotangent * self.probes
         inside = (basis @ weighted.mT).double()
         inside = (inside - lost * (lost * inside).sum(0)).mT.to(basis.dtype)
         return (
-            torch.cat([weights * basis, self.probes]),
+            torch.cat([cotangent * basis, self.probes]),
             torch.cat([average.to(basis.dtype) @ basis, (weighted - inside @ basis) / m]),
         )
 
@@ -223,8 +157,8 @@ class _XDiag:
 def _without_each(lost: Tensor, parts: Tensor, images: Tensor, scaled: Tensor, samples: Tensor) -> Tensor:
     """XDiag's estimates without each of its probes, less the captured diagonal, ``[m, n]``.
 
-    Without the probes i and j the range lacks span(sᵢ, s_j), and the product with probe i keeps what lies in the
-    direction of that span that is orthogonal to s_j. In row j of each product is the sum over i.
+    Without the probes i and j the range lacks span(sᵢ, s_j). The product with probe i keeps its component along the
+    vector of that span that is orthogonal to s_j. Row j of each product is the sum over i.
     """
     m = len(parts)
     cosine = (lost.mT @ lost).fill_diagonal_(0.0)

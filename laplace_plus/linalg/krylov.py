@@ -1,4 +1,10 @@
-"""What the Krylov decompositions share: start vectors, products with them, and the Arnoldi process itself."""
+"""The Arnoldi process, and what the Krylov decompositions share: Gram–Schmidt, and checks of what was computed.
+
+Two passes of classical Gram–Schmidt leave a vector orthogonal to the basis to rounding (L. Giraud, J. Langou,
+M. Rozložník and J. van den Eshof, "Rounding error analysis of the classical Gram–Schmidt orthogonalization process",
+Numerische Mathematik 2005). Unlike in the modified process, each pass is two matrix–vector products. A basis is stored
+by rows, ``[..., k, n]``.
+"""
 
 from __future__ import annotations
 
@@ -8,114 +14,120 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace_plus import kernels
 from laplace_plus.errors import OperatorError
-from laplace_plus.kernels import three_term_update, vector_norm
+from laplace_plus.kernels import inner_products, three_term_update, vector_norm
 from laplace_plus.linalg.arguments import require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
-from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.orthogonalization import orthogonalize
 
 
-class Products:
-    """Products of an operator with stacks of vectors, in the form and type that its caller works in.
-
-    One start vector ``[n]`` is multiplied as ``[n]``, several as one stack. Half-precision start vectors are multiplied
-    in half precision; everything else is done in float32.
+def orthogonalize(basis: Tensor, vectors: Tensor, *, passes: int = 2) -> tuple[Tensor, Tensor]:
+    """The component of vectors orthogonal to an orthonormal basis, ``w − Qᵀ(Q w)``.
 
     Args:
-        matvec: The operator.
-        start: Start vectors, ``[..., n]``.
-        m: Length of the vectors that the operator gives; n by default.
-        rmatvec: The transpose.
-        symmetric: Whether the operator is its own transpose.
-        parameters: The tensors it depends on, where they are not to be found.
+        basis: Q, ``[batch, k, n]``, orthonormal rows (rows of zeros are ignored).
+        vectors: w, ``[batch, n]``, or ``[batch, p, n]`` for several vectors per basis.
+        passes: Number of passes. One is enough for vectors that are almost orthogonal to the basis.
+
+    Returns:
+        The component, of the shape of ``vectors``, and the coefficients Q w, ``[batch, k]`` or ``[batch, p, k]``,
+        summed over the passes.
     """
+    if vectors.ndim == 2:
+        return kernels.orthogonalize(basis, vectors, passes=passes)
+    coefficients = vectors.new_zeros(*vectors.shape[:2], basis.shape[1])
+    for _ in range(passes):
+        new = inner_products(vectors, basis)
+        vectors = vectors.baddbmm(new, basis, alpha=-1)
+        coefficients = coefficients + new
+    return vectors, coefficients
 
-    def __init__(
-        self,
-        matvec: Matvec,
-        start: Tensor,
-        *,
-        m: int | None = None,
-        rmatvec: Matvec | None = None,
-        symmetric: bool = False,
-        parameters: Iterable[Tensor] | None = None,
-    ):
-        self.map = LinearMap(matvec, start.shape[-1], m=m, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters)
-        self.has_transpose = symmetric or rmatvec is not None or isinstance(matvec, Operator)
-        self.single = start.ndim == 1
-        self.batch = start.shape[:-1]
-        self.outer, self.inner = start.dtype, working_type(start.dtype)
 
-    def stacked(self, vectors: Tensor) -> Tensor:
-        """``[..., n]`` as ``[batch, n]`` in the working type, without a graph."""
-        return vectors.detach().reshape(-1, vectors.shape[-1]).to(self.inner)
+def combine(coefficients: Tensor, basis: Tensor) -> Tensor:
+    """``Σ_k x_k q_k``: coefficients ``[batch, k]`` and a basis ``[batch, k, n]`` give ``[batch, n]``."""
+    if basis.shape[0] == 1:
+        return (coefficients[0] @ basis[0])[None]
+    return (coefficients[:, None] @ basis)[:, 0]
 
-    def __call__(self, vectors: Tensor) -> Tensor:
-        """``A v`` for ``[batch, n]``."""
-        return self._given_back(self.map(self._handed(vectors)))
 
-    def transposed(self, vectors: Tensor) -> Tensor:
-        """``Aᵀ u`` for ``[batch, m]``."""
-        return self._given_back(self.map.transposed(self._handed(vectors)))
+def coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
+    """Inner products with basis vectors: ``[batch, k, n]`` and ``[batch, n]`` give ``[batch, k]``."""
+    if basis.shape[0] == 1:
+        return inner_products(basis[0], vectors[0])[None]
+    return inner_products(vectors[:, None], basis)[:, 0]
 
-    def pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``Aᵀ u``, and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors."""
-        product, gradients = self.map.pullback(self._handed(vectors), self._handed(cotangents))
-        return self._given_back(product), gradients
 
-    def parameter_pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
-        """The derivative of ``Σ ⟨u, A v⟩`` over stacks ``[..., n]`` in the operator's tensors."""
-        vectors, cotangents = vectors.flatten(0, -2).to(self.outer), cotangents.flatten(0, -2).to(self.outer)
-        return self.map.parameter_pullback(vectors, cotangents)
+def krylov_map(
+    matvec: Matvec,
+    start: Tensor,
+    *,
+    m: int | None = None,
+    rmatvec: Matvec | None = None,
+    symmetric: bool = False,
+    parameters: Iterable[Tensor] | None = None,
+) -> LinearMap:
+    """The operator on stacks ``[batch, n]``; for one start vector ``[n]`` it gets single vectors."""
+    return LinearMap(
+        matvec,
+        start.shape[-1],
+        m=m,
+        rmatvec=rmatvec,
+        symmetric=symmetric,
+        parameters=parameters,
+        dtype=start.dtype,
+        single=start.ndim == 1,
+    )
 
-    def _handed(self, vectors: Tensor) -> Tensor:
-        return (vectors[0] if self.single else vectors).to(self.outer)
 
-    def _given_back(self, product: Tensor) -> Tensor:
-        return (product[None] if self.single else product).to(self.inner)
+def stacked(start: Tensor) -> Tensor:
+    """Start vectors ``[..., n]`` as ``[batch, n]`` in the working type, without a graph."""
+    return start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
 
 
 @dataclass(frozen=True)
 class Krylov:
-    """A Krylov process that has ended, for ``[batch, n]`` start vectors."""
+    """The result of a Krylov process for ``[batch, n]`` start vectors."""
 
-    vectors: Tensor  # [batch, K, n], zero beyond a vector's own rank
+    vectors: Tensor  # [batch, K, n], zero beyond the rank
     hessenberg: Tensor  # [batch, K, K]
     residual: Tensor  # [batch, n]
-    scale: Tensor  # [batch]
+    scale: Tensor  # [batch], 1/‖v‖
     rank: Tensor  # [batch]
-    invariant: Tensor  # [batch], whether the Krylov space ended there
+    invariant: Tensor  # [batch], whether the Krylov space is invariant
 
 
 class ArnoldiProcess:
-    """The Arnoldi process with full re-orthogonalisation; it can go on where it paused.
+    """The Arnoldi process with full re-orthogonalisation, which can be continued.
 
-    Gram–Schmidt runs twice. With a symmetric operator the three-term recurrence leaves nothing but rounding along the
-    other vectors, so that one run after it does as well, unless what is left is of the size of rounding itself. To see
-    that costs nothing on the CPU, where this halves the work; elsewhere nothing waits for the device.
+    Gram–Schmidt runs twice. For a symmetric operator one pass is enough after the three-term recurrence, unless the
+    new vector is of the size of rounding errors. That test reads a number from the device; it is made on the CPU only,
+    where it costs nothing and one pass saves half of the work.
 
     Args:
-        products: The operator.
+        operator: The operator.
         start: ``[batch, n]``.
-        tolerance: Where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖`` the Krylov space has ended; ten roundings by default. It
-            has also ended where ``‖w‖`` is ten roundings of its own ``‖A q_k‖``: what is left is no direction at all.
+        tolerance: The Krylov space is invariant where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖``; ten times machine epsilon by
+            default. It is also where ``‖w‖`` is below ten times machine epsilon times its own ``‖A q_k‖``.
+
+    Attributes:
+        reorthogonalizations: Number of steps with Gram–Schmidt against all previous vectors.
     """
 
-    def __init__(self, products: Products, start: Tensor, tolerance: float | None = None):
+    def __init__(self, operator: LinearMap, start: Tensor, tolerance: float | None = None):
         batch, self._n = start.shape
-        self._products = products
+        self._operator = operator
         self._limit, self._rounding = (breakdown_limit(t, start.dtype) for t in (tolerance, None))
         norm = vector_norm(start)
         self._scale = norm.reciprocal()
         self._basis, self._hessenberg = start.new_empty(batch, 0, self._n), start.new_zeros(batch, 0, 0)
         self._residual, self._largest = torch.zeros_like(start), torch.zeros_like(norm)
-        self._going = torch.ones_like(norm, dtype=torch.bool)
+        self._active = torch.ones_like(norm, dtype=torch.bool)
         self._rank = torch.zeros_like(norm, dtype=torch.int64)
         self._next, self._size = start * self._scale[:, None], torch.zeros_like(norm)
+        self.reorthogonalizations = 0
 
     def extend(self, depth: int) -> Krylov:
-        """The decomposition after as many steps in all; ``depth`` ≤ n, and not less than before."""
+        """The decomposition after ``depth`` steps in total, at most n and no fewer than before."""
         done = self._basis.shape[1]
         basis = self._basis.new_empty(len(self._basis), depth, self._n)
         hessenberg = self._hessenberg.new_zeros(len(basis), depth, depth)
@@ -125,25 +137,25 @@ class ArnoldiProcess:
             if k:
                 hessenberg[:, k, k - 1] = self._size
             basis[:, k] = self._next
-            product = self._products(self._next)
-            length = product_length(product, k)
+            product = self._operator(self._next)
+            length = product_length(product)
             self._largest = torch.maximum(self._largest, length)
             rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
             size = vector_norm(rest)
-            self._residual = kept_where(self._going, rest, self._residual)
-            self._rank = self._rank + self._going
-            # NaN goes on, and is reported at the end
+            self._residual = torch.where(self._active[:, None], rest, self._residual)
+            self._rank = self._rank + self._active
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
-            self._going = self._going & ~ended(size, small)
-            self._size = torch.where(self._going, size, 0.0)
+            self._active = self._active & ~invariant(size, small)
+            self._size = torch.where(self._active, size, 0.0)
             if k + 1 < self._n:
-                self._next = rest * torch.where(self._going, size.reciprocal(), 0.0)[:, None]
-        invariant = ~self._going | (self._rank == self._n)
-        return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, invariant)
+                self._next = rest * torch.where(self._active, size.reciprocal(), 0.0)[:, None]
+        ended = ~self._active | (self._rank == self._n)
+        return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, ended)
 
     def _outside(self, product: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """What remains of ``A q_k`` outside of the vectors so far, and its coefficients in these."""
-        if not self._products.map.symmetric or product.device.type != "cpu":
+        """The component of ``A q_k`` orthogonal to the basis, and its coefficients in the basis."""
+        self.reorthogonalizations += 1
+        if not self._operator.symmetric or product.device.type != "cpu":
             return orthogonalize(self._basis[:, : k + 1], product)
         previous = (self._basis[:, k - 1], self._size) if k else (None, None)
         rest, alpha, size = three_term_update(product, self._next, *previous)
@@ -155,36 +167,29 @@ class ArnoldiProcess:
         return rest, coefficients
 
 
-def product_length(product: Tensor, step: int) -> Tensor:
-    """``‖A q‖``, ``[batch]``; NaN where the first product's squares underflow, which must not pass for a zero."""
+def product_length(product: Tensor) -> Tensor:
+    """``‖A q‖``, ``[...]``; NaN where the squares of a product underflow, which must not count as zero."""
     length = vector_norm(product)
-    return length if step else torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
+    return torch.where((length == 0) & (product != 0).any(-1), torch.nan, length)
 
 
-def ended(size: Tensor, small: Tensor) -> Tensor:
-    """Where a Krylov space has ended: neither NaN nor an overflow counts, so that both are reported later."""
+def invariant(size: Tensor, small: Tensor) -> Tensor:
+    """Where a Krylov space is invariant; NaN and overflow do not count, so that they are reported as such."""
     return (size <= small) & (small < torch.inf)
 
 
-def kept_where(going: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """``new`` for the vectors that go on, ``old`` for the others; ``[batch, n]``."""
-    if going.device.type == "cpu" and bool(going.all()):  # a look is free there, and a copy is not
-        return new
-    return torch.where(going[:, None], new, old)
-
-
 def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:
-    """The relative size below which a new direction is rounding.
+    """The relative size below which a new vector is rounding error: ten times machine epsilon by default.
 
     Raises:
-        ConfigurationError: A negative tolerance, or one that is not finite.
+        ConfigurationError: A negative or infinite tolerance.
     """
     require_tolerance(tolerance=tolerance)
     return 10 * torch.finfo(dtype).eps if tolerance is None else tolerance
 
 
 def truncated_depth(name: str, scale: Tensor, rank: Tensor, *results: Tensor) -> int:
-    """The largest rank of a batch, after checking what was computed: the one synchronisation with the device.
+    """The largest rank of a batch, after checks of the results; this is the only synchronisation with the device.
 
     Raises:
         OperatorError: A start vector of zero.
@@ -202,11 +207,11 @@ def truncated_depth(name: str, scale: Tensor, rank: Tensor, *results: Tensor) ->
 
 
 def require_symmetric(matrix: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Check ``Q A Qᵀ``, which is symmetric if A is: a test that costs no product.
+    """Check that ``Q A Qᵀ`` is symmetric, which needs no product with A.
 
     Args:
         matrix: ``[..., K, K]``.
-        dtype: Type in which the products were computed, whose rounding counts; that of the matrix by default.
+        dtype: Type in which the products were computed; that of the matrix by default.
 
     Raises:
         OperatorError: ``max |H − Hᵀ| > √eps · max |H|``.

@@ -1,9 +1,9 @@
-"""The caller's operator, made ready for an algorithm: checked, counted and differentiable.
+"""The caller's operator as the algorithms use it: checked, counted and differentiable.
 
 An *operator* is any callable on row-stacked vectors ``[..., n] -> [..., m]``, or an
-:class:`~laplace_plus.linalg.operators.Operator`. Every algorithm wraps it in a :class:`LinearMap`, runs without
-building an autograd graph, and attaches its own derivative with :func:`attach`. No graph of a product is ever stored:
-the derivative multiplies again.
+:class:`~laplace_plus.linalg.operators.Operator`. Every algorithm wraps it in a :class:`LinearMap`, runs without an
+autograd graph, and attaches its own derivative with :func:`attach`. No graph of a product is stored: the derivative
+multiplies again.
 """
 
 from __future__ import annotations
@@ -22,36 +22,40 @@ from torch.autograd.function import once_differentiable
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.callables import leaves
-from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.callables import checked_product, leaves, overwrites
+from laplace_plus.linalg.operators import Operator, not_differentiable, unique
 
 Matvec = Operator | Callable[[Tensor], Tensor]
 """Anything that maps row-stacked vectors ``[..., n]`` linearly to ``[..., m]``."""
 
-_TOGETHER = 1 << 22
-"""Entries of the vectors that are differentiated together, up to 32 of them; or as many as were multiplied together."""
+_CHUNK_ENTRIES = 1 << 22
+"""Bound on the entries of the vectors that one vector–Jacobian product takes: 16 MiB in float32, at most 32 vectors.
+A stack as large as one that was multiplied before is taken whole, because its graph is known to fit."""
 
 
 class LinearMap:
-    """An operator as the algorithms see it.
+    """An operator as the algorithms use it.
 
-    Products are computed without an autograd graph. The tensors that the operator depends on are ``parameters``, or an
-    operator's own :meth:`~laplace_plus.linalg.operators.Operator.tensors`, or else the leaves of the first product's
-    autograd graph.
+    Products are computed without an autograd graph. The tensors that the operator depends on are ``parameters``, an
+    operator's own :meth:`~laplace_plus.linalg.operators.Operator.tensors`, or the leaves of the first product's graph.
 
     Args:
         matvec: The operator.
-        n: Length of the vectors it takes.
-        m: Length of the vectors it gives; n by default.
-        rmatvec: Its transpose, where torch cannot differentiate through ``matvec``.
-        symmetric: Whether it is its own transpose.
-        parameters: The tensors it depends on, where they are not leaves or not to be looked for.
+        n: Length of its input vectors.
+        m: Length of its output vectors; n by default.
+        rmatvec: The transpose, where torch cannot differentiate through ``matvec``.
+        symmetric: Whether the operator is symmetric.
+        parameters: The tensors it depends on, where they are not leaves or not to be searched.
+        dtype: Type in which the operator multiplies; that of the vectors by default. Results have the vectors' type.
+        single: Whether the operator gets the vectors of a stack one at a time, as ``[n]``.
+        name: What error messages call it.
 
     Attributes:
-        matvecs: Number of vectors multiplied so far, in either direction.
+        matvecs: Number of vectors multiplied so far, with A or its transpose.
+        has_transpose: Whether products with the transpose need no automatic differentiation.
 
     Raises:
-        OperatorError: An operator of another shape.
+        OperatorError: Not callable, or an operator of another shape.
     """
 
     def __init__(
@@ -63,28 +67,31 @@ class LinearMap:
         rmatvec: Matvec | None = None,
         symmetric: bool = False,
         parameters: Iterable[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+        single: bool = False,
+        name: str = "operator",
     ):
-        self.n, self.m = n, n if m is None else m
-        self._matvec, self._rmatvec, self.symmetric = matvec, rmatvec, symmetric
-        self.matvecs = self._widest = 0
-        self._tensors: tuple[Tensor, ...] | None = None
-        self._last: tuple[weakref.ReferenceType[Tensor], int] | None = None
         require_callable(matvec, rmatvec)
+        self.n, self.m = n, n if m is None else m
         if isinstance(matvec, Operator):
             if matvec.shape != (self.m, self.n):
                 raise OperatorError(
-                    "The operator has another shape.",
+                    f"The {name} has another shape.",
                     expected=f"an operator {self.m} × {self.n}",
                     got=f"one of {matvec.shape[0]} × {matvec.shape[1]}",
                 )
-            if rmatvec is None:
-                self._rmatvec = matvec.T
+            rmatvec = matvec.T if rmatvec is None else rmatvec
+            parameters = matvec.tensors() if parameters is None else parameters
+        self._matvec, self._rmatvec, self.symmetric = matvec, rmatvec, symmetric
+        self.has_transpose = symmetric or rmatvec is not None
+        self._dtype, self._single, self._name = dtype, single, name
+        self.matvecs = self._widest = 0
+        self._last: tuple[weakref.ReferenceType[Tensor], int] | None = None
+        self._tensors: tuple[Tensor, ...] | None = None
         if not torch.is_grad_enabled():
             self._tensors = ()
         elif parameters is not None:
-            self._tensors = _requiring_grad(parameters)
-        elif isinstance(matvec, Operator):
-            self._tensors = _requiring_grad(matvec.tensors())
+            self._tensors = unique(x for x in parameters if isinstance(x, Tensor) and x.requires_grad)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -95,18 +102,18 @@ class LinearMap:
         """``A v`` for row-stacked vectors ``[..., n]``, without an autograd graph.
 
         Raises:
-            OperatorError: The operator gave something of another shape, type or device.
+            OperatorError: The result has another shape, type or device.
         """
         count = vectors.shape[:-1].numel()
         self.matvecs += count
         self._widest = max(self._widest, count)
         if self._tensors is None:
             with torch.enable_grad():
-                product = self._product(vectors.detach())
+                product = self._multiply(self._matvec, vectors.detach(), self.m)
             self._tensors = leaves(product)
             return product.detach()
         with torch.no_grad():
-            return self._product(vectors.detach())
+            return self._multiply(self._matvec, vectors.detach(), self.m)
 
     def transposed(self, vectors: Tensor) -> Tensor:
         """``Aᵀ u`` for row-stacked vectors ``[..., m]``, without an autograd graph."""
@@ -115,15 +122,15 @@ class LinearMap:
         self.matvecs += vectors.shape[:-1].numel()
         if self._rmatvec is not None:
             with torch.no_grad():
-                return self._checked(self._rmatvec, vectors.detach(), self.m, self.n)
+                return self._multiply(self._rmatvec, vectors.detach(), self.n)
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros(*vectors.shape[:-1], self.n, dtype=vectors.dtype, device=vectors.device)
-            product = self._product(leaf.requires_grad_())
-            # All of this graph is new, and compiled operators cannot keep theirs.
+            product = self._multiply(self._matvec, leaf.requires_grad_(), self.m)
+            # This graph is new and used once; compiled operators cannot retain theirs.
             return _gradients(product, [leaf], _recordable(vectors), retain_graph=False)[0]
 
     def pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``Aᵀ u`` and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, from one vector-Jacobian product.
+        """``Aᵀ u`` and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, from one vector–Jacobian product.
 
         Args:
             vectors: v, ``[..., n]``.
@@ -135,115 +142,75 @@ class LinearMap:
         Raises:
             OperatorError: torch cannot differentiate through the operator, and there is no transpose.
         """
-        if not self.tensors and (self.symmetric or self._rmatvec is not None):
-            return self.transposed(cotangents), ()
+        if self.has_transpose:
+            return self.transposed(cotangents), self.parameter_pullback(vectors, cotangents)
         self.matvecs += vectors.shape[:-1].numel()
         with torch.inference_mode(False), torch.enable_grad():
             leaf = _recordable(vectors.detach()).requires_grad_()
-            product = self._product(leaf)
-            inputs = [*self.tensors] if self.symmetric or self._rmatvec is not None else [leaf, *self.tensors]
-            gradients = _gradients(product, inputs, _recordable(cotangents))
-        if len(inputs) == len(self.tensors):
-            return self.transposed(cotangents), gradients
-        first, *others = gradients
+            product = self._multiply(self._matvec, leaf, self.m)
+            first, *others = _gradients(product, [leaf, *self.tensors], _recordable(cotangents))
         return first, tuple(others)
 
     def parameter_pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
-        """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors alone; see :meth:`pullback`.
+        """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, for vectors ``[n]`` or stacks ``[..., n]``.
 
-        Stacks are taken in parts: the graph of a product may grow with the number of vectors, and must not grow with
-        the number of steps that an algorithm took.
+        Large stacks are split: the graph of a product grows with the number of vectors, and must not grow with the
+        number of steps of an algorithm. A stack is given to the operator as a stack also where ``single`` is set.
         """
-        if not self.tensors:
-            return ()
+        if not self.tensors or not vectors.numel():
+            return tuple(torch.zeros_like(x) for x in self.tensors)
         self.matvecs += vectors.shape[:-1].numel()
-        vectors, cotangents = vectors.detach(), cotangents.detach()
+        dtype = self._dtype or vectors.dtype
+        vectors, cotangents = vectors.detach().to(dtype), cotangents.detach().to(dtype)
         if vectors.ndim == 1:
             return self._parameter_gradients(vectors, cotangents)
-        rows = max(self._widest, min(32, _TOGETHER // self.n), 1)
-        parts = zip(vectors.flatten(0, -2).split(rows), cotangents.flatten(0, -2).split(rows), strict=True)
+        rows = max(self._widest, min(32, _CHUNK_ENTRIES // self.n), 1)
         total: tuple[Tensor, ...] = ()
-        for part in parts:
-            gradients = self._parameter_gradients(*part)
-            total = tuple(x + y for x, y in zip(total, gradients, strict=True)) if total else gradients
+        for v, u in zip(vectors.flatten(0, -2).split(rows), cotangents.flatten(0, -2).split(rows), strict=True):
+            total = add_gradients(total, self._parameter_gradients(v, u))
         return total
 
     def _parameter_gradients(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
         if isinstance(self._matvec, Operator):
             return _filled(self._matvec.pullback(vectors, cotangents, self.tensors), self.tensors)
         with torch.inference_mode(False), torch.enable_grad():
-            product = self._product(_recordable(vectors))
+            product = self._checked(self._matvec, _recordable(vectors), self.m)
             return _gradients(product, self.tensors, _recordable(cotangents))
 
-    def _product(self, vectors: Tensor) -> Tensor:
-        return self._checked(self._matvec, vectors, self.n, self.m)
+    def _multiply(self, function: Matvec, vectors: Tensor, size: int) -> Tensor:
+        """A product in the operator's type, for a stack or vector by vector."""
+        given = vectors if self._dtype is None else vectors.to(self._dtype)
+        if not self._single:
+            product = self._checked(function, given, size)
+        elif len(given) == 1:
+            product = self._checked(function, given[0], size)[None]
+        else:
+            product = torch.stack([self._checked(function, vector, size) for vector in given])
+        return product.to(vectors.dtype)
 
-    def _checked(self, function: Matvec, vectors: Tensor, n: int, m: int) -> Tensor:
-        # ``A @ v`` instead of ``v @ Aᵀ`` is right for one vector and fails for a stack, except for a stack of n
-        # vectors of length n, where it would be silently wrong; one row of zeros more makes it fail there, too.
-        guarded = not isinstance(function, Operator) and vectors.ndim == 2 and vectors.shape[0] == n > 1
-        given = torch.cat([vectors, vectors.new_zeros(1, n)]) if guarded else vectors
-        version = None if given.is_inference() else given._version
-        try:
-            product = function(given)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
-                raise
-            raise OperatorError(
-                f"The operator failed: {error}",
-                expected=f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}",
-                got=f"{type(error).__name__}",
-                fix="Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ.",
-            ) from error
-        if not isinstance(product, Tensor) or product.shape != (*given.shape[:-1], m):
-            got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
-            raise OperatorError(
-                "The operator gave something of another shape.",
-                expected=f"{(*given.shape[:-1], m)} for vectors {tuple(given.shape)}",
-                got=str(got),
-                fix="An operator maps row-stacked vectors [..., n] to [..., m]; this method may need a square one.",
-            )
-        if product.dtype != given.dtype or product.device != given.device:
-            raise OperatorError(
-                "The operator gave another type of numbers.",
-                expected=f"{given.dtype} on {given.device}",
-                got=f"{product.dtype} on {product.device}",
-                fix="Give vectors of the operator's type and device, or pass dtype= (and device=) where there is one.",
-            )
-        self._require_fresh(given, version, product)
-        _refuse_forward_mode(vectors, product)
-        return product[:-1] if guarded else product
-
-    def _require_fresh(self, given: Tensor, version: int | None, product: Tensor) -> None:
-        """Refuse an operator that writes into what it was given, or into what it gave before."""
-        overwritten = ""
-        if version is not None and given._version != version:
-            overwritten = "the vectors that it was given"
-        if not product.is_inference() and not product.is_set_to(given):
-            last, before = self._last or (lambda: None, 0)
+    def _checked(self, function: Matvec, vectors: Tensor, size: int) -> Tensor:
+        product = checked_product(function, vectors, size, self._name)
+        if not product.is_inference() and not product.is_set_to(vectors):
+            # A product that is still in use must not have been overwritten by this one.
+            last, version = self._last or (lambda: None, 0)
             earlier = last()
-            if earlier is not None and earlier.is_set_to(product) and earlier._version != before:
-                overwritten = "its earlier product"
+            if earlier is not None and earlier.is_set_to(product) and earlier._version != version:
+                raise overwrites(self._name, "its earlier product")
             self._last = (weakref.ref(product), product._version)
-        if overwritten:
-            raise OperatorError(
-                f"The operator overwrites {overwritten}.",
-                expected="a new tensor for each product",
-                got="a tensor that was written to in place",
-                fix="Leave out in-place operations such as v.mul_(…), and out=, in the operator.",
-            )
+        _refuse_forward_mode(vectors, product)
+        return product
 
 
 def require_callable(*functions: Matvec | None) -> None:
-    """Check an operator and its transpose, where there is one.
+    """Check that an operator and its transpose, if given, can be called.
 
     Raises:
-        OperatorError: One of them can not be called.
+        OperatorError: One of them cannot.
     """
     for function in functions:
         if function is not None and not callable(function):
             raise OperatorError(
-                "This is no operator.",
+                "The operator is not callable.",
                 expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
                 got=type(function).__name__,
                 fix="Wrap a matrix: linalg.Dense(matrix).",
@@ -255,13 +222,14 @@ def attach(
     inputs: Sequence[Tensor],
     pullback: Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], Sequence[Tensor | None]],
 ) -> tuple[Tensor, ...]:
-    """Give results that were computed without a graph a derivative of their own.
+    """Attach a derivative to results that were computed without a graph.
 
     Args:
-        outputs: What was computed. Those that are not floating point get no gradient.
-        inputs: What it depends on.
+        outputs: The results. Those that are not floating point get no gradient.
+        inputs: The tensors that they depend on.
         pullback: Takes the outputs and their cotangents (None where there is none) and returns one gradient for each
-            input (or None). It must not hold on to the outputs itself, which would keep them alive for ever.
+            input (or None). It must not hold a reference to the outputs, which would never be freed. It is not called
+            if every cotangent is None.
 
     Returns:
         The outputs, part of the autograd graph if any input is. They can be differentiated once.
@@ -270,6 +238,18 @@ def attach(
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return tuple(outputs)
     return _Attached.apply(pullback, len(outputs), *outputs, *inputs)
+
+
+def attach_one(
+    output: Tensor, inputs: Sequence[Tensor], pullback: Callable[[Tensor], Sequence[Tensor | None]]
+) -> Tensor:
+    """:func:`attach` for one output, whose pullback takes the cotangent alone."""
+
+    def of_one(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+        assert cotangents[0] is not None
+        return pullback(cotangents[0])
+
+    return attach([output], inputs, of_one)[0]
 
 
 class _Attached(torch.autograd.Function):
@@ -296,11 +276,11 @@ def number_type(
 ) -> tuple[torch.dtype, torch.device]:
     """The type and device in which to draw random vectors for an operator.
 
-    By default those of the operator, or of the first floating-point tensor (or module, or operator) that the callable
-    refers to, or torch's defaults.
+    By default those of the operator, of the first floating-point tensor, module or operator that the callable refers
+    to, or torch's defaults.
 
     Raises:
-        ConfigurationError: A type other than of real floating-point numbers.
+        ConfigurationError: Not a real floating-point type.
     """
     found = None if dtype is not None and device is not None else _first_tensor(matvec, 2)
     if dtype is None:
@@ -308,12 +288,12 @@ def number_type(
     if device is None:
         device = torch.get_default_device() if found is None else found.device
     if not dtype.is_floating_point:
-        raise ConfigurationError("Vectors are real floating-point numbers.", expected="such a dtype", got=str(dtype))
+        raise ConfigurationError("Vectors need a real floating-point type.", expected="such a dtype", got=str(dtype))
     return dtype, torch.device(device)
 
 
 def _first_tensor(thing: Any, levels: int) -> Any:
-    """Something with the ``dtype`` and ``device`` that a callable works in."""
+    """An object with the ``dtype`` and ``device`` that a callable works in, searched in its closure and attributes."""
     if isinstance(thing, Operator):
         return thing
     if isinstance(thing, Tensor):
@@ -341,7 +321,7 @@ def _first_tensor(thing: Any, levels: int) -> Any:
 
 
 def require_finite(name: str, *tensors: Tensor) -> None:
-    """Raise :class:`NonFiniteError` if any result is NaN or infinite."""
+    """Raise :class:`NonFiniteError` if any entry is NaN or infinite."""
     if not all(bool(torch.isfinite(x).all()) for x in tensors):
         raise NonFiniteError(
             f"{name} met NaN or infinity.",
@@ -351,10 +331,11 @@ def require_finite(name: str, *tensors: Tensor) -> None:
         )
 
 
-def _requiring_grad(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Each tensor that requires gradients, once."""
-    unique = {id(x): x for x in tensors if isinstance(x, Tensor) and x.requires_grad}
-    return tuple(unique.values())
+def add_gradients(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Sums of gradients; an empty tuple stands for zero."""
+    if not left or not right:
+        return left or right
+    return tuple(x + y for x, y in zip(left, right, strict=True))
 
 
 def _filled(gradients: Iterable[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -364,15 +345,15 @@ def _filled(gradients: Iterable[Tensor | None], tensors: Sequence[Tensor]) -> tu
 def _gradients(
     product: Tensor, inputs: Sequence[Tensor], cotangents: Tensor, *, retain_graph: bool = True
 ) -> tuple[Tensor, ...]:
-    """A vector-Jacobian product; zeros for tensors that the product does not depend on.
+    """A vector–Jacobian product; zeros for tensors that the product does not depend on.
 
-    The graph may reach back to what the caller made before, and be walked again: then it is to be retained.
+    By default the graph is retained: it may reach into a graph of the caller, which is used again.
 
     Raises:
-        OperatorError: The product is cut off from all of them, or torch failed.
+        OperatorError: The product depends on none of the inputs, or torch failed.
     """
     if not product.requires_grad:
-        raise _not_differentiable()
+        raise not_differentiable()
     cotangents = cotangents.detach().to(product.dtype)
     try:
         gradients = torch.autograd.grad(product, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
@@ -386,12 +367,12 @@ def _gradients(
             fix="Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off.",
         ) from error
     if all(gradient is None for gradient in gradients):
-        raise _not_differentiable()
+        raise not_differentiable()
     return _filled(gradients, inputs)
 
 
 def _recordable(vectors: Tensor) -> Tensor:
-    """Vectors that autograd takes: a copy of those that were made in inference mode."""
+    """A copy of vectors that were made in inference mode, which autograd refuses."""
     return vectors.clone() if vectors.is_inference() else vectors
 
 
@@ -405,17 +386,8 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedError(
-            "The derivatives of this layer are reverse-mode ones.",
+            "laplace_plus.linalg has reverse-mode derivatives only.",
             expected="torch.autograd.grad, or backward()",
-            got="a tensor with a tangent of forward mode",
+            got="a tensor with a forward-mode tangent",
             fix="Use reverse mode; J v is its own transpose's derivative: differentiate vjp(u) in u.",
         )
-
-
-def _not_differentiable() -> OperatorError:
-    return OperatorError(
-        "torch cannot differentiate through the operator.",
-        expected="a callable made of torch operations, or its transpose as well",
-        got="a product that is cut off from the vector",
-        fix="Pass rmatvec=, or declare the operator symmetric if it is.",
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,35 +12,22 @@ from torch import Tensor
 from laplace_plus.errors import ConfigurationError, OperatorError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import without_autocast
+from laplace_plus.linalg.callables import checked_product
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
     Progress,
     RightHandSides,
-    Rows,
-    Scalars,
-    add_scaled,
-    as_tensor,
-    chosen,
-    constant,
     converted,
-    hypot,
-    inner,
-    is_single,
+    dot,
     iteration_cap,
-    iterations,
-    larger,
-    masked,
-    norm,
-    not_finite,
     parameter_gradients,
     ratio,
     root,
-    scaled,
-    smaller,
     tolerance,
     warn_unless_converged,
+    where_active,
     where_used,
 )
 
@@ -52,7 +38,7 @@ class LeastSquaresSolution(Solution):
 
     Attributes:
         misfit: ``[...]``, ``(‖b - Ax‖² + λ²‖x - x0‖²)^½``.
-        operator_norm: ``[...]``, an estimate of the Frobenius norm of A (with λ below it) from below.
+        operator_norm: ``[...]``, a lower estimate of the Frobenius norm of A (with λ I below it).
         condition_number: ``[...]``, an estimate of its condition number.
     """
 
@@ -61,15 +47,32 @@ class LeastSquaresSolution(Solution):
     condition_number: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class LeastSquaresOptions:
-    """Tolerances and caps of one solve, in LSMR's terms."""
+    """Checked tolerances and caps of a solve, in LSMR's terms."""
 
     atol: float
     btol: float
     conlim: float
     cap: int
     progress: bool
+
+    @classmethod
+    def of(
+        cls,
+        atol: float | None,
+        btol: float | None,
+        conlim: float,
+        max_iterations: int | None,
+        size: int,
+        dtype: torch.dtype,
+        progress: bool,
+    ) -> LeastSquaresOptions:
+        """Check and fill in defaults; ``size`` is the smaller dimension of A."""
+        if not conlim >= 0:
+            raise ConfigurationError("conlim is out of range.", expected="a number ≥ 0", got=str(conlim))
+        atol, btol = tolerance("atol", atol, dtype), tolerance("btol", btol, dtype)
+        return cls(atol, btol, conlim, iteration_cap(max_iterations, size), progress)
 
 
 @without_autocast
@@ -91,9 +94,9 @@ def lsmr(
 ) -> LeastSquaresSolution:
     """Minimise ``‖A x - b‖² + λ² ‖x - x0‖²`` by LSMR, for A of any shape and rank.
 
-    The iterates are those of MINRES on the normal equations, without ever squaring the condition number. Of several
+    The iterates are those of MINRES on the normal equations, but the condition number is not squared. Of several
     solutions (λ = 0, dependent columns) it finds the one nearest to ``x0``, which is 0 by default. With λ > 0 the
-    damping pulls towards ``x0``, as in SciPy.
+    penalty is on the distance from ``x0``, as in SciPy.
 
     Costs one product with A and one with Aᵀ per iteration, about eight passes over vectors, and five vectors of memory
     of length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends
@@ -111,13 +114,13 @@ def lsmr(
 
     Args:
         matvec: The operator A on row-stacked vectors, ``[..., n] -> [..., m]``.
-        rmatvec: Its transpose; without it torch differentiates through ``matvec``, at twice the cost.
+        rmatvec: Its transpose; if None, torch differentiates through ``matvec``, at twice the cost.
         b: Right-hand sides, ``[..., m]``.
         damp: λ; a 0-d tensor may require gradients.
         x0: First guess, ``[..., n]``.
-        atol: Relative error to be expected of A; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
-        btol: The same of b.
-        conlim: The iteration ends when the condition number seems to exceed this.
+        atol: Relative accuracy of A; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
+        btol: Relative accuracy of b, with the same defaults.
+        conlim: The iteration ends when the estimated condition number exceeds this.
         max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
         n: Number of columns; otherwise it is taken from x0, an operator's shape, or the shape of ``rmatvec(b)``.
         parameters: The tensors ``matvec`` depends on, where they are not its leaves.
@@ -145,142 +148,116 @@ def lsmr(
     b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
     n, spent = _columns(matvec, rmatvec, sides, b, x0) if n is None else (n, 0)
-    A = LinearMap(matvec, n, m=sides.length, rmatvec=rmatvec, parameters=parameters)
-    A.matvecs += spent
-    options = least_squares_options(atol, btol, conlim, max_iterations, min(sides.length, n), b.dtype, progress)
-    damping = _damping(damp, sides)
+    A = sides.map(matvec, n, m=sides.length, rmatvec=rmatvec, parameters=parameters)
+    options = LeastSquaresOptions.of(atol, btol, conlim, max_iterations, min(sides.length, n), b.dtype, progress)
+    if isinstance(damp, Tensor) and (damp.ndim or not damp.is_floating_point()):
+        message = "damp must be a number."
+        raise ConfigurationError(message, expected="a float or a 0-d floating-point tensor", got=str(damp.shape))
+    damping = torch.as_tensor(damp, dtype=sides.rows.dtype, device=sides.rows.device).detach()
     with torch.no_grad():
-        start = sides.start("x0", x0, n)
-        forward, adjoint = sides.on_rows(A), sides.on_rows(A.transposed)
-        x, outcome = solve_least_squares(forward, adjoint, sides, n, damping, start, options)
-
-    inputs = [b, *A.tensors, *([damp] if isinstance(damp, Tensor) else []), *([] if x0 is None else [x0])]
+        x, outcome = solve_least_squares(A, sides, damping, sides.start(x0, n), options)
+    damps, guesses = [damp] if isinstance(damp, Tensor) else [], [] if x0 is None else [x0]
+    inputs = [b, *A.tensors, *damps, *guesses]
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        if cotangent is None:
-            return (None,) * len(inputs)
-        gradients = _Backward(A, sides, b, x0, damping, options, outcome.operator_norm)(outputs[0], cotangent)
-        p, parameter_part, damp_part, start_part = gradients
-        return (
-            p,
-            *parameter_part,
-            *([damp_part.to(damp)] if isinstance(damp, Tensor) else []),
-            *([] if x0 is None else [start_part]),
-        )
+        assert cotangents[0] is not None
+        given = (outputs[0], b.detach(), None if x0 is None else x0.detach())
+        p, gradients, damp_, q = _gradients(A, given, damping, options, outcome.operator_norm, cotangents[0])
+        return p, *gradients, *(damp_.to(x) for x in damps), *(q for _ in guesses)
 
+    matvecs = A.matvecs + spent
     (value,) = attach([sides.restore(x)], inputs, pullback)
-    return LeastSquaresSolution(
-        value,
-        sides.restore_norms(outcome.residual),
-        outcome.state.iterations.reshape(sides.shape),
-        outcome.state.statuses.reshape(sides.shape),
-        A.matvecs,
-        sides.restore_norms(outcome.misfit),
-        outcome.operator_norm.reshape(sides.shape),
-        outcome.condition_number.reshape(sides.shape),
-    )
-
-
-def least_squares_options(
-    atol: float | None,
-    btol: float | None,
-    conlim: float,
-    max_iterations: int | None,
-    size: int,
-    dtype: torch.dtype,
-    progress: bool,
-) -> LeastSquaresOptions:
-    """Checked options with their defaults filled in."""
-    if not conlim >= 0:
-        raise ConfigurationError("conlim is no condition number.", expected="a number ≥ 0", got=str(conlim))
-    return LeastSquaresOptions(
-        tolerance("atol", atol, dtype),
-        tolerance("btol", btol, dtype),
-        conlim,
-        iteration_cap(max_iterations, size),
-        progress,
-    )
+    return outcome.solution(value, sides, matvecs)
 
 
 @dataclass
 class Outcome:
     """How the rows of a least-squares solve ended; every tensor is ``[R]``."""
 
-    residual: Any
-    misfit: Any
-    operator_norm: Any
-    condition_number: Any
+    residual: Tensor
+    misfit: Tensor
+    operator_norm: Tensor
+    condition_number: Tensor
     state: Progress
+
+    def solution(self, value: Tensor, sides: RightHandSides, matvecs: int) -> LeastSquaresSolution:
+        """The caller's result, in the shape and scale of the right-hand sides."""
+        return LeastSquaresSolution(
+            value,
+            sides.restore_norms(self.residual),
+            self.state.iterations.reshape(sides.shape),
+            self.state.statuses.reshape(sides.shape),
+            matvecs,
+            sides.restore_norms(self.misfit),
+            self.operator_norm.reshape(sides.shape),
+            self.condition_number.reshape(sides.shape),
+        )
 
 
 def solve_least_squares(
-    forward: Rows,
-    adjoint: Rows,
+    A: LinearMap,
     sides: RightHandSides,
-    n: int,
     damp: Tensor,
     x: Tensor | None,
     options: LeastSquaresOptions,
+    *,
+    transposed: bool = False,
 ) -> tuple[Tensor, Outcome]:
     """LSMR on rows.
 
     Args:
-        forward: A, ``[R, n] -> [R, m]``.
-        adjoint: Its transpose.
+        A: The operator, m × n.
         sides: Right-hand sides of length m.
-        n: Number of columns.
         damp: λ, 0-d.
-        x: First guess ``[R, n]``, which becomes the solution.
+        x: First guess ``[R, n]``, which is overwritten.
         options: Tolerances and caps.
+        transposed: Whether to solve with Aᵀ in place of A.
 
     Returns:
-        ``[R, n]`` and how the rows ended.
+        Solutions ``[R, n]``, and how the rows ended.
     """
-    b, eps = sides.rows, torch.finfo(sides.working).eps
-    size = norm(b)
+    forward, adjoint = (A.transposed, A) if transposed else (A, A.transposed)
+    b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
+    size = vector_norm(b)
     if x is None:
-        x, u = b.new_zeros(b.shape[0], n), b.clone()
+        x, u = b.new_zeros(len(b), A.m if transposed else A.n), b.clone()
     else:
         u = b - forward(x)
-    beta = norm(u)
-    one, zero = constant(1.0, beta), constant(0.0, beta)
-    scaled(u, ratio(one, beta))
+    beta = vector_norm(u)
+    one, zero = torch.ones_like(beta), torch.zeros_like(beta)
+    u.mul_(ratio(one, beta)[:, None])
     v = adjoint(u).clone()
-    alpha = norm(v)
-    nonzero = (v != 0).any(-1)
-    vanished = (alpha == 0) & (bool(nonzero) if is_single(b) else nonzero)  # a square that underflowed
-    alpha = chosen(vanished, math.nan, alpha)
-    scaled(v, ratio(one, alpha))
-    strength: Scalars = damp.item() if is_single(b) else damp
+    alpha = vector_norm(v)
+    alpha = alpha.masked_fill((alpha == 0) & (v != 0).any(-1), math.nan)  # squares that underflowed
+    v.mul_(ratio(one, alpha)[:, None])
     zetabar, alphabar, rho, rhobar, cbar, sbar, zeta = alpha * beta, alpha, one, one, one, zero, zero
     h, hbar = v.clone(), torch.zeros_like(v)
     betadd, betad, rhodold, tautildeold, thetatilde, damped = beta, zero, one, zero, zero, zero
-    frobenius, largest, smallest = alpha * alpha, zero, constant(math.inf, beta)
-    outcome = Outcome(alpha * beta, beta, alpha, one, Progress(b.shape[:1], b.device, single=is_single(b)))
-    state = outcome.state
-    state.finish(not_finite(outcome.residual + strength), Status.NOT_FINITE)
+    frobenius, largest, smallest = alpha * alpha, zero, zero + math.inf
+    state = Progress(beta.shape, b.device)
+    outcome = Outcome(alpha * beta, beta, alpha, one, state)
+    state.finish(~(outcome.residual + damp).isfinite(), Status.NOT_FINITE)
     state.finish(outcome.residual == 0, Status.CONVERGED)
     limit = 1 / options.conlim if options.conlim > 0 else 0.0
-    mismatched: Scalars = False
-    u, v = masked(u, state.active), masked(v, state.active)
+    mismatched = torch.zeros_like(state.active)
 
-    for k in iterations(options.cap, "lsmr", progress=options.progress):
+    for k in state.loop(options.cap, "lsmr", progress=options.progress):
+        u, v = where_active(u, state.active), where_active(v, state.active)
         image = forward(v)
         if k == 1:
-            # α₁ = ‖Aᵀu₁‖ must be ⟨u₁, A v₁⟩, or else the two are not each other's transposes.
-            allowed = math.sqrt(torch.finfo(sides.dtype).eps) * (alpha + norm(image))
-            mismatched = state.active & (abs(inner(u, image) - alpha) > allowed)
+            # α₁ = ‖Aᵀu₁‖ equals ⟨u₁, A v₁⟩ if the two maps are transposes of each other.
+            allowed = math.sqrt(torch.finfo(sides.dtype).eps) * (alpha + vector_norm(image))
+            mismatched = state.active & ((dot(u, image) - alpha).abs() > allowed)
             state.stop(mismatched)
-        scaled(u, -alpha).add_(image)
-        beta = norm(u)
-        scaled(u, ratio(one, beta))
-        scaled(v, -beta).add_(adjoint(u))
-        length = norm(v)
-        scaled(v, ratio(one, length))
-        alpha = chosen(beta > 0, length, alpha)
+        u.mul_(-alpha[:, None]).add_(image)
+        beta = vector_norm(u)
+        u.mul_(ratio(one, beta)[:, None])
+        v.mul_(-beta[:, None]).add_(adjoint(u))
+        length = vector_norm(v)
+        v.mul_(ratio(one, length)[:, None])
+        alpha = torch.where(beta > 0, length, alpha)
 
-        chat, shat, alphahat = _rotation(alphabar, strength)
+        chat, shat, alphahat = _rotation(alphabar, damp.expand_as(alphabar))
         rho_before, rhobar_before, zeta_before = rho, rhobar, zeta
         c, s, rho = _rotation(alphahat, beta)
         theta, alphabar = s * alpha, c * alpha
@@ -288,12 +265,12 @@ def solve_least_squares(
         cbar, sbar, rhobar = _rotation(rhotemp, theta)
         zeta, zetabar = cbar * zetabar, -sbar * zetabar
 
-        state.count()
-        scaled(hbar, -ratio(thetabar * rho, rho_before * rhobar_before)).add_(h)
-        add_scaled(x, chosen(state.active, ratio(zeta, rho * rhobar), zero), hbar)
-        scaled(h, -ratio(theta, rho)).add_(v)
+        state.iterations += state.active
+        hbar.mul_(-ratio(thetabar * rho, rho_before * rhobar_before)[:, None]).add_(h)
+        x.addcmul_(torch.where(state.active, ratio(zeta, rho * rhobar), 0.0)[:, None], hbar)
+        h.mul_(-ratio(theta, rho)[:, None]).add_(v)
 
-        # ‖r‖ through one more rotation, of the bidiagonal matrix from the other side.
+        # ‖r‖ from one more rotation, of the bidiagonal matrix from the other side.
         betaacute, betacheck = chat * betadd, -shat * betadd
         betahat, betadd = c * betaacute, -s * betaacute
         thetatilde_before = thetatilde
@@ -307,31 +284,24 @@ def solve_least_squares(
 
         operator_norm = root(frobenius + beta * beta)
         frobenius = frobenius + beta * beta + alpha * alpha
-        if k > 1:  # ρ̄₀ = 1 is no singular value
-            largest, smallest = larger(largest, rhobar_before), smaller(smallest, rhobar_before)
-        tiniest = smaller(smallest, rhotemp)
-        condition_number = chosen(tiniest > 0, ratio(larger(largest, rhotemp), tiniest), constant(math.inf, beta))
-        residual, length = abs(zetabar), norm(x)
+        if k > 1:  # ρ̄₀ = 1 is not a singular value
+            largest, smallest = torch.maximum(largest, rhobar_before), torch.minimum(smallest, rhobar_before)
+        tiniest = torch.minimum(smallest, rhotemp)
+        condition_number = torch.where(tiniest > 0, torch.maximum(largest, rhotemp) / tiniest, math.inf)
+        residual, length = zetabar.abs(), vector_norm(x)
 
-        for name, new in (
-            ("residual", residual),
-            ("misfit", misfit),
-            ("operator_norm", operator_norm),
-            ("condition_number", condition_number),
-        ):
-            setattr(outcome, name, chosen(state.active, new, getattr(outcome, name)))
-        state.finish(not_finite(residual + misfit + operator_norm + length), Status.NOT_FINITE)
+        outcome.residual = torch.where(state.active, residual, outcome.residual)
+        outcome.misfit = torch.where(state.active, misfit, outcome.misfit)
+        outcome.operator_norm = torch.where(state.active, operator_norm, outcome.operator_norm)
+        outcome.condition_number = torch.where(state.active, condition_number, outcome.condition_number)
+        state.finish(~(residual + misfit + operator_norm + length).isfinite(), Status.NOT_FINITE)
         state.finish(misfit <= options.btol * size + options.atol * operator_norm * length, Status.CONVERGED)
         state.finish(residual <= options.atol * operator_norm * misfit, Status.CONVERGED)
         state.finish(condition_number * limit >= 1, Status.ILL_CONDITIONED)
         state.finish(misfit <= eps / 2 * (size + operator_norm * length), Status.STAGNATED)
         state.finish(residual <= eps / 2 * operator_norm * misfit, Status.STAGNATED)
         state.finish(condition_number * (eps / 2) >= 1, Status.ILL_CONDITIONED)
-        if state.over(k):
-            break
-        masked(u, state.active)
-        masked(v, state.active)
-    if bool(mismatched.any() if isinstance(mismatched, Tensor) else mismatched):
+    if bool(mismatched.any()):
         raise OperatorError(
             "lsmr needs an operator and its transpose.",
             expected="⟨u, A v⟩ = ⟨rmatvec(u), v⟩",
@@ -339,25 +309,13 @@ def solve_least_squares(
             fix="Check rmatvec, or leave it out (None) to let torch differentiate through matvec.",
         )
     broken = state.statuses == int(Status.NOT_FINITE)
-    for name in ("residual", "misfit", "operator_norm", "condition_number"):
-        setattr(outcome, name, as_tensor(getattr(outcome, name), b))
     return torch.where(broken[:, None], torch.nan, x), outcome
 
 
-def _rotation(a: Scalars, b: Scalars) -> tuple[Scalars, Scalars, Scalars]:
+def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cosine, sine and radius of the Givens rotation of (a, b), without overflow."""
-    radius = hypot(a, b)
+    radius = torch.hypot(a, b)
     return ratio(a, radius), ratio(b, radius), radius
-
-
-def _damping(damp: float | Tensor, sides: RightHandSides) -> Tensor:
-    if isinstance(damp, Tensor):
-        if damp.ndim or not damp.is_floating_point():
-            raise ConfigurationError(
-                "damp is no number.", expected="a floating-point tensor without dimensions", got=str(tuple(damp.shape))
-            )
-        return damp.detach().to(sides.rows)
-    return torch.as_tensor(damp, dtype=sides.working, device=sides.rows.device)
 
 
 def _columns(
@@ -378,77 +336,56 @@ def _columns(
             fix="Pass n=, the length of the vectors that matvec takes.",
         )
     with torch.no_grad():
-        product = rmatvec(b.detach())
-    if not isinstance(product, Tensor) or product.shape[:-1] != sides.shape:
-        raise OperatorError(
-            "rmatvec gave something of another shape.",
-            expected=f"{(*sides.shape, 'n')} for vectors {tuple(b.shape)}",
-            got=str(tuple(product.shape)) if isinstance(product, Tensor) else type(product).__name__,
-        )
-    return product.shape[-1], sides.shape.numel()
+        return checked_product(rmatvec, b.detach(), None, "rmatvec").shape[-1], sides.shape.numel()
 
 
-class _Backward:
-    """The gradients of a least-squares solution."""
+def _gradients(
+    A: LinearMap,
+    given: tuple[Tensor, Tensor, Tensor | None],
+    damp: Tensor,
+    options: LeastSquaresOptions,
+    operator_norm: Tensor,
+    cotangent: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor]:
+    """b̄, the gradients in the operator's tensors, λ̄ and x̄0, from x, b and x0; see :func:`lsmr`."""
+    cotangent = cotangent.contiguous()
 
-    def __init__(
-        self,
-        A: LinearMap,
-        sides: RightHandSides,
-        b: Tensor,
-        x0: Tensor | None,
-        damp: Tensor,
-        options: LeastSquaresOptions,
-        operator_norm: Tensor,
-    ):
-        self._A, self._sides, self._damp, self._options = A, sides, damp, options
-        self._b, self._x0 = b.detach(), None if x0 is None else x0.detach()
-        self._operator_norm = operator_norm
-
-    def __call__(self, x: Tensor, cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor]:
-        """b̄, the operator's tensors' gradients, λ̄ and x̄0."""
-        A, damp = self._A, self._damp
-        cotangent = cotangent.contiguous()
-        x, b, scale = where_used(cotangent, x.detach(), self._b, self._operator_norm.reshape(*x.shape[:-1], 1))
-        d = x if self._x0 is None else where_used(cotangent, x - self._x0)[0]
-        p = self._solve(cotangent, transposed=True, damp=damp)
-        q = cotangent - A.transposed(p)
-        r = b - A(x)
-        squared = float(damp) ** 2
-        largest = float(scale.max()) if scale.numel() else 0.0
-        if squared > 0 and squared >= math.sqrt(torch.finfo(self._sides.working).eps) * largest**2:
-            w = q / squared
-            pairs = [(w, r), (x, -p)]
-        else:
-            undamped = torch.zeros_like(damp)
-            pairs = [(x, -p)]
-            noise = 100 * max(self._options.atol, self._options.btol)
-            w = self._solve(p, transposed=False, damp=undamped)
-            pairs.append((w, r))
-            # w and y have no part outside the ranges of Aᵀ and A: what is there of q and r is kept apart, unless it is
-            # nothing but the error of the solves, which must not be divided by λ².
-            outside = _unless_noise(q - squared * w, noise * (_length(cotangent) + scale * _length(p)))
-            if bool((outside != 0).any()):
-                y = self._solve(d, transposed=True, damp=undamped)
-                pairs.append((outside, y))
-                if squared > 0:
-                    left = _unless_noise(r - squared * y, noise * (_length(b) + scale * _length(x)))
-                    pairs.append((outside / squared, left))
-        return p, parameter_gradients(A, pairs), -2 * damp * (w * d).sum(), q
-
-    def _solve(self, vectors: Tensor, *, transposed: bool, damp: Tensor) -> Tensor:
-        """``argmin ‖A z - v‖² + λ²‖z‖²``, or the same with Aᵀ."""
-        A, sides = self._A, RightHandSides("x̄", vectors)
-        maps = (A.transposed, A) if transposed else (A, A.transposed)
-        forward, adjoint = (sides.on_rows(f) for f in maps)
-        z, outcome = solve_least_squares(forward, adjoint, sides, A.m if transposed else A.n, damp, None, self._options)
+    def solve(vectors: Tensor, damp: Tensor, *, transposed: bool) -> Tensor:
+        sides = RightHandSides("x̄", vectors)
+        z, outcome = solve_least_squares(A, sides, damp, None, options, transposed=transposed)
         warn_unless_converged("lsmr", outcome.state.statuses, sides.restore_norms(outcome.residual))
         return sides.restore(z)
 
+    def without_noise(vectors: Tensor, noise: Tensor) -> Tensor:
+        return torch.where(length(vectors) <= noise, 0.0, vectors)
 
-def _length(vectors: Tensor) -> Tensor:
-    return vector_norm(vectors)[..., None]
+    def length(vectors: Tensor) -> Tensor:
+        return vector_norm(vectors)[..., None]
 
-
-def _unless_noise(vectors: Tensor, noise: Tensor) -> Tensor:
-    return torch.where(_length(vectors) <= noise, 0.0, vectors)
+    x, b, x0 = given
+    x, b, scale = where_used(cotangent, x.detach(), b, operator_norm.reshape(*x.shape[:-1], 1))
+    d = x if x0 is None else where_used(cotangent, x - x0)[0]
+    p = solve(cotangent, damp, transposed=True)
+    # A multiplies rows [R, n]
+    q = cotangent - A.transposed(p.reshape(-1, A.m)).reshape(cotangent.shape)
+    r = b - A(x.reshape(-1, A.n)).reshape(b.shape)
+    squared = float(damp) ** 2
+    largest = float(scale.max()) if scale.numel() else 0.0
+    if squared > 0 and squared >= math.sqrt(torch.finfo(damp.dtype).eps) * largest**2:
+        w = q / squared
+        pairs = [(w, r), (x, -p)]
+    else:
+        undamped = torch.zeros_like(damp)
+        noise = 100 * max(options.atol, options.btol)
+        w = solve(p, undamped, transposed=False)
+        pairs = [(w, r), (x, -p)]
+        # w and y lie in the ranges of Aᵀ and A. The components of q and r outside of these are separated, unless they
+        # are only errors of the solves, which must not be divided by λ².
+        outside = without_noise(q - squared * w, noise * (length(cotangent) + scale * length(p)))
+        if bool((outside != 0).any()):
+            y = solve(d, undamped, transposed=True)
+            pairs.append((outside, y))
+            if squared > 0:
+                left = without_noise(r - squared * y, noise * (length(b) + scale * length(x)))
+                pairs.append((outside / squared, left))
+    return p, parameter_gradients(A, *pairs), -2 * damp * (w * d).sum(), q

@@ -1,4 +1,4 @@
-"""Operators with entries of their own: dense, diagonal, Kronecker, block-diagonal, low-rank plus diagonal."""
+"""Operators that store their entries: dense, diagonal, Kronecker, block-diagonal, low-rank plus diagonal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.operators import Operator, Transposed, unique
+from laplace_plus.linalg.operators import Operator, unique
 
 
 class Dense(Operator):
-    """A matrix that is written out.
+    """A dense matrix.
 
     Args:
         matrix: ``[m, n]``.
-        symmetric: Whether it is its own transpose.
+        symmetric: Whether the matrix equals its transpose.
 
     Raises:
-        OperatorError: It is no floating-point matrix, or said to be symmetric and it is not.
+        OperatorError: Not a floating-point matrix, or not symmetric although declared so.
     """
 
     def __init__(self, matrix: Tensor, *, symmetric: bool = False):
@@ -34,13 +34,8 @@ class Dense(Operator):
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.dtype, self.device, self.symmetric = matrix.dtype, matrix.device, symmetric
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         return vectors @ self.matrix.mT
-
-    @override
-    def _transpose(self) -> Operator:
-        return Transposed(self, self._apply_transposed)
 
     def _apply_transposed(self, vectors: Tensor) -> Tensor:
         return vectors @ self.matrix
@@ -49,12 +44,10 @@ class Dense(Operator):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.matrix,)
 
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return self.matrix
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = None) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         return self.matrix.diagonal()
 
 
@@ -65,7 +58,7 @@ class Diagonal(Operator):
         entries: d, ``[n]``.
 
     Raises:
-        OperatorError: It is no floating-point vector.
+        OperatorError: Not a floating-point vector.
     """
 
     symmetric = True
@@ -76,69 +69,51 @@ class Diagonal(Operator):
         self.shape = (len(entries), len(entries))
         self.dtype, self.device = entries.dtype, entries.device
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         return vectors * self.entries
-
-    @override
-    def _transpose(self) -> Operator:
-        return self
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.entries,)
 
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return self.entries.diag()
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = None) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         return self.entries
 
 
 class Identity(Operator):
-    """The identity; ``c * Identity(n)`` is a multiple of it.
+    """The identity; ``c * Identity(n)`` is ``c I``.
 
     Args:
-        n: Its size.
+        n: Size.
         dtype: Type of the vectors; torch's default type by default.
-        device: Where they live; torch's default device by default.
+        device: Device of the vectors; torch's default device by default.
     """
 
     symmetric = True
 
     def __init__(self, n: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None):
         if n < 0:
-            raise OperatorError("There is no such identity.", expected="n >= 0", got=str(n))
+            raise OperatorError("n must not be negative.", expected="n >= 0", got=str(n))
         like = torch.empty(0, dtype=dtype, device=device)
         self.shape, self.dtype, self.device = (n, n), like.dtype, like.device
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         return vectors
 
-    @override
-    def _transpose(self) -> Operator:
-        return self
-
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = None) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         return torch.ones(self.shape[0], dtype=self.dtype, device=self.device)
 
 
 class Kronecker(Operator):
     """``A₁ ⊗ A₂ ⊗ … ⊗ A_k``, with ``(A ⊗ B) vec(X) = vec(A X Bᵀ)`` for row-major ``vec``.
 
-    Factors may be rectangular. A product costs one product with each factor for the sizes of the others.
+    Factors may be rectangular. A product multiplies with each factor once, batched over the sizes of the others.
 
     Args:
         factors: At least one matrix or operator.
@@ -148,39 +123,29 @@ class Kronecker(Operator):
     """
 
     def __init__(self, factors: Sequence[Tensor | Operator]):
-        self.factors = _operators(factors, "factors of a Kronecker product")
+        self.factors = self.operands = _operators(factors, "factors of a Kronecker product")
         self.shape = (prod(factor.shape[0] for factor in self.factors), prod(f.shape[1] for f in self.factors))
         self.dtype, self.device = self.factors[0].dtype, self.factors[0].device
         self.symmetric = all(factor.symmetric for factor in self.factors)
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         axes = vectors.unflatten(-1, [factor.shape[1] for factor in self.factors])
-        for number, factor in enumerate(self.factors):
-            axis = number - len(self.factors)
+        for axis, factor in enumerate(self.factors, -len(self.factors)):
             axes = factor(axes.movedim(axis, -1)).movedim(-1, axis)
         return axes.flatten(-len(self.factors))
 
-    @override
     def _transpose(self) -> Operator:
         return Kronecker([factor.T for factor in self.factors])
 
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return unique(tensor for factor in self.factors for tensor in factor.tensors())
-
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return reduce(_kronecker, [factor.dense(chunk_size=chunk_size) for factor in self.factors])
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         if any(factor.shape[0] != factor.shape[1] for factor in self.factors):
-            return Operator.diagonal(self, chunk_size=chunk_size, limit=limit)
-        parts = [factor.diagonal(chunk_size=chunk_size, limit=limit) for factor in self.factors]
-        return reduce(lambda left, right: torch.outer(left, right).flatten(), parts)
+            return super()._diagonal(chunk_size, limit)
+        diagonals = [factor.diagonal(chunk_size=chunk_size, limit=limit) for factor in self.factors]
+        return reduce(lambda left, right: torch.outer(left, right).flatten(), diagonals)
 
-    @override
     def _details(self) -> str:
         return " ⊗ ".join(f"[{factor.shape[0]} × {factor.shape[1]}]" for factor in self.factors)
 
@@ -189,43 +154,34 @@ class BlockDiagonal(Operator):
     """Blocks along the diagonal and zeros elsewhere.
 
     Args:
-        blocks: At least one matrix or operator; they may be rectangular.
+        blocks: At least one matrix or operator; blocks may be rectangular.
 
     Raises:
         OperatorError: No block, or blocks of different types or devices.
     """
 
     def __init__(self, blocks: Sequence[Tensor | Operator]):
-        self.blocks = _operators(blocks, "blocks")
+        self.blocks = self.operands = _operators(blocks, "blocks")
         self.shape = (sum(block.shape[0] for block in self.blocks), sum(block.shape[1] for block in self.blocks))
         self.dtype, self.device = self.blocks[0].dtype, self.blocks[0].device
         self.symmetric = all(block.symmetric for block in self.blocks)
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
-        pieces = vectors.split([block.shape[1] for block in self.blocks], dim=-1)
-        return torch.cat([block(piece) for block, piece in zip(self.blocks, pieces, strict=True)], dim=-1)
+        slices = vectors.split([block.shape[1] for block in self.blocks], dim=-1)
+        return torch.cat([block(part) for block, part in zip(self.blocks, slices, strict=True)], dim=-1)
 
-    @override
     def _transpose(self) -> Operator:
         return BlockDiagonal([block.T for block in self.blocks])
 
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return unique(tensor for block in self.blocks for tensor in block.tensors())
-
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return torch.block_diag(*(block.dense(chunk_size=chunk_size) for block in self.blocks))
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
-        # Up to the first rectangular block, the blocks' diagonals lie on the whole one.
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+        # A rectangular block shifts the following blocks off the diagonal.
         if any(block.shape[0] != block.shape[1] for block in self.blocks):
-            return Operator.diagonal(self, chunk_size=chunk_size, limit=limit)
+            return super()._diagonal(chunk_size, limit)
         return torch.cat([block.diagonal(chunk_size=chunk_size, limit=limit) for block in self.blocks])
 
-    @override
     def _details(self) -> str:
         return f"{len(self.blocks)} blocks"
 
@@ -233,8 +189,8 @@ class BlockDiagonal(Operator):
 class LowRankPlusDiagonal(Operator):
     """``U C Uᵀ + diag(d)``, with ``C = diag(s)`` or a symmetric ``[r, r]``.
 
-    Inverse and determinant cost ``O(n r² + r³)`` by the identities of Woodbury and Sylvester. They ask for d > 0; C may
-    have negative eigenvalues as long as the whole stays positive definite. All are differentiable in U, C and d.
+    Inverse and determinant cost ``O(n r² + r³)`` by the identities of Woodbury and Sylvester. They require d > 0; C may
+    have negative eigenvalues as long as the sum is positive definite. All are differentiable in U, C and d.
 
     Args:
         basis: U, ``[n, r]``; its columns need not be orthogonal.
@@ -242,7 +198,7 @@ class LowRankPlusDiagonal(Operator):
         diagonal: d: ``[n]``, or one number for all entries.
 
     Raises:
-        OperatorError: Shapes, types or devices that do not fit, or a C that is not symmetric.
+        OperatorError: Shapes, types or devices that do not match, or a C that is not symmetric.
     """
 
     symmetric = True
@@ -255,14 +211,14 @@ class LowRankPlusDiagonal(Operator):
         values_fit = values.shape in ((rank,), (rank, rank))
         if not values_fit or diagonal.shape not in ((), (size,)):
             raise OperatorError(
-                "Basis, values and diagonal do not fit.",
+                "The shapes of basis, values and diagonal do not match.",
                 expected=f"values [{rank}] or [{rank}, {rank}], and a diagonal [{size}] or one number",
                 got=f"{list(values.shape)} and {list(diagonal.shape)}",
             )
         for name, tensor in (("values", values), ("diagonal", diagonal)):
             if tensor.dtype != basis.dtype or tensor.device != basis.device:
                 raise OperatorError(
-                    f"The {name} are of another kind than the basis.",
+                    f"The {name} have another type or device than the basis.",
                     expected=f"{basis.dtype} on {basis.device}",
                     got=f"{tensor.dtype} on {tensor.device}",
                 )
@@ -271,24 +227,18 @@ class LowRankPlusDiagonal(Operator):
         self.basis, self.values, self.added = basis, values, diagonal
         self.shape, self.dtype, self.device = (size, size), basis.dtype, basis.device
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         return self._times_values(vectors @ self.basis) @ self.basis.mT + vectors * self.added
-
-    @override
-    def _transpose(self) -> Operator:
-        return self
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:
         return unique([self.basis, self.values, self.added])
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = None) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         return (self._times_values(self.basis) * self.basis).sum(-1) + self.added
 
     def inverse(self) -> LowRankPlusDiagonal:
-        """``A⁻¹ = D⁻¹ − D⁻¹ U (I + C Uᵀ D⁻¹ U)⁻¹ C Uᵀ D⁻¹``, of the same kind.
+        """``A⁻¹ = D⁻¹ − D⁻¹ U (I + C Uᵀ D⁻¹ U)⁻¹ C Uᵀ D⁻¹``, an operator of the same class.
 
         Raises:
             NotPositiveDefiniteError: d is not positive, or the matrix is not positive definite.
@@ -326,7 +276,7 @@ class LowRankPlusDiagonal(Operator):
         return rows * self.values if self.values.ndim == 1 else rows @ self.values
 
     def _factored(self) -> tuple[Tensor, Tensor]:
-        """``D⁻¹ U`` and ``I + C Uᵀ D⁻¹ U``, the latter in float64; refuses what is not positive definite."""
+        """``D⁻¹ U``, and ``I + C Uᵀ D⁻¹ U`` in float64, after the check for positive definiteness."""
         if not bool((self.added > 0).all()):
             raise NotPositiveDefiniteError(
                 "The diagonal is not positive.",
@@ -335,7 +285,8 @@ class LowRankPlusDiagonal(Operator):
                 fix="Add a positive diagonal, for instance a prior precision",
             )
         scaled = self.basis / (self.added if self.added.ndim == 0 else self.added[:, None])
-        pairs = zip(self.basis.split(2**20), scaled.split(2**20), strict=True)  # float64 a part at a time
+        # Chunks of 2²⁰ rows limit the memory of the float64 copies.
+        pairs = zip(self.basis.split(2**20), scaled.split(2**20), strict=True)
         gram = torch.stack([left.double().mT @ right.double() for left, right in pairs]).sum(0)
         gram = (gram + gram.mT) / 2
         core = self._core()
@@ -343,11 +294,11 @@ class LowRankPlusDiagonal(Operator):
         return scaled, torch.eye(len(gram), dtype=gram.dtype, device=gram.device) + core @ gram
 
     def _require_positive_definite(self, gram: Tensor, core: Tensor) -> None:
-        """Raise unless the eigenvalues of ``I + G^½ C G^½`` are positive, which has those of ``D^-½ A D^-½``."""
+        """Raise unless ``I + G^½ C G^½`` is positive definite; it has the extreme eigenvalues of ``D^-½ A D^-½``."""
         if self.values.ndim == 1 and bool((self.values >= 0).all()):
             return
         if not (bool(torch.isfinite(gram).all()) and bool(torch.isfinite(core).all())):
-            return  # the result says so itself
+            return  # the result is not finite either, and shows it
         squares, vectors = torch.linalg.eigh(gram)
         root = vectors * squares.clamp_min(0.0).sqrt()  # [r, r]
         middle = root.mT @ core @ root
@@ -357,16 +308,15 @@ class LowRankPlusDiagonal(Operator):
                 "The matrix is not positive definite.",
                 expected="d large enough to outweigh the negative part of U C Uᵀ",
                 got=f"an eigenvalue of {float(smallest):.3g} relative to d",
-                fix="Add a larger diagonal, or drop the negative directions",
+                fix="Add a larger diagonal, or drop the eigenvectors of negative eigenvalues",
             )
 
-    @override
     def _details(self) -> str:
         return f"rank {self.basis.shape[1]}"
 
 
 def _kronecker(left: Tensor, right: Tensor) -> Tensor:
-    # Not torch.kron, which fails for some transposed matrices with one row.
+    # torch.kron fails for some transposed matrices with one row.
     product = left[:, None, :, None] * right[None, :, None, :]
     return product.reshape(left.shape[0] * right.shape[0], left.shape[1] * right.shape[1])
 
@@ -375,7 +325,7 @@ def _require(tensor: Any, dimensions: int, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.ndim != dimensions or not tensor.is_floating_point():
         what = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise OperatorError(
-            f"The {name} is of the wrong kind.",
+            f"The {name} has the wrong type or number of axes.",
             expected=f"a floating-point tensor with {dimensions} axes",
             got=what,
         )
@@ -396,14 +346,14 @@ def _require_symmetric(matrix: Tensor) -> None:
 
 
 def _operators(parts: Sequence[Tensor | Operator], what: str) -> tuple[Operator, ...]:
-    """Matrices and operators as operators of one type on one device, but at least one."""
+    """At least one matrix or operator, as operators of one type on one device."""
     operators = tuple(part if isinstance(part, Operator) else Dense(part) for part in parts)
     if not operators:
-        raise OperatorError(f"There are no {what}.", expected="at least one", got="none")
+        raise OperatorError(f"The list of {what} is empty.", expected="at least one", got="none")
     for other in operators[1:]:
         if (other.dtype, other.device) != (operators[0].dtype, operators[0].device):
             raise OperatorError(
-                f"The {what} are of different types.",
+                f"The {what} have different types or devices.",
                 expected=f"{operators[0].dtype} on {operators[0].device}",
                 got=f"{other.dtype} on {other.device}",
             )

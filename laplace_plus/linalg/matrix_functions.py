@@ -8,7 +8,7 @@ for the derivative of f(A) itself, taken on the Krylov spaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from laplace_plus.linalg.arguments import (
     start_vectors,
     without_autocast,
 )
-from laplace_plus.linalg.linear_maps import Matvec, attach
+from laplace_plus.linalg.linear_maps import Matvec, attach_one
 from laplace_plus.linalg.quadrature import (
     KrylovSpace,
     SpectralFunction,
@@ -42,10 +42,10 @@ class FunctionValue:
 
     Attributes:
         value: The result; differentiable.
-        error: ``[...]`` for each start vector, the change of the value (of its norm) over the last quarter of the
-            steps: more than the remaining error if the convergence is geometric and its rate is fast enough to halve
-            the error in that many steps; zero if the space is invariant.
-        matvecs: Number of operator-vector products.
+        error: ``[...]`` for each start vector, the norm of the change of the value over the last quarter of the steps.
+            It bounds the remaining error if convergence is geometric and halves the error in that many steps; zero if
+            the space is invariant.
+        matvecs: Number of operator–vector products.
         converged: Whether every error is below the tolerance.
         depth: Number of steps.
     """
@@ -72,27 +72,27 @@ def matrix_function(
 ) -> FunctionValue:
     """``f(A) v`` for a symmetric operator.
 
-    Costs one product (of the stack) a step and memory for K vectors each. Exact once K reaches the number of distinct
-    eigenvalues, and for polynomials of degree below K; elsewhere the error is at most 2‖v‖ times that of the best
+    Costs one product (of the stack) per step and memory for K vectors each. Exact once K reaches the number of distinct
+    eigenvalues, and for polynomials of degree below K. Otherwise the error is at most 2‖v‖ times that of the best
     polynomial of degree K − 1 on the spectrum. Operators that are not symmetric are refused.
 
     The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
-    ``gradient="krylov"``: with cotangent u, ``f(A) u`` on u's own Krylov space for v, and for A the Daleckii–Krein
-    formula between both spaces, by K more products and one vector–Jacobian product batched over K vectors. It is about
-    as exact as the value is. ``"adjoint"``: the exact gradient of the computed value, at any K; where v's Krylov
-    space ends before K, of the value on that space.
+    ``gradient="krylov"``: for a cotangent u, ``f(A) u`` on the Krylov space of u is the gradient in v, and the
+    Daleckii–Krein formula between both spaces that in A. It takes K more products and one vector–Jacobian product
+    batched over K vectors, and is about as accurate as the value. ``"adjoint"``: the exact gradient of the computed
+    value, at any K; where the Krylov space of v is invariant before K, of the value on that space.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
         f: Elementwise function of eigenvalues, of torch operations, e.g. ``torch.exp``.
         v: ``[n]``, or a stack ``[..., n]``.
         depth: K, at most n steps are taken.
-        tolerance: Add steps until the error is below this part of the value's norm, for each vector. None takes
-            ``depth`` steps, and ``converged`` then compares with the square root of the rounding.
+        tolerance: Add steps until the error is below this fraction of the value's norm, for each vector. None takes
+            ``depth`` steps, and ``converged`` then compares with the square root of machine epsilon.
         cap: Limit on the number of steps with a tolerance.
-        gradient: Which gradient.
-        dtype: Type of the vectors; that of v by default. Half precision is for products only.
-        parameters: The tensors A depends on, if they are not to be found from its autograd graph.
+        gradient: ``"krylov"`` or ``"adjoint"``.
+        dtype: Type of the vectors; that of v by default. Half precision is used for products only.
+        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
 
     Returns:
         ``value [..., n]`` (float32 for half precision), ``error [...]``.
@@ -124,23 +124,21 @@ def matrix_function(
     now = with_graph.detach()
     value = space.combine(now).reshape(start.shape)
 
-    def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        if cotangents[0] is None:
-            return [None] * (1 + len(space.products.map.tensors))
-        u = cotangents[0].reshape(-1, start.shape[-1])
+    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+        u = cotangent.reshape(-1, start.shape[-1])
         values, vectors = space.spectrum()
         if gradient == "krylov":
             return _two_sided(matvec, f, space, start, u)
         inside = (space.vectors @ u[..., None])[..., 0].double()
-        rotated = (inside[:, None, :] @ vectors)[:, 0]
-        inner = divided_differences(f, values, values) * rotated[:, :, None] * vectors[:, :1]
+        in_eigenbasis = (inside[:, None, :] @ vectors)[:, 0]
+        inner = divided_differences(f, values, values) * in_eigenbasis[:, :, None] * vectors[:, :1]
         matrix = space.norm[:, None, None] * (vectors @ inner @ vectors.mT)
         to_vectors = now[..., None].to(u.dtype) * u[:, None, :]
         scale = -space.norm * (inside * now).sum(-1)
         to_start, gradients = space.adjoint((matrix + matrix.mT) / 2, to_vectors, scale)
         return to_start.reshape(start.shape).to(start.dtype), *gradients
 
-    (value,) = attach([value], [start, *space.products.map.tensors], pullback)
+    value = attach_one(value, [start, *space.tensors], pullback)
     if with_graph.requires_grad:  # f depends on tensors of its own
         value = value + space.combine(with_graph - now).reshape(start.shape)
     return FunctionValue(value, error.to(value.dtype).reshape(start.shape[:-1]), matvecs, converged, space.depth)
@@ -161,24 +159,24 @@ def bilinear(
 ) -> FunctionValue:
     """``vᵀ f(A) v`` for a symmetric operator, by Gauss quadrature.
 
-    Costs one product a step, and converges twice as fast as ``f(A) v``: exact for polynomials of degree below 2K.
+    Costs one product per step, and converges twice as fast as ``f(A) v``: exact for polynomials of degree below 2K.
 
     The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
-    ``gradient="krylov"``: the derivative with the Krylov space held fixed, ``2 f(A) v`` for v and for A one
-    vector–Jacobian product batched over K vectors; as exact as ``f(A) v`` is. ``"adjoint"``: the exact gradient of the
-    computed value, at any K, by K products and one vector–Jacobian product; as exact as the value is.
+    ``gradient="krylov"``: the derivative with the Krylov space held fixed, ``2 f(A) v`` for v and one vector–Jacobian
+    product batched over K vectors for A; as accurate as ``f(A) v``. ``"adjoint"``: the exact gradient of the computed
+    value, at any K, by K products and one vector–Jacobian product; as accurate as the value.
 
     Args:
         matvec: A, a callable on row-stacked vectors or an operator.
         f: Elementwise function of eigenvalues, of torch operations.
         v: ``[n]``, or a stack ``[..., n]``.
         depth: K, at most n steps are taken.
-        tolerance: Add steps until the error is below this part of the value, for each vector. None takes ``depth``
-            steps, and ``converged`` then compares with the square root of the rounding.
+        tolerance: Add steps until the error is below this fraction of the value, for each vector. None takes ``depth``
+            steps, and ``converged`` then compares with the square root of machine epsilon.
         cap: Limit on the number of steps with a tolerance.
-        gradient: Which gradient.
-        dtype: Type of the vectors; that of v by default. Half precision is for products only.
-        parameters: The tensors A depends on, if they are not to be found from its autograd graph.
+        gradient: ``"krylov"`` or ``"adjoint"``.
+        dtype: Type of the vectors; that of v by default. Half precision is used for products only.
+        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
 
     Returns:
         ``value [...]`` and ``error [...]`` (float32 for half precision).
@@ -205,10 +203,8 @@ def bilinear(
     now = with_graph.detach()
     inner, shape = space.vectors.dtype, start.shape[:-1]
 
-    def pullback(_: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        if cotangents[0] is None:
-            return [None] * (1 + len(space.products.map.tensors))
-        weight = cotangents[0].reshape(-1).double()
+    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+        weight = cotangent.reshape(-1).double()
         matrix = weight[:, None, None] * quadrature_gradient(space, f)
         if gradient == "adjoint":
             to_start, gradients = space.adjoint(matrix, scale=-2 * weight * space.norm * now)
@@ -219,7 +215,7 @@ def bilinear(
             gradients = space.parameter_gradients(matrix)
         return to_start.reshape(start.shape).to(start.dtype), *gradients
 
-    (value,) = attach([now.to(inner).reshape(shape)], [start, *space.products.map.tensors], pullback)
+    value = attach_one(now.to(inner).reshape(shape), [start, *space.tensors], pullback)
     if with_graph.requires_grad:
         value = value + (with_graph - now).to(inner).reshape(shape)
     return FunctionValue(value, error.to(inner).reshape(shape), matvecs, converged, space.depth)
@@ -251,7 +247,7 @@ def _grow(
     tolerance: float | None,
     cap: int,
 ) -> tuple[Tensor, bool]:
-    """Extend Krylov spaces until each value's change over the last steps is small against its size."""
+    """Extend Krylov spaces until the change of each value over the last steps is small; its error and convergence."""
     limit = torch.finfo(space.vectors.dtype).eps ** 0.5 if tolerance is None else tolerance
     steps = depth if tolerance is None else min(depth, cap)
     while True:
@@ -273,7 +269,7 @@ def _two_sided(
     space: KrylovSpace,
     start: Tensor,
     cotangents: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """The derivative of ``Σ uᵀ f(A) v`` in v and A, from the Krylov spaces of the v and of the u.
 
     With ``A ≈ P R Pᵀ`` on the space of u and ``A ≈ Q T Qᵀ`` on that of v, ``uᵀ L_f(A, E) v`` is ``Σ_ij F_ij …`` between
@@ -282,9 +278,9 @@ def _two_sided(
     norms = vector_norm(cotangents)
     alive = norms > 0
     unit = torch.where(alive[:, None], cotangents, space.vectors[:, 0])
-    shaped = (unit[0] if space.products.single else unit).to(start.dtype)
+    shaped = (unit[0] if start.ndim == 1 else unit).to(start.dtype)
     other = KrylovSpace(matvec, shaped, parameters=())
-    other.extend(space.asked)  # the space of v may be smaller than that of u
+    other.extend(space.requested)  # the space of v may be smaller than that of u
     mu, left = other.spectrum()
     lam, right = space.spectrum()
     size = torch.where(alive, other.norm, 0.0)
@@ -294,5 +290,5 @@ def _two_sided(
     inner = divided_differences(f, mu, lam) * left[:, 0, :, None] * right[:, 0, None, :]
     matrix = (size * space.norm)[:, None, None] * (left @ inner @ right.mT)  # [batch, K of u, K of v]
     weighted = matrix.to(unit.dtype).mT @ other.vectors
-    gradients = space.products.parameter_pullback(space.vectors, weighted)
+    gradients = space.operator.parameter_pullback(space.vectors, weighted)
     return to_start.to(start.dtype), *gradients

@@ -14,32 +14,19 @@ from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
-    Options,
     Progress,
     RightHandSides,
-    Rows,
-    Scalars,
-    add_scaled,
-    as_tensor,
-    asymmetric_operator,
     asymmetry,
-    chosen,
-    constant,
     converted,
-    hypot,
-    inner,
-    is_single,
-    iterations,
-    larger,
-    masked,
-    norm,
-    not_finite,
+    dot,
+    iteration_cap,
     parameter_gradients,
     ratio,
+    require_symmetric,
     root,
-    scaled,
-    smaller,
+    tolerance,
     warn_unless_converged,
+    where_active,
     where_used,
 )
 
@@ -62,19 +49,19 @@ def minres(
 ) -> Solution:
     """Solve ``A x = b``, or ``(A + σ_t) x_t = b`` for all shifts in one Krylov space, for a symmetric A.
 
-    A need not be positive definite. Each iteration costs one product per right-hand side, whatever the number of shifts
-    S, and ``5 + 4 S`` passes over vectors; memory is ``9 + 4 S`` vectors per right-hand side. The iteration ends when
-    ``‖r‖ ≤ max(rtol ‖b‖, atol)``, with a preconditioner in the norm ``(rᵀP⁻¹r)^½``. One product more, with all
-    solutions, checks the true residuals, which are those reported.
+    A need not be positive definite. Each iteration costs one product per right-hand side for any number S of shifts,
+    and ``5 + 4 S`` passes over vectors; memory is ``9 + 4 S`` vectors per right-hand side. The iteration ends when
+    ``‖r‖ ≤ max(rtol ‖b‖, atol)``, with a preconditioner in the norm ``(rᵀP⁻¹r)^½``. One more product with all solutions
+    computes the true residuals, which are returned.
 
     The gradient is that of ``(A + σ_t)⁻¹ b``: with the cotangents x̄_t it solves ``(A + σ_t) w_t = x̄_t``, which are S
-    right-hand sides of their own, and gives ``b̄ = Σ w_t``, ``Ā = -Σ w_t x_tᵀ`` and ``σ̄_t = -w_tᵀ x_t``.
+    separate right-hand sides, and returns ``b̄ = Σ w_t``, ``Ā = -Σ w_t x_tᵀ`` and ``σ̄_t = -w_tᵀ x_t``.
 
     Args:
         matvec: The operator A on row-stacked vectors.
         b: Right-hand sides, ``[..., n]``.
-        shifts: σ, ``[S]``; may require gradients. Without a preconditioner and a first guess, for which the Krylov
-            spaces of different shifts would not be the same.
+        shifts: σ, ``[S]``; may require gradients. Not with a preconditioner or a first guess, with which different
+            shifts do not share a Krylov space.
         preconditioner: ``P⁻¹`` on row-stacked vectors, symmetric positive definite.
         x0: First guess, shaped like b.
         rtol: Tolerance relative to ‖b‖; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
@@ -83,14 +70,14 @@ def minres(
         parameters: The tensors A depends on, where they are not its leaves.
         dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
             vectors run in float32.
-        check_symmetry: Whether to compare ``⟨v₁, A v₂⟩`` and ``⟨A v₁, v₂⟩`` for the first two Lanczos vectors, which
-            costs no product.
+        check_symmetry: Whether to compare ``⟨v₁, A v₂⟩`` and ``⟨A v₁, v₂⟩`` for the first two Lanczos vectors; this
+            takes no product.
         progress: Whether to show a progress bar.
 
     Returns:
         The solutions ``[..., n]``, with shifts ``[S, ..., n]``. Statuses: CONVERGED (also for a zero right-hand side),
         MAX_ITERATIONS, STAGNATED (the true residual exceeds twice its bound, or cannot be reduced because the system is
-        inconsistent: the value is then a least-squares solution), ILL_CONDITIONED (the condition number reaches the
+        inconsistent; the value is then a least-squares solution), ILL_CONDITIONED (the condition number reaches the
         inverse of the machine precision), BREAKDOWN (the preconditioner is not positive definite), and NOT_FINITE (the
         value is NaN).
 
@@ -108,34 +95,41 @@ def minres(
     """
     b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
-    A = LinearMap(matvec, sides.length, symmetric=True, parameters=parameters)
-    options = Options.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
+    A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
+    precondition = None
+    if preconditioner is not None:
+        precondition = sides.map(preconditioner, sides.length, parameters=(), name="preconditioner")
+    limits = (tolerance("rtol", rtol, sides.dtype), tolerance("atol", atol, sides.dtype))
+    cap = iteration_cap(max_iterations, sides.length)
     if shifts is not None:
-        _check_shifts(shifts, sides, preconditioner is not None or x0 is not None)
-    with torch.no_grad():
-        start = sides.start("x0", x0, sides.length)
-        moved = sides.rows.new_zeros(1) if shifts is None else shifts.detach().to(sides.rows)
-        x, residual, state = _iterate(A, preconditioner, sides, moved[:, None], start, options)
+        _check_shifts(shifts, preconditioner is not None or x0 is not None)
+    moved = sides.rows.new_zeros(1) if shifts is None else shifts.detach().to(sides.rows)
 
-    inputs = [b, *A.tensors, *([] if shifts is None else [shifts])]
+    def solve(sides: RightHandSides, shifts: Tensor, guess: Tensor | None) -> tuple[Tensor, Tensor, Progress]:
+        rtol, atol = limits
+        x, target, state = _iterate(
+            A, precondition, sides, shifts, guess, (rtol, atol, cap), check_symmetry=check_symmetry, progress=progress
+        )
+        return _checked(A, sides.rows, x, guess, shifts, target, precondition, state)
+
+    with torch.no_grad():
+        x, residual, state = solve(sides, moved[:, None], sides.start(x0, sides.length))
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        (cotangent,) = cotangents
-        if cotangent is None:
-            return (None,) * len(inputs)
-        cotangent = cotangent.contiguous()
+        assert cotangents[0] is not None
+        cotangent = cotangents[0].contiguous()
         backward = RightHandSides("x̄", cotangent)
-        each = moved[:, None].expand(len(moved), sides.rows.shape[0]).reshape(1, -1)
-        w, residual, state = _iterate(A, preconditioner, backward, each, None, options)
+        each = moved[:, None].expand(len(moved), len(sides.rows)).reshape(1, -1)
+        rows, residual, state = solve(backward, each, None)
         warn_unless_converged("minres", state.statuses, backward.restore_norms(residual))
-        w = backward.restore(w[0])
+        w = backward.restore(rows[0])
         (solution,) = where_used(cotangent, outputs[0])
-        parts: list[Tensor | None] = [w if shifts is None else w.sum(0)]
-        parts += [-g for g in parameter_gradients(A, [(solution, w)])]
-        if shifts is not None:
-            parts.append(-(w * solution).flatten(1).sum(1).to(shifts))
-        return tuple(parts)
+        gradients = [-g for g in parameter_gradients(A, (solution, w))]
+        if shifts is None:
+            return w, *gradients
+        return w.sum(0), *gradients, -(w * solution).flatten(1).sum(1).to(shifts)
 
+    matvecs, inputs = A.matvecs, [b, *A.tensors, *([] if shifts is None else [shifts])]
     shape = sides.shape if shifts is None else (len(moved), *sides.shape)
     (value,) = attach([sides.restore(x).reshape(*shape, sides.length)], inputs, pullback)
     return Solution(
@@ -143,20 +137,20 @@ def minres(
         sides.restore_norms(residual).reshape(shape),
         state.iterations.reshape(shape),
         state.statuses.reshape(shape),
-        A.matvecs,
+        matvecs,
     )
 
 
-def _check_shifts(shifts: Tensor, sides: RightHandSides, restricted: bool) -> None:
+def _check_shifts(shifts: Tensor, restricted: bool) -> None:
     if not isinstance(shifts, Tensor) or shifts.ndim != 1 or not len(shifts) or not shifts.is_floating_point():
         raise ConfigurationError(
-            "shifts are no list of numbers.",
+            "shifts must be a vector of numbers.",
             expected="a floating-point tensor [S]",
             got=str(tuple(shifts.shape)) if isinstance(shifts, Tensor) else repr(shifts),
         )
     if restricted:
         raise ConfigurationError(
-            "Shifts share no Krylov space here.",
+            "Shifts cannot be combined with a preconditioner or x0: they would share no Krylov space.",
             expected="neither preconditioner nor x0 along with shifts",
             got="one of them",
             fix="Call minres once for each shift, with the shift in the operator.",
@@ -165,120 +159,101 @@ def _check_shifts(shifts: Tensor, sides: RightHandSides, restricted: bool) -> No
 
 def _iterate(
     A: LinearMap,
-    preconditioner: Callable[[Tensor], Tensor] | None,
+    precondition: LinearMap | None,
     sides: RightHandSides,
-    shifts: Tensor,
+    sigma: Tensor,
     guess: Tensor | None,
-    options: Options,
+    limits: tuple[float, float, int],
+    *,
+    check_symmetry: bool,
+    progress: bool,
 ) -> tuple[Tensor, Tensor, Progress]:
-    """Solutions ``[S, R, n]``, true residuals ``[S, R]`` and how each ended, for shifts ``[S, 1]`` or ``[S, R]``."""
-    product = sides.on_rows(A)
-    precondition: Rows | None = None
-    if preconditioner is not None:
-        precondition = sides.on_rows(preconditioner, "preconditioner")
-    b, eps = sides.rows, torch.finfo(sides.working).eps
-    S, R = len(shifts), b.shape[0]
-    single = S == 1 and is_single(b)
-    sigma: Scalars = shifts.item() if single else shifts
-
-    def product_of(a: Tensor, c: Tensor) -> Scalars:
-        return inner(a, c) if single else as_tensor(inner(a, c), b)
-
+    """Corrections of the guess ``[S, R, n]``, targets ``[R]`` and how each ended; sigma is ``[S, 1]`` or ``[S, R]``."""
+    rtol, atol, cap = limits
+    b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
     if guess is not None:
-        guess = torch.where((as_tensor(norm(b), b) == 0)[:, None], 0.0, guess)
-    r = b.clone() if guess is None else b - product(guess)
+        guess.masked_fill_((vector_norm(b) == 0)[:, None], 0.0)
+    r = b.clone() if guess is None else b - A(guess)
     before = torch.zeros_like(r)
     z = r if precondition is None else precondition(r)
-    energy = product_of(r, z)
+    energy = dot(r, z)
     beta = root(energy)
     # With a preconditioner both sides of the stopping rule are measured in its norm.
     reference = beta
     if guess is not None:
-        reference = root(product_of(b, b if precondition is None else precondition(b)))
-    absolute = sides.absolute(options.atol)
-    absolute = absolute if single or isinstance(absolute, Tensor) else as_tensor(absolute, b)
-    target = larger(options.rtol * reference, absolute)
+        reference = root(dot(b, b if precondition is None else precondition(b)))
+    target = torch.maximum(rtol * reference, atol / sides.scale)
 
-    state = Progress((S, R), b.device, single=single)
-    state.finish(not_finite(energy + sigma), Status.NOT_FINITE)
-    state.finish((energy <= 0) & (product_of(r, r) > 0), Status.BREAKDOWN)
+    zero = torch.zeros_like(beta + sigma)  # [S, R]
+    state = Progress(zero.shape, b.device)
+    state.finish(~(energy + sigma).isfinite(), Status.NOT_FINITE)
+    state.finish((energy <= 0) & (dot(r, r) > 0), Status.BREAKDOWN)
     state.finish(beta <= target, Status.CONVERGED)
 
-    x, w, w_before = (b.new_zeros(S, R, sides.length) for _ in range(3))
-    one, zero = constant(1.0, beta + sigma), constant(0.0, beta + sigma)
-    phibar, cosine, sine, dbar, epsilon, largest, smallest = beta + zero, -one, zero, zero, zero, zero, one * math.inf
-    scale, beta_before = zero, constant(0.0, beta)
-    first: tuple[Tensor, Tensor] | None = None
-    asymmetric: Scalars = False
-    for k in iterations(options.cap, "minres", progress=options.progress):
-        working = state.active.any(0) if isinstance(state.active, Tensor) else state.active
-        v = masked(scaled(z.clone(), ratio(constant(1.0, beta), beta)), working)
-        image = product(v)
-        if options.check_symmetry and k <= 2:
-            if first is None:
-                first = (v, image)
-            else:
-                asymmetric = working & asymmetry(first, (v, image), sides.dtype)
-                state.stop(asymmetric)
-                first = None
-        scaled(before, -ratio(beta, beta_before)).add_(image)
-        alpha = product_of(v, before)
-        before, r = r, add_scaled(before, -ratio(alpha, beta), r)
+    x, w, w_before = (b.new_zeros(*zero.shape, sides.length) for _ in range(3))
+    phibar, cosine, sine, dbar, epsilon = beta + zero, zero - 1, zero, zero, zero
+    scale, largest, smallest = zero, zero, zero + math.inf
+    beta_before = torch.zeros_like(beta)
+    asymmetric = torch.zeros_like(state.active)
+    first = None
+    for k in state.loop(cap, "minres", progress=progress):
+        working = state.active.any(0)
+        v = where_active(z * ratio(torch.ones_like(beta), beta)[:, None], working)
+        image = A(v)
+        if check_symmetry and k == 1:
+            first = (v, image)
+        elif first is not None:
+            asymmetric, first = working & asymmetry(first, (v, image), sides.dtype), None
+            state.stop(asymmetric)
+        before.mul_(-ratio(beta, beta_before)[:, None]).add_(image)
+        alpha = dot(v, before)
+        before, r = r, before.addcmul_(-ratio(alpha, beta)[:, None], r)
         z = r if precondition is None else precondition(r)
-        energy = product_of(r, z)
-        state.finish(not_finite(alpha + energy) | (zero > 0), Status.NOT_FINITE)
-        state.finish((energy < 0) | (zero > 0), Status.BREAKDOWN)
+        energy = dot(r, z)
+        state.finish(~(alpha + energy).isfinite(), Status.NOT_FINITE)
+        state.finish(energy < 0, Status.BREAKDOWN)
 
         # One more column of T + σ, rotated by the last two rotations and the new one.
         beta_before, beta = beta, root(energy)
         shifted = alpha + sigma
-        scale = larger(scale, abs(shifted) + beta + (beta_before if k > 1 else 0.0))
+        scale = torch.maximum(scale, shifted.abs() + beta + (beta_before if k > 1 else 0.0))
         epsilon_before = epsilon
         delta, gbar = cosine * dbar + sine * shifted, sine * dbar - cosine * shifted
         epsilon, dbar = sine * beta, -cosine * beta
-        # ‖(A + σ) r‖/‖r‖ of the last iterate: where it vanishes the residual is the least possible one, and the next
-        # iterates of a singular system would only grow. Rounding keeps it at a few hundredths of √ε.
-        state.finish(hypot(gbar, dbar) <= 0.1 * math.sqrt(eps) * scale, Status.STAGNATED)
-        gamma = hypot(gbar, beta)
+        # ‖(A + σ) r‖/‖r‖ of the last iterate. Where it vanishes, the residual is minimal, and further iterates of a
+        # singular system would only grow. Rounding keeps it at a few hundredths of √ε.
+        state.finish(torch.hypot(gbar, dbar) <= 0.1 * math.sqrt(eps) * scale, Status.STAGNATED)
+        gamma = torch.hypot(gbar, beta + zero)
         cosine, sine = ratio(gbar, gamma), ratio(beta, gamma)
         phi, phibar = cosine * phibar, sine * phibar
 
-        largest, smallest = larger(largest, gamma), smaller(smallest, gamma)
+        largest, smallest = torch.maximum(largest, gamma), torch.minimum(smallest, gamma)
         state.finish(smallest <= eps * largest, Status.ILL_CONDITIONED)
-        direction = add_scaled(scaled(w_before, -epsilon_before).add_(v), -delta, w)
-        w_before, w = w, scaled(direction, ratio(one, gamma))
-        add_scaled(x, chosen(state.active, phi, zero), w)
-        state.count()
+        direction = w_before.mul_(-epsilon_before[..., None]).add_(v).addcmul_(-delta[..., None], w)
+        w_before, w = w, direction.mul_(ratio(zero + 1, gamma)[..., None])
+        x.addcmul_(torch.where(state.active, phi, 0.0)[..., None], w)
+        state.iterations += state.active
         state.finish(phibar <= target, Status.CONVERGED)
-        if state.over(k):
-            break
-    if bool(asymmetric.any() if isinstance(asymmetric, Tensor) else asymmetric):
-        raise asymmetric_operator("minres", "lsmr")
-    return _checked(product, b, x, guess, shifts, target, precondition, state, alone=not sides.shape)
+    require_symmetric("minres", asymmetric)
+    return x, target, state
 
 
 def _checked(
-    product: Rows,
+    A: LinearMap,
     b: Tensor,
     x: Tensor,
     guess: Tensor | None,
     shifts: Tensor,
-    target: Scalars,
-    precondition: Rows | None,
+    target: Tensor,
+    precondition: LinearMap | None,
     state: Progress,
-    *,
-    alone: bool,
 ) -> tuple[Tensor, Tensor, Progress]:
-    """Replaces the recurrence's residuals by the true ones."""
+    """Solutions ``[S, R, n]``, their true residuals ``[S, R]``, and the statuses revised by these."""
     broken = state.statuses == int(Status.NOT_FINITE)
-    x = torch.where(broken[..., None], 0.0, x)
-    if guess is not None:
-        x = x + torch.where(broken[..., None], 0.0, guess)
-    images = torch.stack([product(solution) for solution in x]) if alone else product(x.flatten(0, 1)).view_as(x)
-    r = b - images - shifts[..., None] * x
+    x = torch.where(broken[..., None], 0.0, x if guess is None else x + guess)
+    r = b - A(x.flatten(0, 1)).view_as(x) - shifts[..., None] * x
     measured = vector_norm(r)
-    if precondition is not None:  # which never comes along with more than one shift
-        measured = as_tensor(inner(r[0], precondition(r[0])), b).abs().sqrt()[None]
-    wrong = measured > 2 * target
-    state.revise(wrong if isinstance(state.active, Tensor) else bool(wrong), Status.STAGNATED)
+    if precondition is not None:  # then there are no shifts
+        measured = dot(r[0], precondition(r[0])).abs().sqrt()[None]
+    state.revise(measured > 2 * target, Status.STAGNATED)
     return torch.where(broken[..., None], torch.nan, x), torch.where(broken, torch.nan, measured), state

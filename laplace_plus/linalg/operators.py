@@ -1,7 +1,7 @@
-"""Matrices that are only known by their products, and their algebra.
+"""Matrices that are only known by their products with vectors, and their algebra.
 
-An operator ``A`` of shape ``(m, n)`` is called on row-stacked vectors ``[..., n]``. Operators add, scale, multiply and
-transpose without ever being written out::
+An operator ``A`` of shape ``(m, n)`` is called on row-stacked vectors ``[..., n]``. Operators can be added, scaled,
+multiplied and transposed; no matrix is formed::
 
     >>> from laplace_plus.linalg.matrices import Dense
     >>> A = Dense(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
@@ -9,8 +9,8 @@ transpose without ever being written out::
     tensor([[8., 8.],
             [2., 4.]])
 
-Those with entries of their own are in :mod:`laplace_plus.linalg.matrices`, and functions become operators in
-:mod:`laplace_plus.linalg.callables`.
+:mod:`laplace_plus.linalg.matrices` has the operators that store their entries, and
+:mod:`laplace_plus.linalg.callables` makes operators from functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from numbers import Real
+from operator import add
 from typing import Any
 
 import torch
@@ -29,47 +31,65 @@ from typing_extensions import override
 from laplace_plus.errors import OperatorError
 
 _CHUNK_ENTRIES = 2**24
-"""Entries of the identity that are multiplied at a time where an operator is written out."""
+"""Entries of the identity that are multiplied in one call when an operator is formed densely: 64 MiB in float32."""
 
 
 class Operator(ABC):
     """A linear map given by its products with row-stacked vectors.
 
-    Calling it on ``v [..., n]`` gives ``A v``, ``[..., m]``, vector by vector; a plain function of that kind serves
-    wherever an operator does, and :func:`~laplace_plus.linalg.callables.as_operator` makes an operator of it. Products
-    are differentiable in the vectors and in :meth:`tensors`.
+    Calling it on ``v [..., n]`` returns ``A v``, ``[..., m]``, for each vector. A plain function of this form can be
+    used wherever an operator can; :func:`~laplace_plus.linalg.callables.as_operator` makes it an operator. Products are
+    differentiable in the vectors and in :meth:`tensors`.
 
-    ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``-A`` and ``A @ B`` are operators again; ``c`` may be a 0-d tensor that
-    requires gradients. A sum is symmetric if its terms are (or transposes of each other), a product if it reads the
-    same backwards, as ``A.T @ A`` and ``A.T @ S @ A`` do.
+    ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``-A`` and ``A @ B`` are operators; ``c`` may be a 0-d tensor that
+    requires gradients. A sum is symmetric if its terms are symmetric or transposes of each other. A product is
+    symmetric if it is a palindrome of transposes, such as ``A.T @ A`` and ``A.T @ S @ A``.
+
+    A subclass implements ``_apply`` and ``tensors``. It overrides ``_transpose`` or ``_apply_transposed`` where that is
+    cheaper than differentiating through ``_apply``, and ``_dense`` and ``_diagonal`` where it knows its entries.
 
     Attributes:
         shape: ``(m, n)``.
-        dtype: Type of the vectors that it takes and gives.
-        device: Where they live.
-        symmetric: Whether it is declared to be its own transpose.
+        dtype: Type of the vectors.
+        device: Device of the vectors.
+        symmetric: Whether the operator is declared to be its own transpose.
+        operands: The operators that it is made of.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
     symmetric: bool = False
+    operands: tuple[Operator, ...] = ()
 
-    # numpy must leave ``numpy_number * operator`` to the operator.
+    # Makes numpy call ``Operator.__rmul__`` for ``numpy_number * operator``.
     __array_ufunc__ = None
     _known_transpose: weakref.ReferenceType[Operator] | None = None
 
     @abstractmethod
     def _apply(self, vectors: Tensor) -> Tensor:
-        """``A v`` for ``[..., n]``, checked already; differentiable in the vectors and in :meth:`tensors`."""
+        """``A v`` for checked vectors ``[..., n]``; differentiable in the vectors and in :meth:`tensors`."""
 
-    @abstractmethod
-    def _transpose(self) -> Operator:
-        """The transpose of an operator that is not symmetric."""
-
-    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it depends on."""
+        """The tensors that the operator depends on; by default those of its operands."""
+        return unique(tensor for operand in self.operands for tensor in operand.tensors())
+
+    def _transpose(self) -> Operator:
+        """The transpose; not called for symmetric operators."""
+        return Transposed(self, self._apply_transposed)
+
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        """``Aᵀ u`` for ``[..., m]``; by default from automatic differentiation of a product."""
+        with torch.enable_grad():  # the pullback of a linear function is the same at every point
+            point = vectors.new_zeros(*vectors.shape[:-1], self.shape[1]).requires_grad_()
+            product = self._apply(point)
+        gradient = None
+        if product.requires_grad:
+            graph = torch.is_grad_enabled()
+            (gradient,) = torch.autograd.grad(product, point, vectors, create_graph=graph, allow_unused=True)
+        if gradient is None:
+            raise not_differentiable()
+        return gradient
 
     # -- products ------------------------------------------------------------------------------------------------------
 
@@ -83,7 +103,7 @@ class Operator(ABC):
             raise OperatorError("An operator multiplies tensors.", expected="a tensor", got=type(vectors).__name__)
         if vectors.shape[-1:] != self.shape[1:] or vectors.dtype != self.dtype or vectors.device != self.device:
             raise OperatorError(
-                "These are no vectors for this operator.",
+                "The vectors do not fit the operator.",
                 expected=f"row-stacked vectors [..., {self.shape[1]}] of type {self.dtype} on {self.device}",
                 got=f"{tuple(vectors.shape)} of type {vectors.dtype} on {vectors.device}",
             )
@@ -91,7 +111,7 @@ class Operator(ABC):
 
     @property
     def T(self) -> Operator:  # noqa: N802
-        """The transpose; as long as it is in use, always the same object."""
+        """The transpose; the same object as long as a reference to it exists."""
         if self.symmetric:
             return self
         known = None if self._known_transpose is None else self._known_transpose()
@@ -101,63 +121,67 @@ class Operator(ABC):
         return known
 
     def pullback(self, vectors: Tensor, cotangents: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The derivative of ``Σ ⟨u, A v⟩`` in some of :meth:`tensors`, from one vector-Jacobian product.
+        """The derivative of ``Σ ⟨u, A v⟩`` in some of :meth:`tensors`, from one vector–Jacobian product.
 
         Args:
             vectors: v, ``[..., n]``.
             cotangents: u, ``[..., m]``.
-            tensors: Which tensors to differentiate in.
+            tensors: The tensors to differentiate in.
         """
         with torch.enable_grad():
             product = self(vectors)
         return torch.autograd.grad(product, tensors, cotangents, retain_graph=True, allow_unused=True)
 
-    # -- written out ---------------------------------------------------------------------------------------------------
+    # -- entries -------------------------------------------------------------------------------------------------------
 
     def dense(self, *, chunk_size: int | None = None) -> Tensor:
-        """The matrix ``[m, n]``, from ``min(m, n)`` products where the structure does not give it; differentiable.
+        """The matrix ``[m, n]``; differentiable. Takes ``min(m, n)`` products unless the structure gives the entries.
 
         Args:
-            chunk_size: Number of columns (or rows) that are multiplied at a time; by default as many as make 2²⁴
-                entries.
+            chunk_size: Number of unit vectors multiplied in one call; by default as many as have 2²⁴ entries.
         """
-        rows, columns = self.shape
-        if min(rows, columns) == 0:
+        _require_chunk(chunk_size)
+        if min(self.shape) == 0:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self._dense(chunk_size)
+
+    def _dense(self, chunk_size: int | None) -> Tensor:
+        rows, columns = self.shape
         if rows < columns:
             return torch.cat([self.T(unit) for _, unit in self._units(rows, chunk_size)])
         return torch.cat([self(unit) for _, unit in self._units(columns, chunk_size)]).mT
 
     def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
-        """The diagonal, ``[min(m, n)]``: exact, and differentiable.
+        """The exact diagonal, ``[min(m, n)]``; differentiable.
 
         Args:
             chunk_size: As for :meth:`dense`.
-            limit: Largest size for which it is computed by one product for each entry, where the structure does not
-                give it; None for none.
+            limit: Largest number of products to spend, one per entry, where the structure does not give the diagonal;
+                None for no limit.
 
         Raises:
-            OperatorError: It would take more products than that.
+            OperatorError: The diagonal needs more than ``limit`` products.
         """
+        _require_chunk(chunk_size)
+        return self._diagonal(chunk_size, limit)
+
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         size = min(self.shape)
         if limit is not None and size > limit:
             raise OperatorError(
-                f"The diagonal of {self!r} takes one product for each entry.",
+                f"The diagonal of {self!r} takes one product per entry.",
                 expected=f"at most {limit} entries",
                 got=f"{size}",
                 fix="Estimate it with linalg.diagonal, or pass limit=None",
             )
-        wide = self.shape[0] < self.shape[1]
-        pieces = [
-            (self.T if wide else self)(unit)[:, start : start + len(unit)].diagonal()
-            for start, unit in self._units(size, chunk_size)
-        ]
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype, device=self.device)
+        operator = self.T if self.shape[0] < self.shape[1] else self
+        entries = [torch.zeros(0, dtype=self.dtype, device=self.device)]
+        for start, unit in self._units(size, chunk_size):
+            entries.append(operator(unit)[:, start : start + len(unit)].diagonal())
+        return torch.cat(entries)
 
     def _units(self, size: int, chunk_size: int | None) -> Iterator[tuple[int, Tensor]]:
-        """Rows of the identity, some at a time, with the number of the first."""
-        if chunk_size is not None and chunk_size < 1:
-            raise OperatorError("There is no such chunk.", expected="chunk_size >= 1", got=str(chunk_size))
+        """Chunks of rows of the identity, each with the index of its first row."""
         step = chunk_size or max(1, _CHUNK_ENTRIES // max(1, *self.shape))
         for start in range(0, size, step):
             count = min(step, size - start)
@@ -166,35 +190,27 @@ class Operator(ABC):
             yield start, unit
 
     def to_scipy(self) -> LinearOperator:
-        """A ``scipy.sparse.linalg.LinearOperator`` of the same shape and number type, for arrays in main memory.
+        """A ``scipy.sparse.linalg.LinearOperator`` of the same shape and number type, for numpy arrays; no gradients.
 
-        Products with blocks are one call. bfloat16, which numpy does not have, becomes float32. Complex vectors are
-        multiplied part by part. There are no gradients.
+        A block of vectors is one product. bfloat16, which numpy does not have, becomes float32. Real and imaginary
+        parts of complex vectors are multiplied separately.
         """
         dtype = torch.float32 if self.dtype is torch.bfloat16 else self.dtype
-        number = torch.zeros((), dtype=dtype).numpy().dtype
 
-        def columns(operator: Operator, x: Any) -> Any:  # [n, k] -> [m, k]
+        def multiply(operator: Operator, x: Any) -> Any:  # [n, k] -> [m, k]
             if x.dtype.kind == "c":
-                return columns(operator, x.real) + 1j * columns(operator, x.imag)
+                return multiply(operator, x.real) + 1j * multiply(operator, x.imag)
             given = torch.tensor(x.T, dtype=operator.dtype, device=operator.device)
             with torch.no_grad():
-                product = operator(given)
-            return product.to("cpu", dtype).numpy().T
-
-        def matmat(x: Any) -> Any:
-            return columns(self, x)
-
-        def rmatmat(x: Any) -> Any:
-            return columns(self.T, x)
+                return operator(given).to("cpu", dtype).numpy().T
 
         return LinearOperator(
             self.shape,
-            matvec=lambda x: columns(self, x.reshape(-1, 1))[:, 0],
-            rmatvec=lambda x: columns(self.T, x.reshape(-1, 1))[:, 0],
-            matmat=matmat,
-            rmatmat=rmatmat,
-            dtype=number,
+            matvec=lambda x: multiply(self, x.reshape(-1, 1))[:, 0],
+            rmatvec=lambda x: multiply(self.T, x.reshape(-1, 1))[:, 0],
+            matmat=lambda x: multiply(self, x),
+            rmatmat=lambda x: multiply(self.T, x),
+            dtype=torch.zeros((), dtype=dtype).numpy().dtype,
         )
 
     # -- algebra -------------------------------------------------------------------------------------------------------
@@ -218,22 +234,25 @@ class Operator(ABC):
         return Scaled(self, 1 / divisor) if _is_scalar(divisor) else NotImplemented
 
     def __matmul__(self, other: Operator) -> Operator:
-        if isinstance(other, Tensor):
-            raise _only_operators(other)
-        return Product([self, other]) if isinstance(other, Operator) else NotImplemented
+        return Product([self, other]) if isinstance(other, Operator) else self.__rmatmul__(other)
 
     def __rmatmul__(self, other: Any) -> Operator:
-        if isinstance(other, Tensor):
-            raise _only_operators(other)
-        return NotImplemented
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        raise OperatorError(
+            "@ multiplies operators with operators.",
+            expected="an operator on either side",
+            got=f"a tensor {tuple(other.shape)}",
+            fix="Call A(v) for row-stacked vectors v [..., n], or write Dense(matrix)",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references can be neither copied nor pickled.
         return {key: value for key, value in vars(self).items() if key != "_known_transpose"}
 
     def _details(self) -> str:
-        """What the representation says besides the size."""
-        return ""
+        """Text that ``repr`` adds to size and type; by default the operands."""
+        return ", ".join(map(repr, self.operands))
 
     def __repr__(self) -> str:
         words = [f"{self.shape[0]} × {self.shape[1]}", str(self.dtype).removeprefix("torch.")]
@@ -244,7 +263,7 @@ class Operator(ABC):
 
 
 class Transposed(Operator):
-    """The transpose of an operator, from a function that multiplies by it.
+    """The transpose of an operator, given by a function that multiplies with it.
 
     Args:
         original: The operator.
@@ -252,33 +271,21 @@ class Transposed(Operator):
     """
 
     def __init__(self, original: Operator, apply: Callable[[Tensor], Tensor]):
-        self.original, self._function = original, apply
+        self.original, self._function, self.operands = original, apply, (original,)
         self.shape = (original.shape[1], original.shape[0])
         self.dtype, self.device = original.dtype, original.device
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         return self._function(vectors)
 
-    @override
     def _transpose(self) -> Operator:
         return self.original
 
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.original.tensors()
-
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return self.original.dense(chunk_size=chunk_size).mT
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         return self.original.diagonal(chunk_size=chunk_size, limit=limit)
-
-    @override
-    def __repr__(self) -> str:
-        return f"{self.original!r}.T"
 
 
 class Scaled(Operator):
@@ -289,7 +296,7 @@ class Scaled(Operator):
         factor: c: a number or a 0-d tensor.
 
     Raises:
-        OperatorError: c lives on another device.
+        OperatorError: c is on another device.
     """
 
     def __init__(self, operator: Operator, factor: float | Tensor):
@@ -311,14 +318,12 @@ class Scaled(Operator):
 
     @property
     def _number(self) -> float | Tensor:
-        # A tensor of another type must not change the type of the product.
+        # A factor of another type must not change the type of the product.
         return self.factor.to(self.dtype) if isinstance(self.factor, Tensor) else self.factor
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         return self.operator(vectors) * self._number
 
-    @override
     def _transpose(self) -> Operator:
         return Scaled(self.operator.T, self.factor)
 
@@ -327,97 +332,70 @@ class Scaled(Operator):
         own = (self.factor,) if isinstance(self.factor, Tensor) else ()
         return unique([*own, *self.operator.tensors()])
 
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def _dense(self, chunk_size: int | None) -> Tensor:
         return self.operator.dense(chunk_size=chunk_size) * self._number
 
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         return self.operator.diagonal(chunk_size=chunk_size, limit=limit) * self._number
 
-    @override
-    def __repr__(self) -> str:
-        factor = float(self.factor.detach() if isinstance(self.factor, Tensor) else self.factor)
-        return f"{factor:g} * {_bracketed(self.operator, (Sum,))}"
+    def _details(self) -> str:
+        factor = self.factor.detach() if isinstance(self.factor, Tensor) else self.factor
+        return f"{float(factor):g} * {self.operator!r}"
 
 
 class Sum(Operator):
     """``A + B + …``.
 
     Args:
-        terms: At least one operator; sums among them are taken apart.
+        terms: At least one operator; nested sums are flattened.
 
     Raises:
         OperatorError: Terms of different shapes, types or devices.
     """
 
     def __init__(self, terms: Sequence[Operator]):
-        self.terms: tuple[Operator, ...] = tuple(
-            part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))
-        )
-        first = self.terms[0]
+        flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
+        self.terms: tuple[Operator, ...] = tuple(flat)
+        first, self.operands = self.terms[0], self.terms
         for other in self.terms[1:]:
             if (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
                 raise _mismatch("The terms of a sum differ.", first, other)
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
         remaining = [term for term in self.terms if not term.symmetric]
-        while remaining:
-            term = remaining.pop()
-            partner = next((k for k, other in enumerate(remaining) if _are_transposes(term, other)), None)
+        while remaining:  # terms that are not symmetric must pair up as transposes
+            partner = next((other for other in remaining[1:] if _are_transposes(remaining[0], other)), None)
             if partner is None:
-                break
-            remaining.pop(partner)
-        else:
-            self.symmetric = True
+                return
+            remaining = [term for term in remaining[1:] if term is not partner]
+        self.symmetric = True
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
-        total = self.terms[0](vectors)
-        for term in self.terms[1:]:
-            total = total + term(vectors)
-        return total
+        return reduce(add, [term(vectors) for term in self.terms])
 
-    @override
     def _transpose(self) -> Operator:
         return Sum([term.T for term in self.terms])
 
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return unique(tensor for term in self.terms for tensor in term.tensors())
+    def _dense(self, chunk_size: int | None) -> Tensor:
+        return reduce(add, [term.dense(chunk_size=chunk_size) for term in self.terms])
 
-    @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
-        total = self.terms[0].dense(chunk_size=chunk_size)
-        for term in self.terms[1:]:
-            total = total + term.dense(chunk_size=chunk_size)
-        return total
-
-    @override
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
-        total = self.terms[0].diagonal(chunk_size=chunk_size, limit=limit)
-        for term in self.terms[1:]:
-            total = total + term.diagonal(chunk_size=chunk_size, limit=limit)
-        return total
-
-    @override
-    def __repr__(self) -> str:
-        return " + ".join(map(repr, self.terms))
+    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+        return reduce(add, [term.diagonal(chunk_size=chunk_size, limit=limit) for term in self.terms])
 
 
 class Product(Operator):
     """``A B …``.
 
     Args:
-        factors: At least one operator; products among them are taken apart.
+        factors: At least one operator; nested products are flattened.
 
     Raises:
         OperatorError: Factors whose shapes do not fit, or of different types or devices.
     """
 
     def __init__(self, factors: Sequence[Operator]):
-        self.factors: tuple[Operator, ...] = tuple(
-            part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))
-        )
+        flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
+        self.factors: tuple[Operator, ...] = tuple(flat)
+        self.operands = self.factors
         for left, right in zip(self.factors, self.factors[1:], strict=False):
             if (left.shape[1], left.dtype, left.device) != (right.shape[0], right.dtype, right.device):
                 raise _mismatch("The factors of a product do not fit.", left, right)
@@ -426,23 +404,13 @@ class Product(Operator):
         pairs = zip(self.factors, reversed(self.factors), strict=True)
         self.symmetric = all(_are_transposes(left, right) for left, right in pairs)
 
-    @override
     def _apply(self, vectors: Tensor) -> Tensor:
         for factor in reversed(self.factors):
             vectors = factor(vectors)
         return vectors
 
-    @override
     def _transpose(self) -> Operator:
         return Product([factor.T for factor in reversed(self.factors)])
-
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return unique(tensor for factor in self.factors for tensor in factor.tensors())
-
-    @override
-    def __repr__(self) -> str:
-        return " @ ".join(_bracketed(factor, (Sum, Scaled)) for factor in self.factors)
 
 
 def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -450,36 +418,36 @@ def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
+def _require_chunk(chunk_size: int | None) -> None:
+    if chunk_size is not None and chunk_size < 1:
+        raise OperatorError("chunk_size must be positive.", expected="chunk_size >= 1", got=str(chunk_size))
+
+
 def _is_scalar(factor: Any) -> bool:
     return isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.ndim == 0)
 
 
 def _are_transposes(left: Operator, right: Operator) -> bool:
-    """Whether two operators are known to be each other's transposes: by identity, never by comparing entries."""
+    """Whether two operators are known to be transposes of each other: by identity, entries are not compared."""
     if left is right:
         return left.symmetric
     if isinstance(left, Scaled) and isinstance(right, Scaled):
         return left.factor is right.factor and _are_transposes(left.operator, right.operator)
-    return _has_transpose(left, right) or _has_transpose(right, left)
-
-
-def _has_transpose(operator: Operator, candidate: Operator) -> bool:
-    known = operator._known_transpose
-    return known is not None and known() is candidate
-
-
-def _bracketed(operator: Operator, kinds: tuple[type, ...]) -> str:
-    return f"({operator!r})" if isinstance(operator, kinds) else repr(operator)
+    pairs = ((left, right), (right, left))
+    return any(a._known_transpose is not None and a._known_transpose() is b for a, b in pairs)
 
 
 def _mismatch(what: str, left: Operator, right: Operator) -> OperatorError:
-    return OperatorError(what, expected=f"one that fits {left!r} on {left.device}", got=f"{right!r} on {right.device}")
-
-
-def _only_operators(other: Tensor) -> OperatorError:
     return OperatorError(
-        "@ multiplies operators with operators.",
-        expected="an operator on either side",
-        got=f"a tensor {tuple(other.shape)}",
-        fix="Call A(v) for row-stacked vectors v [..., n], or write Dense(matrix)",
+        what, expected=f"operators that fit {left!r} on {left.device}", got=f"{right!r} on {right.device}"
+    )
+
+
+def not_differentiable() -> OperatorError:
+    """The error for a product without an autograd graph to its vectors or tensors."""
+    return OperatorError(
+        "torch cannot differentiate through the operator.",
+        expected="a callable made of torch operations, or its transpose as well",
+        got="a product that does not depend on the vector in the autograd graph",
+        fix="Pass rmatvec=, or declare the operator symmetric if it is.",
     )

@@ -1,15 +1,22 @@
-"""A few eigenpairs or singular triplets of an operator: only those whose residual was checked."""
+"""A few eigenpairs or singular triplets of an operator, each with a checked residual, by thick-restart Lanczos.
+
+K. Wu and H. Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM Journal on Matrix
+Analysis and Applications 2000. A single start vector has one direction in each eigenspace. Two measures find multiple
+eigenvalues: the process continues with a random vector when its space becomes invariant, and it is repeated in the
+complement of the pairs found until that finds nothing better.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, OperatorError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import (
     require_choice,
@@ -18,9 +25,11 @@ from laplace_plus.linalg.arguments import (
     without_autocast,
     working_type,
 )
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, number_type
+from laplace_plus.linalg.krylov import orthogonalize, product_length
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.thick_restart import ThickRestart, Which
+
+Which = Literal["largest", "smallest", "magnitude"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,8 @@ class PartialEigen:
         values: λ, ``[j]``, the most wanted first; j is smaller than k if fewer converged. Differentiable.
         vectors: u by rows, ``[j, n]``, orthonormal; not differentiable.
         residuals: ``‖A u − λ u‖``, ``[j]``, from products with the returned vectors.
-        matvecs: Number of operator-vector products.
-        converged: Whether all that were asked for are there.
+        matvecs: Number of operator–vector products.
+        converged: Whether all requested pairs are returned.
     """
 
     values: Tensor
@@ -50,9 +59,9 @@ class PartialSVD:
         values: σ, ``[j]``, the largest first; j is smaller than k if fewer converged. Differentiable.
         left: u by rows, ``[j, m]``, orthonormal; not differentiable.
         right: v by rows, ``[j, n]``, orthonormal; not differentiable.
-        residuals: The larger of ``‖A v − σ u‖`` and ``‖Aᵀ u − σ v‖``, ``[j]``, from products with what is returned.
-        matvecs: Number of operator-vector products, transposed ones included.
-        converged: Whether all that were asked for are there.
+        residuals: The larger of ``‖A v − σ u‖`` and ``‖Aᵀ u − σ v‖``, ``[j]``, from products with the returned vectors.
+        matvecs: Number of operator–vector products, transposed ones included.
+        converged: Whether all requested triplets are returned.
     """
 
     values: Tensor
@@ -82,13 +91,13 @@ def eigsh(
     """The k largest, smallest or largest-in-magnitude eigenpairs of a symmetric operator.
 
     Thick-restart Lanczos with full re-orthogonalisation. Multiple eigenvalues are found with their multiplicity: the
-    search is repeated in the complement of what was found, from a random vector, until nothing better turns up. It
-    reads two numbers from the device in each step. Exact, up to rounding, if ``subspace`` ≥ n.
+    search is repeated in the complement of the pairs found, from a random vector, until it finds nothing better. It
+    reads two numbers from the device in each step. Exact up to rounding if ``subspace`` ≥ n.
 
-    The eigenvalues can be differentiated in the tensors that the operator depends on, ``dλ = uᵀ (dA) u``, at the cost
-    of one vector–Jacobian product of k vectors. Where an eigenvalue is multiple, that derivative exists for functions
-    that treat its copies alike, like their sum. The eigenvectors are not differentiable: their derivative depends on
-    the eigenvectors that were not computed; use :func:`~laplace_plus.linalg.lanczos.lanczos` for that.
+    The eigenvalues are differentiable in the tensors that the operator depends on, ``dλ = uᵀ (dA) u``, at the cost of
+    one vector–Jacobian product of k vectors. Where an eigenvalue is multiple, the derivative exists for functions that
+    treat its copies alike, such as their sum. The eigenvectors are not differentiable, because their derivative depends
+    on the eigenvectors that were not computed; use :func:`~laplace_plus.linalg.lanczos.lanczos` for that.
 
     Args:
         matvec: A, a symmetric operator on row-stacked vectors.
@@ -101,12 +110,13 @@ def eigsh(
         subspace: Number of vectors to store; by default the larger of 2k + 1 and k + 20.
         v0: Start vector ``[n]``; random by default.
         generator: Source of the random vectors.
-        parameters: The tensors to differentiate in, where they are not to be found from the operator.
-        dtype: Type of the vectors; by default that of ``v0`` or of the operator. Half precision is for products only.
-        device: Where to work; by default where ``v0`` or the operator is.
+        parameters: The tensors to differentiate in, where they cannot be found from the operator.
+        dtype: Type of the vectors; by default that of ``v0`` or of the operator. Half precision is used for products
+            only.
+        device: Where to work; by default the device of ``v0`` or of the operator.
 
     Raises:
-        ConfigurationError: Sizes, an option or a start vector that make no sense.
+        ConfigurationError: Bad sizes, option or start vector.
         OperatorError: An operator of another shape or type, or one that is not symmetric.
         NonFiniteError: NaN or infinity in a product.
 
@@ -118,38 +128,23 @@ def eigsh(
         ([3.0, 3.0], True)
     """
     require_choice("which", which, Which)
-    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters)
-    outer, random, start = _vectors(matvec, n, n, k, max_restarts, v0, generator, dtype, device)
-    level = _tolerance(tolerance, outer)
+    options = _Options.of(matvec, n, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
+    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=options.dtype)
+    level = options.tolerance
     with torch.no_grad():
-        found = ThickRestart(
-            lambda v: operator(v.to(outer)).to(start.dtype),
-            start,
-            min(k, n),
-            which,
-            lambda values, norm: torch.full_like(values, level * norm),
-            subspace=_subspace(k, subspace),
-            max_restarts=max_restarts,
-            random=random,
-            dtype=outer,
-        )
+        found = _ThickRestart(operator, min(k, n), which, lambda x, norm: torch.full_like(x, level * norm), options)
         vectors = found.vectors
-        products = operator(vectors.to(outer)).to(start.dtype) if vectors.shape[0] else vectors
+        products = operator(vectors) if len(vectors) else vectors
         values = (vectors * products).sum(dim=-1)
         residuals = vector_norm(products - values[:, None] * vectors)
         good = residuals <= 2 * level * found.norm
         values, vectors, residuals = values[good], vectors[good], residuals[good]
-    converged = found.complete and bool(good.all())
-    matvecs = operator.matvecs
+    converged, matvecs = found.complete and bool(good.all()), operator.matvecs
 
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        (cotangent,) = cotangents
-        if cotangent is None or not vectors.shape[0]:
-            return [None] * len(operator.tensors)
-        return operator.parameter_pullback(vectors.to(outer), (cotangent[:, None] * vectors).to(outer))
+    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return operator.parameter_pullback(vectors, cotangent[:, None] * vectors)
 
-    (values,) = attach([values], operator.tensors, pullback)
-    return PartialEigen(values, vectors, residuals, matvecs, converged)
+    return PartialEigen(attach_one(values, operator.tensors, pullback), vectors, residuals, matvecs, converged)
 
 
 @without_autocast
@@ -169,34 +164,32 @@ def svds(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PartialSVD:
-    """The k largest singular values of an operator, with their vectors.
+    """The k largest singular triplets of an m × n operator, by thick-restart Lanczos on the smaller of AᵀA and AAᵀ.
 
-    Thick-restart Lanczos on the smaller of AᵀA and AAᵀ, followed by a Rayleigh–Ritz step on A itself; see :func:`eigsh`
-    for multiplicities and costs (a step is a product with A and one with Aᵀ). Squaring limits it: triplets with ``σ /
-    σ_max`` below about √eps are not resolved, fail the check of their residual, and are not returned.
-
-    The singular values can be differentiated in the tensors that the operator depends on, ``dσ = uᵀ (dA) v``; the
-    vectors are not differentiable.
+    As for :func:`eigsh`, multiple values are found with their multiplicity, and the values are differentiable in the
+    tensors that the operator depends on (``dσ = uᵀ (dA) v``), the vectors are not. Small singular values are not
+    available: below √eps σ_max the squares lose them.
 
     Args:
-        matvec: A, an operator on row-stacked vectors ``[..., n] -> [..., m]``.
-        n: Length of the vectors that it takes.
+        matvec: A, an operator on row-stacked vectors, ``[..., n] -> [..., m]``.
+        n: Length of the input vectors of A.
         k: Number of triplets ≥ 1; at most min(m, n) are returned.
-        m: Length of the vectors that it gives; by default the operator's, or n for a plain callable.
-        rmatvec: Aᵀ; found by differentiating through ``matvec`` if it is not given.
+        m: Length of the output vectors of A; by default the operator's, or n for a plain callable.
+        rmatvec: Aᵀ; by default torch differentiates through ``matvec``.
         tolerance: A triplet is returned if both of its residuals are at most ``tolerance · σ_max``; by default
             eps^(2/3).
         max_restarts: Cap on restarts; each costs at most ``subspace`` products of either kind.
         subspace: Number of vectors to store; by default the larger of 2k + 1 and k + 20.
         v0: Start vector of length min(m, n) – ``[n]`` if n ≤ m, or else ``[m]``; random by default.
         generator: Source of the random vectors.
-        parameters: The tensors to differentiate in, where they are not to be found from the operator.
-        dtype: Type of the vectors; by default that of ``v0`` or of the operator. Half precision is for products only.
-        device: Where to work; by default where ``v0`` or the operator is.
+        parameters: The tensors to differentiate in, where they cannot be found from the operator.
+        dtype: Type of the vectors; by default that of ``v0`` or of the operator. Half precision is used for products
+            only.
+        device: Where to work; by default the device of ``v0`` or of the operator.
 
     Raises:
-        ConfigurationError: Sizes or a start vector that make no sense.
-        OperatorError: An operator of another shape or type, or a transpose that is none.
+        ConfigurationError: Bad sizes or start vector.
+        OperatorError: An operator of another shape or type, or a wrong transpose.
         NonFiniteError: NaN or infinity in a product.
 
     Example:
@@ -208,109 +201,227 @@ def svds(
     """
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
-    operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters)
     size = min(m, n)
-    outer, random, start = _vectors(matvec, n, size, k, max_restarts, v0, generator, dtype, device)
-    inner = start.dtype
-    level, eps = _tolerance(tolerance, outer), torch.finfo(outer).eps
-
+    options = _Options.of(matvec, n, size, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
+    operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=options.dtype)
+    start, level, eps = options.start, options.tolerance, torch.finfo(options.dtype).eps
     scale = 1.0
 
-    def multiply(vectors: Tensor) -> Tensor:
-        return operator(vectors.to(outer)).to(inner) / scale
+    def forward(vectors: Tensor) -> Tensor:
+        return operator(vectors) / scale
 
-    def transposed(vectors: Tensor) -> Tensor:
-        return operator.transposed(vectors.to(outer)).to(inner) / scale
+    def adjoint(vectors: Tensor) -> Tensor:
+        return operator.transposed(vectors) / scale
+
+    first, second = (forward, adjoint) if n <= m else (adjoint, forward)
 
     def limit(values: Tensor, norm: float) -> Tensor:
         # ‖Aᵀu − σv‖ = ‖AᵀAv − σ²v‖ / σ
         return torch.clamp(level * (norm * values.clamp(min=0)).sqrt(), min=10 * eps * norm)
 
     with torch.no_grad():
-        # The first product tells the tensors that A depends on, and a power of two to divide by: AᵀA holds squares.
-        largest = float(multiply(start if size == n else start.new_ones(n)).abs().amax())
+        # AᵀA squares the numbers, so A is divided by a power of two. This product also finds the operator's tensors.
+        largest = float(forward(start if size == n else start.new_ones(n)).abs().amax())
         scale = 2.0 ** math.frexp(largest)[1] if 0 < largest < math.inf else 1.0
-        found = ThickRestart(
-            (lambda v: transposed(multiply(v))) if n <= m else (lambda u: multiply(transposed(u))),
-            start,
-            min(k, size),
-            "largest",
-            limit,
-            subspace=_subspace(k, subspace),
-            max_restarts=max_restarts,
-            random=random,
-            dtype=outer,
-            symmetric="AᵀA",
-        )
-        if found.vectors.shape[0]:
-            image = multiply(found.vectors) if n <= m else transposed(found.vectors)
-            rotation, values, other = torch.linalg.svd(image, full_matrices=False)
-            pair = (other, rotation.mT @ found.vectors)
+        found = _ThickRestart(lambda v: second(first(v)), min(k, size), "largest", limit, options, name="AᵀA")
+        left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]
+        if len(found.vectors):
+            change, values, other = torch.linalg.svd(first(found.vectors), full_matrices=False)
+            pair = (other, change.mT @ found.vectors)
             left, right = pair if n <= m else pair[::-1]
             residuals = torch.maximum(
-                vector_norm(multiply(right) - values[:, None] * left),
-                vector_norm(transposed(left) - values[:, None] * right),
+                vector_norm(forward(right) - values[:, None] * left),
+                vector_norm(adjoint(left) - values[:, None] * right),
             )
-        else:
-            left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]
         good = residuals <= 2 * level * found.norm**0.5
-        values, residuals = values * scale, residuals * scale
-        left, right, values, residuals = left[good], right[good], values[good], residuals[good]
-    converged = found.complete and bool(good.all())
-    matvecs = operator.matvecs
+        left, right, values, residuals = left[good], right[good], values[good] * scale, residuals[good] * scale
+    converged, matvecs = found.complete and bool(good.all()), operator.matvecs
 
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        (cotangent,) = cotangents
-        if cotangent is None or not right.shape[0]:
-            return [None] * len(operator.tensors)
-        return operator.parameter_pullback(right.to(outer), (cotangent[:, None] * left).to(outer))
+    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return operator.parameter_pullback(right, cotangent[:, None] * left)
 
-    (values,) = attach([values], operator.tensors, pullback)
-    return PartialSVD(values, left, right, residuals, matvecs, converged)
+    return PartialSVD(attach_one(values, operator.tensors, pullback), left, right, residuals, matvecs, converged)
 
 
-def _vectors(
-    matvec: Matvec,
-    n: int,
-    size: int,
-    k: int,
-    max_restarts: int,
-    v0: Tensor | None,
-    generator: torch.Generator | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> tuple[torch.dtype, Callable[[], Tensor], Tensor]:
-    """The type of the products, a source of random vectors, and the start vector."""
-    require_count("n", n, 1)
-    require_count("k", k, 1)
-    require_count("max_restarts", max_restarts, 0)
-    if v0 is not None:
-        if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
-            raise ConfigurationError(
-                "This is no start vector.",
-                expected=f"a floating-point tensor [{size}] other than zero",
-                got=f"{v0.dtype} {tuple(v0.shape)}",
+@dataclass(frozen=True)
+class _Options:
+    """Checked options of a search."""
+
+    dtype: torch.dtype
+    tolerance: float
+    subspace: int
+    max_restarts: int
+    random: Callable[[], Tensor]
+    start: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        matvec: Matvec,
+        n: int,
+        size: int,
+        k: int,
+        tolerance: float | None,
+        max_restarts: int,
+        subspace: int | None,
+        v0: Tensor | None,
+        generator: torch.Generator | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> _Options:
+        """Check and fill in defaults; ``size`` is the length of the vectors of the search."""
+        require_count("n", n, 1)
+        require_count("k", k, 1)
+        require_count("max_restarts", max_restarts, 0)
+        require_tolerance(tolerance=tolerance)
+        stored = max(2 * k + 1, k + 20) if subspace is None else subspace
+        if stored < k + 2:
+            message = "The subspace is too small."
+            raise ConfigurationError(message, expected=f"subspace ≥ k + 2 = {k + 2}", got=str(stored))
+        if v0 is not None:
+            if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
+                raise ConfigurationError(
+                    "v0 is not a start vector.",
+                    expected=f"a floating-point tensor [{size}] other than zero",
+                    got=f"{v0.dtype} {tuple(v0.shape)}",
+                )
+            dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
+        outer, device = number_type(matvec, dtype, device)
+        inner, eps = working_type(outer), torch.finfo(outer).eps
+
+        def random() -> Tensor:
+            source = device if generator is None else generator.device
+            return torch.randn(size, generator=generator, dtype=inner, device=source).to(device)
+
+        # residuals below a few units of rounding cannot be reached
+        level = eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
+        start = random() if v0 is None else v0.detach().to(device, inner)
+        return cls(outer, level, stored, max_restarts, random, start)
+
+
+class _ThickRestart:
+    """A search for the outermost eigenpairs of a symmetric operator.
+
+    Args:
+        product: ``A v`` for one vector ``[n]``.
+        k: Number of pairs; at most n.
+        which: Which end of the spectrum.
+        limit: The largest residual of a converged pair, given the eigenvalues ``[j]`` and an estimate of ``‖A‖``.
+        options: Start vector, subspace and caps.
+        name: Name of the operator in errors.
+
+    Attributes:
+        values: ``[j]`` eigenvalues found, the most wanted first; float64 on the CPU.
+        vectors: ``[j, n]`` their eigenvectors.
+        norm: A lower bound of ‖A‖, usually close.
+        complete: Whether ``k`` pairs converged, and a search from a random vector found nothing better.
+    """
+
+    def __init__(
+        self,
+        product: Callable[[Tensor], Tensor],
+        k: int,
+        which: Which,
+        limit: Callable[[Tensor, float], Tensor],
+        options: _Options,
+        name: str = "A",
+    ):
+        self._product, self._which, self._limit, self._name = product, which, limit, name
+        self._random, self._subspace, self._restarts = options.random, options.subspace, options.max_restarts
+        self._asymmetry = torch.finfo(options.dtype).eps ** 0.5
+        start = options.start
+        self.values, self.vectors = torch.zeros(0, dtype=torch.float64), start.new_zeros(0, len(start))
+        self.norm = 0.0
+        self.complete = self._search(start, k, None)
+        while self.complete and len(self.values) < len(start):
+            # the complement may contain another copy of an eigenvalue that was found
+            last, found = self.values[k - 1], len(self.values)
+            self.complete = self._search(self._random(), 1, last)
+            rounding = 10 * torch.finfo(start.dtype).eps * self.norm
+            if len(self.values) == found or self._key(self.values[-1]) <= self._key(last) + rounding:
+                break
+            self._sort()
+        self._sort()
+        self.values, self.vectors = self.values[:k], self.vectors[:k]
+
+    def _sort(self) -> None:
+        order = self._order(self.values)
+        self.values, self.vectors = self.values[order], self.vectors[order.to(self.vectors.device)]
+
+    def _key(self, values: Tensor) -> Tensor:
+        return {"largest": values, "smallest": -values, "magnitude": values.abs()}[self._which]
+
+    def _order(self, values: Tensor) -> Tensor:
+        return self._key(values).argsort(descending=True, stable=True)
+
+    def _search(self, start: Tensor, k: int, threshold: Tensor | None) -> bool:
+        """Find k pairs in the complement of the known ones, or show that none exceeds a threshold."""
+        known, n = self.vectors.shape
+        free = n - known
+        k, size = min(k, free), min(self._subspace, free)
+        basis = torch.cat([self.vectors, start.new_zeros(size, n)])
+        eps = torch.finfo(start.dtype).eps
+        projected = start.new_zeros(size, size)
+        coupling = start.new_zeros(0)  # the entries of the new column that follow from symmetry
+        asymmetry = start.new_zeros(())
+        vector, kept = self._unit(start, basis[:known]), 0
+        while True:
+            beta = 0.0
+            for j in range(kept, size):
+                basis[known + j] = vector
+                product = self._product(vector)
+                rest, coefficients = orthogonalize(basis[None, : known + j + 1], product[None])
+                column = coefficients[0, known:]
+                if j:
+                    asymmetry = torch.maximum(asymmetry, (column[:j] - coupling).abs().max())
+                projected[: j + 1, j] = projected[j, : j + 1] = column
+                lengths = torch.stack([product_length(product), vector_norm(rest[0])])
+                require_finite("The search for eigenpairs", lengths)
+                length, beta = lengths.tolist()
+                self.norm = max(self.norm, length)
+                coupling = torch.nn.functional.pad(start.new_zeros(j), (0, 1), value=beta)
+                if beta > 10 * eps * self.norm:
+                    vector = rest[0] / beta
+                else:
+                    beta, coupling = 0.0, torch.zeros_like(coupling)
+                    if j + 1 < free:
+                        vector = self._unit(self._random(), basis[: known + j + 1])
+            self._require_symmetric(float(asymmetry))
+            values, vectors = torch.linalg.eigh(projected.double().cpu())
+            order = self._order(values)
+            values, vectors = values[order], vectors[:, order]
+            residuals = beta * vectors[-1].abs()
+            self.norm = max(self.norm, float(values.abs().max()))
+            good = residuals <= self._limit(values, self.norm)
+            done = bool(good[:k].all())
+            beaten = threshold is not None and bool(self._key(values)[0] + residuals[0] < self._key(threshold))
+            if done or beaten or self._restarts == 0:
+                if not beaten:
+                    chosen = torch.nonzero(good[:k])[:, 0]
+                    self.vectors = torch.cat([self.vectors, vectors[:, chosen].T.to(basis) @ basis[known:]])
+                    self.values = torch.cat([self.values, values[chosen]])
+                return done or beaten
+            self._restarts -= 1
+            kept = min(k + (size - k) // 2, size - 1)
+            basis[known : known + kept] = vectors[:, :kept].to(basis).T @ basis[known:]
+            projected.zero_()
+            projected[:kept, :kept] = torch.diag(values[:kept]).to(basis)
+            coupling = beta * vectors[-1, :kept].to(basis)
+
+    def _unit(self, vector: Tensor, basis: Tensor) -> Tensor:
+        """A unit vector orthogonal to the basis."""
+        for _ in range(2):
+            vector = vector / vector_norm(vector)
+            if len(basis):
+                vector = orthogonalize(basis[None], vector[None])[0][0]
+        return vector / vector_norm(vector)
+
+    def _require_symmetric(self, asymmetry: float) -> None:
+        if asymmetry > self._asymmetry * self.norm:
+            plain = self._name == "A"
+            raise OperatorError(
+                "The operator is not symmetric." if plain else "rmatvec is not the transpose.",
+                expected=f"uᵀ({self._name})v = vᵀ({self._name})u to a relative {self._asymmetry:.0e}",
+                got=f"a relative difference of {asymmetry / self.norm:.1e} on its Krylov space",
+                fix="Symmetrise it, or use svds." if plain else "Leave rmatvec out to let torch differentiate matvec.",
             )
-        dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
-    outer, device = number_type(matvec, dtype, device)
-    inner = working_type(outer)
-
-    def random() -> Tensor:
-        source = device if generator is None else generator.device
-        return torch.randn(size, generator=generator, dtype=inner, device=source).to(device)
-
-    return outer, random, random() if v0 is None else v0.detach().to(device, inner)
-
-
-def _tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
-    require_tolerance(tolerance=tolerance)
-    eps = torch.finfo(dtype).eps
-    # nothing below a few roundings can be met
-    return eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
-
-
-def _subspace(k: int, subspace: int | None) -> int:
-    size = max(2 * k + 1, k + 20) if subspace is None else subspace
-    if size < k + 2:
-        raise ConfigurationError("The subspace is too small.", expected=f"subspace ≥ k + 2 = {k + 2}", got=str(size))
-    return size

@@ -1,9 +1,9 @@
-"""Functions of a symmetric operator on Krylov spaces: spaces that grow, Gauss quadrature, and its derivative.
+"""Functions of a symmetric operator on Krylov spaces: Gauss quadrature and its derivative.
 
 With Lanczos' ``A Q = Q T + r e_Kᵀ`` and ``T = S Λ Sᵀ``, ``vᵀ f(A) v ≈ ‖v‖² Σ s_i² f(λ_i)`` where s is the first row of
 S: Gauss quadrature for the spectral measure of v (G. H. Golub and G. Meurant, "Matrices, Moments and Quadrature with
 Applications", 2010). Its derivative in T is ``‖v‖² S (F ∘ s sᵀ) Sᵀ`` with the divided differences
-``F_ij = (f_i − f_j)/(λ_i − λ_j)``, the Daleckii–Krein formula, which unlike the derivative of an eigendecomposition is
+``F_ij = (f_i − f_j)/(λ_i − λ_j)`` (the Daleckii–Krein formula). Unlike the derivative of an eigendecomposition it is
 finite for equal eigenvalues.
 """
 
@@ -16,61 +16,69 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.arnoldi import hessenberg_pullback
+from laplace_plus.linalg.adjoints import hessenberg_pullback
 from laplace_plus.linalg.block_lanczos import block_lanczos
-from laplace_plus.linalg.krylov import ArnoldiProcess, Products, require_symmetric, truncated_depth
+from laplace_plus.linalg.krylov import (
+    ArnoldiProcess,
+    combine,
+    krylov_map,
+    require_symmetric,
+    stacked,
+    truncated_depth,
+)
 from laplace_plus.linalg.lanczos import tridiagonal
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.orthogonalization import combine
 
 SpectralFunction = Callable[[Tensor], Tensor]
-"""A function of eigenvalues, elementwise and made of torch operations; it is given float64."""
+"""An elementwise function of eigenvalues, made of torch operations; its argument is float64."""
 
 
 class KrylovSpace:
-    """Lanczos' process with full re-orthogonalisation, for a stack of start vectors; it can go on where it ended.
+    """Lanczos' process with full re-orthogonalisation for a stack of start vectors, which can be continued.
 
     Args:
         matvec: A, symmetric.
         start: ``[n]`` or ``[..., n]``, not zero.
-        parameters: The tensors A depends on, if they are not to be found.
+        parameters: The tensors A depends on, if they cannot be found.
 
     Attributes:
-        products: The operator.
-        vectors: Q by rows, ``[batch, K, n]``; zero beyond a space's own rank.
-        diagonal: Of T, ``[batch, K]`` in float64.
-        off_diagonal: Of T, ``[batch, K − 1]`` in float64.
+        operator: A on stacks of vectors.
+        vectors: Q by rows, ``[batch, K, n]``; zero beyond the rank of a space.
+        diagonal: Diagonal of T, ``[batch, K]`` in float64.
+        off_diagonal: Off-diagonal of T, ``[batch, K − 1]`` in float64.
         norm: ``[batch]`` norms of the start vectors, in float64.
+        residual_norm: ``[batch]`` norms of the residuals, in float64.
         rank: ``[batch]`` dimensions of the spaces.
-        asked: Depth that was asked for; K is less where all spaces end before.
+        requested: Depth that was requested; K is smaller where all spaces are invariant before.
         complete: Whether all spaces are invariant, so that more steps would change nothing.
     """
 
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
-        self.products = Products(matvec, start, symmetric=True, parameters=parameters)
-        vector = self.products.stacked(start)
-        self.norm = vector_norm(vector).double()
-        self.vectors = vector.new_empty(len(vector), 0, vector.shape[1])
-        self._process = ArnoldiProcess(self.products, vector)
-        self.asked, self.complete = 0, False
+        self.operator = krylov_map(matvec, start, symmetric=True, parameters=parameters)
+        rows = stacked(start)
+        self.norm = vector_norm(rows).double()
+        self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])
+        self._process, self._outer = ArnoldiProcess(self.operator, rows), start.dtype
+        self.requested, self.complete = 0, False
 
     def extend(self, depth: int) -> None:
-        """Go on to the given depth, n at most, without synchronising with the device before the end.
+        """Continue to the given depth, at most n, with one synchronisation with the device at the end.
 
         Raises:
             OperatorError: A start vector of zero, or an operator that is not symmetric.
             NonFiniteError: NaN or infinity in a start vector or a product.
         """
-        self.asked = depth = min(depth, self.products.map.n)
+        self.requested = depth = min(depth, self.operator.n)
         if self.complete or depth <= self.depth:
             return
         found = self._process.extend(depth)
         kept = truncated_depth("Lanczos' process", found.scale, found.rank, found.hessenberg, found.residual)
-        if self.products.outer == self.products.inner:  # half precision is too coarse to tell
+        if self._outer == found.vectors.dtype:  # half precision is too coarse for the check
             require_symmetric(found.hessenberg)
         self.vectors, self.rank = found.vectors[:, :kept], found.rank
         self._scale, self._residual = found.scale, found.residual
+        self.residual_norm = vector_norm(found.residual).double()
         small = found.hessenberg[:, :kept, :kept].double()
         self.diagonal, self.off_diagonal = small.diagonal(dim1=-2, dim2=-1), small.diagonal(-1, dim1=-2, dim2=-1)
         self.complete = bool(found.invariant.all())
@@ -83,18 +91,14 @@ class KrylovSpace:
     def spectrum(self, depth: int | None = None) -> tuple[Tensor, Tensor]:
         """Eigenvalues ``[batch, k]`` and vectors ``[batch, k, k]`` of the leading part of T, in float64.
 
-        What lies beyond a space's own rank is decoupled, and has its Rayleigh quotient ``vᵀAv/‖v‖²`` as an eigenvalue,
-        which lies between the others: no function need be defined elsewhere.
+        Rows beyond the rank of a space are decoupled. Their eigenvalue is set to the Rayleigh quotient ``vᵀAv/‖v‖²``,
+        which lies within the spectrum, where functions are defined.
         """
         depth = self.depth if depth is None else depth
         inside = torch.arange(depth, device=self.rank.device) < self.rank[:, None]
         diagonal = torch.where(inside, self.diagonal[:, :depth], self.diagonal[:, :1])
         values, vectors = torch.linalg.eigh(tridiagonal(diagonal, self.off_diagonal[:, : depth - 1]))
         return values, vectors
-
-    def residual_norm(self) -> Tensor:
-        """``‖r‖`` of each space, ``[batch]`` in float64."""
-        return vector_norm(self._residual).double()
 
     def earlier(self) -> int | None:
         """The depth, three quarters of the present one, that results are compared with; None after one step."""
@@ -103,12 +107,12 @@ class KrylovSpace:
     @property
     def matvecs(self) -> int:
         """Number of products."""
-        return self.products.map.matvecs
+        return self.operator.matvecs
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors requiring gradients that A depends on."""
-        return self.products.map.tensors
+        return self.operator.tensors
 
     def quadrature(self, f: SpectralFunction, depth: int | None = None) -> Tensor:
         """``‖v‖² e₁ᵀ f(T) e₁ ≈ vᵀ f(A) v``, ``[batch]`` in float64."""
@@ -120,7 +124,7 @@ class KrylovSpace:
 
         Args:
             f: The function.
-            adjoint: Whether to differentiate the Krylov spaces, too.
+            adjoint: Whether the Krylov spaces are differentiated as well, or held fixed.
         """
         if not self.tensors:
             return ()
@@ -133,7 +137,7 @@ class KrylovSpace:
 
     def parameter_gradients(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ ⟨M, Q A Qᵀ⟩`` for ``[batch, K, K]`` in A's tensors, with the spaces held fixed."""
-        return self.products.parameter_pullback(self.vectors, matrix.to(self.vectors.dtype) @ self.vectors)
+        return self.operator.parameter_pullback(self.vectors, matrix.to(self.vectors.dtype) @ self.vectors)
 
     def adjoint(
         self, matrix: Tensor, vectors: Tensor | None = None, scale: Tensor | None = None
@@ -141,7 +145,7 @@ class KrylovSpace:
         """The derivative of the decomposition itself.
 
         Args:
-            matrix: Symmetric cotangent of T, ``[batch, K, K]``; what lies outside of the band is ignored.
+            matrix: Symmetric cotangent of T, ``[batch, K, K]``; entries outside the band are ignored.
             vectors: Cotangent of Q.
             scale: Cotangent of ``1/‖v‖``.
 
@@ -154,7 +158,7 @@ class KrylovSpace:
         small = tridiagonal(self.diagonal, self.off_diagonal).to(dtype)
         ragged = self.rank if bool((self.rank < self.depth).any()) else None
         return hessenberg_pullback(
-            self.products,
+            self.operator,
             (self.vectors, small, self._residual, self._scale),
             (vectors, band, None, None if scale is None else scale.to(dtype)),
             rank=ragged,
@@ -163,7 +167,7 @@ class KrylovSpace:
 
 
 def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:
-    """``f`` at eigenvalues, part of the graph of the tensors that f itself depends on.
+    """``f`` at eigenvalues, with a graph to the tensors that f itself depends on.
 
     Raises:
         ConfigurationError: f is not elementwise.
@@ -205,7 +209,7 @@ def derivative(f: SpectralFunction, values: Tensor) -> Tensor:
         raise ConfigurationError(
             "torch cannot differentiate the function of eigenvalues.",
             expected="a function made of torch operations",
-            got="a result that is cut off from its argument",
+            got="a result that does not depend on its argument in the autograd graph",
         )
     return gradient.detach()
 
@@ -213,9 +217,9 @@ def derivative(f: SpectralFunction, values: Tensor) -> Tensor:
 def divided_differences(f: SpectralFunction, left: Tensor, right: Tensor) -> Tensor:
     """``(f(x) − f(y))/(x − y)``, and f′ where x = y, for ``x [..., k]`` and ``y [..., l]``, as ``[..., k, l]``.
 
-    The quotient loses digits where x and y are close. There the mean of f′ between them, by Gauss–Legendre quadrature
-    of order six, takes its place: where f′ varies by less than a hundredth between x and y, and the two agree to what
-    the quotient is worth.
+    The quotient loses digits where x and y are close. It is replaced by the mean of f′ between them, by Gauss–Legendre
+    quadrature of order six, where f′ varies by less than 1 % between x and y and both agree to the accuracy of the
+    quotient. At 1 % the error of the quadrature is below machine epsilon for functions as smooth as log and powers.
     """
     f_left, f_right = evaluate(f, left).detach(), evaluate(f, right).detach()
     slope_left, slope_right = derivative(f, left)[..., :, None], derivative(f, right)[..., None, :]
@@ -239,7 +243,7 @@ def divided_differences(f: SpectralFunction, left: Tensor, right: Tensor) -> Ten
 
 
 def quadrature_gradient(space: KrylovSpace, f: SpectralFunction) -> Tensor:
-    """The derivative of :meth:`KrylovSpace.quadrature` in T, symmetric, ``[batch, K, K]``; it needs no choice of S."""
+    """The symmetric derivative of :meth:`KrylovSpace.quadrature` in T, ``[batch, K, K]``."""
     values, vectors = space.spectrum()
     first = vectors[:, 0]
     inner = divided_differences(f, values, values) * first[:, :, None] * first[:, None, :]
@@ -252,7 +256,7 @@ class BlockKrylovSpace:
     Args:
         matvec: A, symmetric.
         start: X, ``[p, n]``.
-        parameters: The tensors A depends on, if they are not to be found.
+        parameters: The tensors A depends on, if they cannot be found.
 
     Attributes:
         tensors: The tensors requiring gradients that A depends on.
@@ -263,24 +267,24 @@ class BlockKrylovSpace:
 
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
         self._matvec, self._start = matvec, start
-        self._map = LinearMap(matvec, start.shape[-1], symmetric=True, parameters=parameters)
+        self._map = LinearMap(matvec, start.shape[-1], symmetric=True, parameters=parameters, dtype=start.dtype)
         if torch.is_grad_enabled() and parameters is None and not isinstance(matvec, Operator):
             self._map(start[:1])  # the tensors are known after the first product
         self.tensors = self._map.tensors
         self.matvecs, self.depth, self.complete = self._map.matvecs, 0, False
 
     def extend(self, depth: int) -> None:
-        """Go to the given depth, from the start: the block process cannot go on."""
+        """Run to the given depth from the start: the block process cannot be continued."""
         self._found = block_lanczos(self._matvec, self._start, depth, parameters=self.tensors)
         self.matvecs += self._found.matvecs
         self.depth, self.complete = len(self._found.block_sizes), self._found.converged
 
     def earlier(self) -> int | None:
-        """As of :class:`KrylovSpace`."""
+        """As in :class:`KrylovSpace`."""
         return _earlier(self.depth)
 
     def _spectrum(self, depth: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Eigenvalues ``[k]`` and vectors ``[k, k]`` of T, and the start vectors in these ``[k, p]``."""
+        """Eigenvalues ``[k]`` and vectors ``[k, k]`` of T, and the start vectors in the eigenbasis ``[k, p]``."""
         size = sum(self._found.block_sizes[:depth])
         first = self._found.start.detach().double()
         values, vectors = torch.linalg.eigh(self._found.matrix.detach()[:size, :size].double())
@@ -297,15 +301,12 @@ class BlockKrylovSpace:
             return ()
         values, vectors, start = self._spectrum(None)
         matrix = vectors @ (divided_differences(f, values, values) * (start @ start.mT)) @ vectors.mT
-        found, dtype = self._found, self._start.dtype
-        matrix = matrix.to(found.matrix.dtype)
+        matrix = matrix.to(self._found.matrix.dtype)
         if adjoint:
-            return tuple(torch.autograd.grad(found.matrix, self.tensors, matrix))
-        count = self._map.matvecs
-        basis = found.vectors.detach()
-        gradients = self._map.parameter_pullback(basis.to(dtype), (matrix @ basis).to(dtype))
-        self.matvecs += self._map.matvecs - count
-        return gradients
+            return tuple(torch.autograd.grad(self._found.matrix, self.tensors, matrix))
+        basis = self._found.vectors.detach()
+        self.matvecs += len(basis)
+        return self._map.parameter_pullback(basis, matrix @ basis)
 
 
 def _earlier(depth: int) -> int | None:

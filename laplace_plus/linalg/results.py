@@ -1,4 +1,4 @@
-"""What estimators and solvers return: never a bare number."""
+"""What estimators and solvers return."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that was estimated, and how well.
+    """An estimate with its standard error.
 
     Attributes:
         value: The estimate; differentiable where the function says so.
-        sem: Standard error of ``value`` over the random probes, of the same shape; zero where the result is exact.
-            It does not cover a bias from a Krylov depth that is too small, which ``converged`` does.
-        matvecs: Number of operator-vector products.
-        converged: Whether the tolerances that were asked for are met, or the result is exact.
+        sem: Standard error of ``value`` over the random probes, of the same shape; zero where the result is exact. It
+            does not include the bias of a small Krylov depth, which ``converged`` tests.
+        matvecs: Number of operator–vector products.
+        converged: Whether the requested tolerances are met, or the result is exact.
         probes: Number of independent probes behind ``sem``.
-        depth: Largest Krylov depth that was used; 0 where there is none.
+        depth: Largest Krylov depth; 0 for methods without one.
     """
 
     value: Tensor
@@ -38,11 +38,11 @@ class Status(IntEnum):
     MAX_ITERATIONS = 1
     """The cap on iterations came first."""
     STAGNATED = 2
-    """Rounding allows no further progress."""
+    """Rounding prevents further progress."""
     ILL_CONDITIONED = 3
     """The condition number exceeds its limit."""
     BREAKDOWN = 4
-    """The operator is not what the method needs, e.g. not positive definite."""
+    """The operator violates a condition of the method, e.g. it is not positive definite."""
     NOT_FINITE = 5
     """NaN or infinity appeared; the solution of that right-hand side is NaN."""
 
@@ -56,7 +56,7 @@ class Solution:
         residual: ``[...]`` norm of the residual that the method controls.
         iterations: ``[...]`` iterations that each right-hand side took.
         statuses: ``[...]`` integers, the :class:`Status` of each right-hand side.
-        matvecs: Number of operator-vector products, transposed ones included.
+        matvecs: Number of operator–vector products, transposed ones included.
     """
 
     value: Tensor

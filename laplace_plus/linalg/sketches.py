@@ -1,16 +1,17 @@
-"""The range of random products with a matrix, ``Y = A Ω = Q R``, and what it loses with each of them."""
+"""Sketches ``Y = A Ω`` of an operator by random vectors: an updatable QR decomposition, and the core ``Ωᵀ A Ω``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import OperatorError
-from laplace_plus.kernels import vector_norm
+from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
+from laplace_plus.linalg.krylov import product_length
+from laplace_plus.linalg.linear_maps import require_finite
 
 
 class Sketch:
-    """A QR decomposition that grows by blocks of columns, so that nothing of it is computed again.
+    """A QR decomposition ``Y = Q R`` to which blocks of columns are added.
 
     Args:
         products: The first columns of Y by rows, ``[k, n]``.
@@ -41,11 +42,11 @@ class Sketch:
         return new
 
     def leave_one_out(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the range loses with each column.
+        """The direction that the range loses without each column.
 
         The projection onto the span of all columns but the i-th is ``Q (B Bᵀ − sᵢ sᵢᵀ) Qᵀ``, where the columns of B
-        span the range of R. If yᵢ lies in the span of the others, nothing is lost and sᵢ is zero: so it is for each i
-        where the operator's rank is smaller than the number of probes.
+        span the range of R. If yᵢ lies in the span of the others, sᵢ is zero. This holds for every i where the rank of
+        the operator is smaller than the number of probes.
 
         Returns:
             B ``[m, r]``, ``Bᵀ R`` ``[r, m]`` and ``Bᵀ sᵢ`` as columns ``[r, m]``; r is the numerical rank.
@@ -60,29 +61,47 @@ class Sketch:
         return left, values[:, None] * right, lost
 
 
-def require_squares(products: Tensor, lengths: Tensor) -> None:
-    """Check that products whose lengths are zero are zero.
-
-    Raises:
-        OperatorError: The squares of their entries underflow.
-    """
-    vanished = (lengths == 0) & (products != 0).any(-1)
-    if bool(vanished.any()):
-        raise OperatorError(
-            "The operator's products are too small for their type: their squares vanish.",
-            expected=f"entries above {torch.finfo(products.dtype).tiny ** 0.5:.0e}",
-            got=f"{float(products.abs().max()):.1e}",
-            fix="Scale the operator, or use a wider type.",
-        )
-
-
 def frobenius_norm(products: Tensor) -> float:
-    """Of row-stacked products ``[k, n]``.
+    """The Frobenius norm of row-stacked products ``[k, n]``.
 
     Raises:
-        OperatorError: See :func:`require_squares`.
+        NonFiniteError: The squares of the entries under- or overflow.
     """
-    lengths = vector_norm(products)
-    if bool((lengths == 0).any()):
-        require_squares(products, lengths)
+    lengths = product_length(products)
+    require_finite("The product with random vectors", lengths)
     return float(lengths.double().norm())
+
+
+def symmetric_core(core: Tensor, n: int, norm: float, eps: float) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors of ``Ωᵀ A Ω`` for a positive semi-definite A.
+
+    Args:
+        core: ``[m, m]`` in float64.
+        n: Size of A; the columns of Ω have norm √n.
+        norm: Frobenius norm of ``A Ω``.
+        eps: Precision in which A was multiplied.
+
+    Raises:
+        NonFiniteError: The core has NaNs or infinities, e.g. because a square overflowed.
+        OperatorError: The core is not symmetric.
+        NotPositiveDefiniteError: It has an eigenvalue below what rounding explains.
+    """
+    require_finite("The product with random vectors", core)
+    largest = core.abs().max()
+    if bool((core - core.mT).abs().max() > eps**0.5 * largest + 10 * eps * norm * n**0.5):
+        raise OperatorError(
+            "The operator is not symmetric.",
+            expected="vᵀ A w = wᵀ A v for all vectors",
+            got=f"a difference of {(core - core.mT).abs().max().item():.3g} in {largest.item():.3g}",
+            fix='Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.',
+        )
+    values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+    smallest = float(values[0])
+    if smallest < -10 * eps * norm * n**0.5:
+        raise NotPositiveDefiniteError(
+            "The operator is not positive semi-definite.",
+            expected="vᵀ A v ≥ 0 for all vectors",
+            got=f"a quadratic form of {smallest:.3g} beside one of {values[-1].item():.3g}",
+            fix='Use method="xtrace", which is right for every square operator, if this is an estimate of a trace.',
+        )
+    return values, vectors

@@ -12,9 +12,9 @@ from laplace_plus.errors import NonFiniteError
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[..., n]`` and vectors ``[..., n, n]`` of symmetric matrices, computed in float64.
 
-    Kronecker factors are often rank-deficient, with rows of exact zeros (padding, dead units), on which float32 solvers
-    fail to converge now and then, and give small eigenvalues that are the rounding of the largest one. Rows and columns
-    that are exactly zero are taken out first, because they are eigenvectors already.
+    Sums of outer products are often rank-deficient, with rows of exact zeros (padding, dead units). On these float32
+    solvers sometimes fail to converge, and their small eigenvalues are rounding errors of the largest one. Rows and
+    columns that are exactly zero are removed first, because their unit vectors are eigenvectors.
 
     Raises:
         NonFiniteError: The matrix has NaN or infinite entries.

@@ -19,7 +19,7 @@ from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import TuningResult
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.kernel_projectors import ProjectionMethod
+from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.projection.noise import (
     NoiseReport,

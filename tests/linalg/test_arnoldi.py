@@ -6,16 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from problems import normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
 from laplace_plus.linalg.arnoldi import arnoldi
 
 float64 = torch.float64
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=25, deadline=None)
@@ -27,7 +23,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     seed=st.integers(0, 1000),
 )
 def test_the_equations_hold(n, depth, batch, dtype, seed):
-    a, v = randn(n, n, seed=seed).to(dtype), randn(*batch, n, seed=seed + 1).to(dtype)
+    a, v = normal(n, n, seed=seed).to(dtype), normal(*batch, n, seed=seed + 1).to(dtype)
     found = arnoldi(lambda x: x @ a.T, v, depth)
     depth, limit = min(depth, n), 1e-12 if dtype == float64 else 2e-6
     assert found.vectors.shape == (*batch, depth, n) and found.converged == (depth == n)
@@ -42,8 +38,8 @@ def test_the_equations_hold(n, depth, batch, dtype, seed):
 
 
 def test_spectrum_at_full_depth():
-    a = randn(30, 30)
-    found = arnoldi(lambda x: x @ a.T, randn(30, seed=1), 30)
+    a = normal(30, 30)
+    found = arnoldi(lambda x: x @ a.T, normal(30, seed=1), 30)
     for expected in torch.linalg.eigvals(a):
         assert float((torch.linalg.eigvals(found.hessenberg) - expected).abs().min()) <= 1e-10
 
@@ -55,7 +51,7 @@ def test_invariant_subspaces():
     assert found.rank.tolist() == [1, 3] and found.hessenberg.shape == (2, 3, 3) and found.converged
     assert not found.vectors[0, 1:].any() and not found.hessenberg[0, 1:].any() and not found.hessenberg[0, :, 1:].any()
     # a looser tolerance ends a decomposition earlier
-    a = torch.diag(d) + 1e-6 * randn(4, 4)
+    a = torch.diag(d) + 1e-6 * normal(4, 4)
     assert arnoldi(lambda x: x @ a.T, v[1], 4).rank == 4
     # though not below rounding: there is no direction left
     assert arnoldi(lambda x: x * d, v, 4, tolerance=0.0).rank.tolist() == [1, 3]
@@ -64,7 +60,7 @@ def test_invariant_subspaces():
 
 
 def test_bad_input():
-    a, v = randn(6, 6), randn(6)
+    a, v = normal(6, 6), normal(6)
     with pytest.raises(OperatorError, match="zero"):
         arnoldi(lambda x: x @ a, 0 * v, 3)
     with pytest.raises(NonFiniteError):

@@ -6,16 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from problems import normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
 from laplace_plus.linalg.bidiagonalization import bidiagonalize
 
 float64 = torch.float64
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=25, deadline=None)
@@ -29,7 +25,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     seed=st.integers(0, 1000),
 )
 def test_the_equations_hold(m, n, depth, batch, dtype, transpose, seed):
-    a, v = randn(m, n, seed=seed).to(dtype), randn(*batch, n, seed=seed + 1).to(dtype)
+    a, v = normal(m, n, seed=seed).to(dtype), normal(*batch, n, seed=seed + 1).to(dtype)
     found = bidiagonalize(lambda x: x @ a.T, v, depth, m=m, rmatvec=(lambda x: x @ a) if transpose else None)
     depth, limit, norm = min(depth, m, n), 1e-12 if dtype == float64 else 2e-6, float(torch.linalg.matrix_norm(a, 2))
     assert found.left.shape == (*batch, depth, m) and found.right.shape == (*batch, depth, n)
@@ -46,24 +42,24 @@ def test_the_equations_hold(m, n, depth, batch, dtype, transpose, seed):
 
 @pytest.mark.parametrize(("m", "n"), [(30, 20), (20, 20)])
 def test_singular_values_at_full_depth(m, n):
-    a = randn(m, n)
-    found = bidiagonalize(lambda x: x @ a.T, randn(n, seed=1), 50, m=m)
+    a = normal(m, n)
+    found = bidiagonalize(lambda x: x @ a.T, normal(n, seed=1), 50, m=m)
     assert found.converged
     torch.testing.assert_close(torch.linalg.svdvals(found.bidiagonal()), torch.linalg.svdvals(a), rtol=0, atol=1e-10)
 
 
 def test_small_singular_values_are_not_squared():
-    u, v = torch.linalg.qr(randn(20, 10))[0], torch.linalg.qr(randn(10, 10, seed=1))[0]
+    u, v = torch.linalg.qr(normal(20, 10))[0], torch.linalg.qr(normal(10, 10, seed=1))[0]
     spectrum = torch.logspace(0, -12, 10, dtype=float64)
     a = (u * spectrum) @ v.T
-    found = bidiagonalize(lambda x: x @ a.T, randn(10, seed=2), 10, m=20)
+    found = bidiagonalize(lambda x: x @ a.T, normal(10, seed=2), 10, m=20)
     torch.testing.assert_close(torch.linalg.svdvals(found.bidiagonal()), spectrum, rtol=0, atol=1e-15)
 
 
 def test_rank_deficient_operators_end_early():
-    a = randn(12, 3) @ randn(3, 9, seed=1)
+    a = normal(12, 3) @ normal(3, 9, seed=1)
     null = torch.linalg.svd(a)[2][-1]
-    v = torch.stack([randn(9, seed=2), torch.linalg.svd(a)[2][0]])
+    v = torch.stack([normal(9, seed=2), torch.linalg.svd(a)[2][0]])
     found = bidiagonalize(lambda x: x @ a.T, v, 8, m=12)
     assert found.rank.tolist() == [3, 1] and found.left.shape == (2, 3, 12)
     # A v_4 would lie in the span of U: v_4 stays as the residual
@@ -75,18 +71,18 @@ def test_rank_deficient_operators_end_early():
     assert not found.left[1, 1:].any() and not found.right[1, 1:].any()
     nothing = bidiagonalize(lambda x: x @ (a - (a @ null)[:, None] * null).T, null.clone(), 4, m=12, tolerance=1e-8)
     assert nothing.rank == 0 or float(nothing.diagonal[0]) <= 1e-13
-    zero = bidiagonalize(lambda x: 0 * x, randn(5).requires_grad_(), 3)
+    zero = bidiagonalize(lambda x: 0 * x, normal(5).requires_grad_(), 3)
     assert zero.rank == 0 and zero.converged and not zero.left.any() and not zero.bidiagonal().any()
 
 
 def test_scale_is_differentiable_even_where_nothing_else_is():
-    v = randn(5).requires_grad_()
+    v = normal(5).requires_grad_()
     gradient = torch.autograd.grad(bidiagonalize(lambda x: 0 * x, v, 3).scale, v)[0]
     torch.testing.assert_close(gradient, torch.autograd.grad(1 / v.norm(), v)[0])
 
 
 def test_bad_input():
-    a, v = randn(7, 5), randn(5)
+    a, v = normal(7, 5), normal(5)
     with pytest.raises(OperatorError, match="transpose"):
         bidiagonalize(lambda x: x @ a.T, v, 3, m=7, rmatvec=lambda x: 2 * x @ a)
     with pytest.raises(OperatorError):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import normal
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
@@ -15,12 +16,8 @@ from laplace_plus.linalg.lanczos import lanczos
 float64 = torch.float64
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
-
-
 def symmetric(n: int, seed: int = 0) -> Tensor:
-    a = randn(n, n, seed=seed)
+    a = normal(n, n, seed=seed)
     return (a + a.T) / 2
 
 
@@ -45,7 +42,7 @@ def check(a: Tensor, x: Tensor, found: BlockLanczosDecomposition, orthogonality:
     seed=st.integers(0, 1000),
 )
 def test_the_equations_hold(n, p, depth, dtype, seed):
-    a, x = symmetric(n, seed).to(dtype), randn(p, n, seed=seed + 1).to(dtype)
+    a, x = symmetric(n, seed).to(dtype), normal(p, n, seed=seed + 1).to(dtype)
     found = block_lanczos(lambda v: v @ a, x, depth)
     check(a, x, found, *((2e-14, 1e-13) if dtype == float64 else (5e-6, 5e-6)))
     assert found.matvecs == sum(found.block_sizes) == min(n, p * depth)
@@ -53,29 +50,29 @@ def test_the_equations_hold(n, p, depth, dtype, seed):
 
 
 def test_one_vector_is_lanczos():
-    a, v = symmetric(20), randn(1, 20, seed=1)
+    a, v = symmetric(20), normal(1, 20, seed=1)
     block, plain = block_lanczos(lambda x: x @ a, v, 8), lanczos(lambda x: x @ a, v[0], 8)
     torch.testing.assert_close(block.matrix, plain.tridiagonal(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(block.vectors, plain.vectors, rtol=1e-11, atol=1e-11)
 
 
 def test_multiple_eigenvalues_show_up_to_the_size_of_the_block():
-    q = torch.linalg.qr(randn(40, 40))[0]
+    q = torch.linalg.qr(normal(40, 40))[0]
     spectrum = torch.cat([torch.full((3,), 5.0, dtype=float64), torch.linspace(0, 1, 37, dtype=float64)])
     a = (q * spectrum) @ q.T
     for p in (1, 2, 3, 4):
-        found = block_lanczos(lambda x: x @ a, randn(p, 40, seed=1), 5)
+        found = block_lanczos(lambda x: x @ a, normal(p, 40, seed=1), 5)
         assert int((torch.linalg.eigvalsh(found.matrix) > 4.9).sum()) == min(p, 3)
 
 
 def test_dependent_vectors_shrink_the_block():
-    a, x = symmetric(24), randn(3, 24, seed=1)
+    a, x = symmetric(24), normal(3, 24, seed=1)
     x = torch.cat([x, x[:1] - x[1:2], 0 * x[:1]])
     found = block_lanczos(lambda v: v @ a, x, 20)
     assert found.block_sizes == (3,) * 8 and found.converged
     check(a, x, found, 2e-14, 1e-13)
     torch.testing.assert_close(torch.linalg.eigvalsh(found.matrix), torch.linalg.eigvalsh(a), rtol=0, atol=1e-12)
-    low_rank = randn(24, 5)
+    low_rank = normal(24, 5)
     b = low_rank @ low_rank.T + torch.eye(24, dtype=float64)
     found = block_lanczos(lambda v: v @ b, x[:3], 20)
     assert found.block_sizes == (3, 3, 2) and found.converged
@@ -89,15 +86,15 @@ def test_dependent_vectors_shrink_the_block():
 
 
 def test_nearly_dependent_vectors_stay_orthogonal():
-    a, x = symmetric(50), randn(3, 50, seed=1)
-    x = torch.cat([x, x[:1] + 1e-11 * randn(1, 50, seed=2)])
+    a, x = symmetric(50), normal(3, 50, seed=1)
+    x = torch.cat([x, x[:1] + 1e-11 * normal(1, 50, seed=2)])
     found = block_lanczos(lambda v: v @ a, x, 6)
     assert found.block_sizes[0] == 4
     check(a, x, found, 2e-14, 1e-13)
 
 
 def test_bad_input():
-    a, x = symmetric(8), randn(2, 8)
+    a, x = symmetric(8), normal(2, 8)
     with pytest.raises(ConfigurationError):
         block_lanczos(lambda v: v @ a, x[0], 3)
     with pytest.raises(ConfigurationError):

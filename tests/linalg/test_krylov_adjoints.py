@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import normal
 from torch import Tensor
 
 from laplace_plus.errors import UnsupportedError
@@ -13,10 +14,6 @@ from laplace_plus.linalg.block_lanczos import block_lanczos
 from laplace_plus.linalg.lanczos import lanczos
 
 float64 = torch.float64
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
 
 
 def without(w: Tensor, vectors: list[Tensor]) -> Tensor:
@@ -113,50 +110,50 @@ def symmetric(s: Tensor) -> Tensor:
 @pytest.mark.parametrize("adjoint", ["reprojected", "three_term"])
 @pytest.mark.parametrize("mode", ["full", "selective", "none"])
 def test_lanczos_against_autograd(depth, adjoint, mode):
-    s, v = randn(24, 24).requires_grad_(), randn(24, seed=1).requires_grad_()
+    s, v = normal(24, 24).requires_grad_(), normal(24, seed=1).requires_grad_()
     found = lanczos(lambda x: x @ symmetric(s), v, depth, reorthogonalize=mode, adjoint=adjoint)
     outputs = (found.vectors, found.diagonal, found.off_diagonal, found.residual, found.scale)
     expected = dense_lanczos(symmetric(s), v, depth)
-    compare(outputs, expected, [s, v], [randn(*x.shape, seed=2) for x in expected])
+    compare(outputs, expected, [s, v], [normal(*x.shape, seed=2) for x in expected])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7, 12])
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("reproject", [True, False])
 def test_arnoldi_against_autograd(depth, transpose, reproject):
-    a, v = randn(24, 24).requires_grad_(), randn(24, seed=1).requires_grad_()
+    a, v = normal(24, 24).requires_grad_(), normal(24, seed=1).requires_grad_()
     rmatvec = (lambda x: x @ a) if transpose else None
     found = arnoldi(lambda x: x @ a.T, v, depth, rmatvec=rmatvec, reproject=reproject)
     expected = dense_arnoldi(a, v, depth)
-    cotangents = [randn(*x.shape, seed=2) for x in expected]
+    cotangents = [normal(*x.shape, seed=2) for x in expected]
     compare((found.vectors, found.hessenberg, found.residual, found.scale), expected, [a, v], cotangents)
 
 
 @pytest.mark.parametrize(("m", "n", "depth"), [(20, 14, 2), (14, 20, 7), (16, 16, 8), (5, 12, 5)])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_bidiagonalization_against_autograd(m, n, depth, transpose):
-    a, v = randn(m, n).requires_grad_(), randn(n, seed=1).requires_grad_()
+    a, v = normal(m, n).requires_grad_(), normal(n, seed=1).requires_grad_()
     found = bidiagonalize(lambda x: x @ a.T, v, depth, m=m, rmatvec=(lambda x: x @ a) if transpose else None)
     outputs = (found.left, found.right, found.diagonal, found.off_diagonal, found.residual, found.scale)
     expected = dense_bidiagonalization(a, v, depth)
-    compare(outputs, expected, [a, v], [randn(*x.shape, seed=2) for x in expected])
+    compare(outputs, expected, [a, v], [normal(*x.shape, seed=2) for x in expected])
 
 
 @pytest.mark.parametrize(("p", "depth"), [(1, 5), (2, 1), (2, 6), (3, 4)])
 def test_block_lanczos_against_autograd(p, depth):
-    s, x = randn(24, 24).requires_grad_(), randn(p, 24, seed=1).requires_grad_()
+    s, x = normal(24, 24).requires_grad_(), normal(p, 24, seed=1).requires_grad_()
     found = block_lanczos(lambda y: y @ symmetric(s), x, depth)
     outputs = (found.vectors, found.matrix, found.residual, found.start)
     expected = dense_block_lanczos(symmetric(s), x, depth)
-    cotangents = [randn(*y.shape, seed=2) for y in expected]
+    cotangents = [normal(*y.shape, seed=2) for y in expected]
     cotangents[1] = cotangents[1].triu(-p).tril(p)  # what lies outside of the band is constant
     cotangents[3] = cotangents[3].triu()
     compare(outputs, expected, [s, x], cotangents)
 
 
 def test_gradcheck_in_start_vectors_and_tensors():
-    factor, shift = randn(6, 3).requires_grad_(), randn(6, seed=3).exp().requires_grad_()
-    v = randn(2, 6, seed=1).requires_grad_()
+    factor, shift = normal(6, 3).requires_grad_(), normal(6, seed=3).exp().requires_grad_()
+    v = normal(2, 6, seed=1).requires_grad_()
 
     def operator(f: Tensor, d: Tensor):
         return lambda x: (x @ f) @ f.T + d * x
@@ -182,9 +179,9 @@ def test_gradcheck_in_start_vectors_and_tensors():
 
 
 def test_derivatives_of_a_stack_are_those_of_its_vectors():
-    s, v = randn(10, 10).requires_grad_(), randn(2, 3, 10, seed=1).requires_grad_()
+    s, v = normal(10, 10).requires_grad_(), normal(2, 3, 10, seed=1).requires_grad_()
     together = lanczos(lambda x: x @ symmetric(s), v, 4)
-    cotangent = randn(2, 3, 4, 10, seed=2)
+    cotangent = normal(2, 3, 4, 10, seed=2)
     expected = [torch.zeros(10, 10, dtype=float64), torch.zeros(2, 3, 10, dtype=float64)]
     for i in range(2):
         for j in range(3):
@@ -199,11 +196,11 @@ def test_derivatives_of_a_stack_are_those_of_its_vectors():
 def test_derivative_where_the_krylov_spaces_end_at_different_depths(adjoint):
     """A vector within k eigenspaces has rank k; perturbations that keep it there are differentiable."""
     d = torch.tensor([1.0, 2.0, 4.0, 7.0, 11.0], dtype=float64).requires_grad_()
-    w = randn(3, 5).abs() + 0.3
+    w = normal(3, 5).abs() + 0.3
     w = (w * torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 1, 1, 0]])).requires_grad_()
     found = lanczos(lambda x: d * x, w, 4, adjoint=adjoint)
     assert found.rank.tolist() == [2, 4, 3]
-    cotangents = [randn(3, 4, seed=2), randn(3, 3, seed=3), randn(3, 4, 5, seed=4)]
+    cotangents = [normal(3, 4, seed=2), normal(3, 3, seed=3), normal(3, 4, 5, seed=4)]
     gradients = torch.autograd.grad([found.diagonal, found.off_diagonal, found.vectors], [d, w], cotangents)
     expected = [torch.zeros(5, dtype=float64), torch.zeros(3, 5, dtype=float64)]
     for i, rank in enumerate([2, 4, 3]):
@@ -222,7 +219,7 @@ def test_bidiagonalization_differentiates_pairs_that_end_early():
     v = torch.tensor([[1.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=float64).requires_grad_()
     found = bidiagonalize(lambda x: x @ a.T, v, 3)
     assert found.rank.tolist() == [2, 3]
-    cotangent = randn(2, 3, 3)
+    cotangent = normal(2, 3, 3)
     gradient = torch.autograd.grad(found.bidiagonal(), v, cotangent)[0]
     for i, rank in enumerate([2, 3]):
         _, _, alpha, beta, _, _ = dense_bidiagonalization(a, v[i], rank)
@@ -257,15 +254,15 @@ def test_lanczos_adjoint_on_the_hilbert_matrix():
     v = torch.rand(10, dtype=float64, generator=torch.Generator().manual_seed(0))
     found = lanczos(lambda x: x @ symmetric(a), v, 10)
     product = found.vectors.T @ found.tridiagonal() @ found.vectors
-    cotangent = symmetric(randn(10, 10))
+    cotangent = symmetric(normal(10, 10))
     assert relative(torch.autograd.grad(product, a, cotangent)[0], cotangent) <= 1e-6
 
 
 def test_the_three_term_adjoint_is_lost_where_the_default_is_not():
     """Float32, ten eigenvalues far above the others: the bare recurrence loses orthogonality after a few steps."""
-    basis = torch.linalg.qr(randn(120, 120))[0]
+    basis = torch.linalg.qr(normal(120, 120))[0]
     spectrum = torch.cat([torch.linspace(10, 100, 10, dtype=float64), torch.linspace(1, 2, 110, dtype=float64)])
-    v = randn(120, seed=1)
+    v = normal(120, seed=1)
 
     def gradient(dtype: torch.dtype, **options: str) -> Tensor:
         s = spectrum.to(dtype, copy=True).requires_grad_()
@@ -283,7 +280,7 @@ def test_the_three_term_adjoint_is_lost_where_the_default_is_not():
 
 
 def test_no_graph_of_a_product_is_stored():
-    s, v = randn(50, 50).requires_grad_(), randn(50, seed=1).requires_grad_()
+    s, v = normal(50, 50).requires_grad_(), normal(50, seed=1).requires_grad_()
     graphs: list[bool] = []
 
     def operator(x: Tensor) -> Tensor:
@@ -316,7 +313,7 @@ def test_no_graph_of_a_product_is_stored():
 
 def test_derivatives_once_a_block_has_shrunk():
     """tr Sᵀ f(T)₁₁ S is exact in an invariant space, and so is its gradient in the operator."""
-    factor, x = randn(12, 2).requires_grad_(), randn(3, 12, seed=1)
+    factor, x = normal(12, 2).requires_grad_(), normal(3, 12, seed=1)
     a = factor @ factor.T + torch.eye(12, dtype=float64)
     found = block_lanczos(lambda y: y @ factor @ factor.T + y, x, 4)
     assert found.block_sizes == (3, 2) and found.converged
@@ -333,8 +330,8 @@ def test_derivatives_once_a_block_has_shrunk():
 
 
 def test_half_precision_vectors_are_differentiated_in_float32():
-    s = symmetric(randn(12, 12)).to(torch.bfloat16).requires_grad_()
-    v = randn(12, seed=1).to(torch.bfloat16).requires_grad_()
+    s = symmetric(normal(12, 12)).to(torch.bfloat16).requires_grad_()
+    v = normal(12, seed=1).to(torch.bfloat16).requires_grad_()
     found = lanczos(lambda x: x @ s.T, v, 4)
     assert found.vectors.dtype == torch.float32
     found.diagonal.sum().backward()
@@ -348,7 +345,7 @@ def test_half_precision_vectors_are_differentiated_in_float32():
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("adjoint", ["reprojected", "three_term"])
 def test_one_step(adjoint, batch):
-    a, v = symmetric(randn(5, 5)), randn(*batch, 5, seed=1)
+    a, v = symmetric(normal(5, 5)), normal(*batch, 5, seed=1)
 
     def diagonal(a: Tensor, v: Tensor) -> Tensor:
         return lanczos(lambda x: x @ symmetric(a), v, 1, adjoint=adjoint).diagonal

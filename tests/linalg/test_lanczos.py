@@ -6,24 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import normal, with_spectrum
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
+from laplace_plus.linalg.krylov import orthogonalize
 from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos
-from laplace_plus.linalg.orthogonalization import orthogonalize
 
 float64 = torch.float64
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
-
-
-def with_spectrum(spectrum: Tensor, seed: int = 0) -> Tensor:
-    n = spectrum.shape[0]
-    q = torch.linalg.qr(randn(n, n, seed=seed))[0]
-    a = (q * spectrum) @ q.T
-    return (a + a.T) / 2
 
 
 def loss_of_orthogonality(found: LanczosDecomposition) -> float:
@@ -49,7 +39,7 @@ def equation_error(a: Tensor, found: LanczosDecomposition) -> float:
 )
 def test_the_equations_hold(n, depth, batch, dtype, logarithm, seed):
     a = with_spectrum(torch.logspace(0, -logarithm, n, dtype=float64), seed).to(dtype)
-    v = randn(*batch, n, seed=seed + 1).to(dtype)
+    v = normal(*batch, n, seed=seed + 1).to(dtype)
     found = lanczos(lambda x: x @ a, v, depth)
     depth = found.vectors.shape[-2]
     assert depth <= n and found.vectors.shape == (*batch, depth, n) and found.residual.shape == v.shape
@@ -66,7 +56,7 @@ def test_the_equations_hold(n, depth, batch, dtype, logarithm, seed):
 def test_spectrum_at_full_depth(mode):
     spectrum = torch.linspace(-3, 5, 60, dtype=float64)
     a = with_spectrum(spectrum)
-    found = lanczos(lambda x: x @ a, randn(60, seed=1), 100, reorthogonalize=mode)
+    found = lanczos(lambda x: x @ a, normal(60, seed=1), 100, reorthogonalize=mode)
     assert found.converged and found.matvecs == 60
     torch.testing.assert_close(torch.linalg.eigvalsh(found.tridiagonal()), spectrum, rtol=0, atol=1e-10)
 
@@ -81,14 +71,14 @@ def test_one_stacked_product_a_step():
     for mode in ("full", "selective", "none"):
         for batch in ((), (3,), (2, 2)):
             shapes.clear()
-            found = lanczos(operator, randn(*batch, 20), 7, reorthogonalize=mode)
-            flat = (randn(*batch, 1).numel(), 20) if batch else (20,)
+            found = lanczos(operator, normal(*batch, 20), 7, reorthogonalize=mode)
+            flat = (normal(*batch, 1).numel(), 20) if batch else (20,)
             assert shapes == [flat] * 7
-            assert found.matvecs == 7 * randn(*batch, 1).numel()
+            assert found.matvecs == 7 * normal(*batch, 1).numel()
 
 
 def test_a_stack_is_its_vectors():
-    a, v = with_spectrum(torch.linspace(1, 2, 20, dtype=float64)), randn(2, 3, 20)
+    a, v = with_spectrum(torch.linspace(1, 2, 20, dtype=float64)), normal(2, 3, 20)
     for mode in ("full", "none"):
         together = lanczos(lambda x: x @ a, v, 8, reorthogonalize=mode)
         for i in range(2):
@@ -106,7 +96,7 @@ def test_a_stack_is_its_vectors():
     ],
 )
 def test_selective_reorthogonalization_is_seldom_and_enough(spectrum, most):
-    q, v = torch.linalg.qr(randn(1000, 1000))[0], randn(1000, seed=1)
+    q, v = torch.linalg.qr(normal(1000, 1000))[0], normal(1000, seed=1)
 
     def operator(x: Tensor) -> Tensor:
         return ((x @ q) * spectrum) @ q.T
@@ -131,15 +121,15 @@ def test_invariant_subspaces(mode):
         expected = d[: rank if rank < 5 else 5]
         values = torch.linalg.eigvalsh(found.tridiagonal()[i, :rank, :rank])
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
-    alone = lanczos(lambda x: x, randn(9), 5)
+    alone = lanczos(lambda x: x, normal(9), 5)
     assert alone.rank == 1 and alone.diagonal.shape == (1,) and alone.off_diagonal.shape == (0,)
-    zero = lanczos(lambda x: 0 * x, randn(9), 5)
+    zero = lanczos(lambda x: 0 * x, normal(9), 5)
     assert zero.rank == 1 and zero.diagonal.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "none"])
 def test_bad_input(mode):
-    a, v = with_spectrum(torch.linspace(1, 2, 6, dtype=float64)), randn(6)
+    a, v = with_spectrum(torch.linspace(1, 2, 6, dtype=float64)), normal(6)
 
     def run(operator, v, depth=4, **options):
         return lanczos(operator, v, depth, reorthogonalize=mode, **options)
@@ -169,17 +159,17 @@ def test_an_operator_that_is_not_symmetric():
     skew = torch.zeros(10, 10, dtype=float64)
     skew[3, 7] = 1e-4
     with pytest.raises(OperatorError, match="not symmetric"):
-        lanczos(lambda x: x @ (a + skew).T, randn(10), 6)
-    lanczos(lambda x: x @ (a + skew).T, randn(10), 6, check_symmetry=False)
+        lanczos(lambda x: x @ (a + skew).T, normal(10), 6)
+    lanczos(lambda x: x @ (a + skew).T, normal(10), 6, check_symmetry=False)
     single = with_spectrum(torch.logspace(-3, 3, 300, dtype=float64)).float()
-    lanczos(lambda x: (x.double() @ single.double() * (1 + 1e-7 * x.double().sin())).float(), randn(300).float(), 40)
+    lanczos(lambda x: (x.double() @ single.double() * (1 + 1e-7 * x.double().sin())).float(), normal(300).float(), 40)
 
 
 def test_types():
     a = with_spectrum(torch.linspace(1, 2, 12, dtype=float64))
-    found = lanczos(lambda x: x @ a.float(), randn(12), 4, dtype=torch.float32)
+    found = lanczos(lambda x: x @ a.float(), normal(12), 4, dtype=torch.float32)
     assert found.vectors.dtype == torch.float32
-    half = lanczos(lambda x: x @ a.to(torch.bfloat16), randn(12).to(torch.bfloat16), 4)
+    half = lanczos(lambda x: x @ a.to(torch.bfloat16), normal(12).to(torch.bfloat16), 4)
     assert half.vectors.dtype == torch.float32 and loss_of_orthogonality(half) <= 1e-6
     torch.testing.assert_close(half.diagonal, found.diagonal, rtol=0.05, atol=0.05)
 
@@ -187,9 +177,9 @@ def test_types():
 def test_orthogonalize_twice_is_enough():
     """A vector that lies in the span up to 1e-10 leaves a remainder orthogonal to rounding; once does not."""
     for batch in (1, 3):
-        basis = torch.linalg.qr(randn(batch, 50, 8))[0].mT
-        inside = (randn(batch, 1, 8) @ basis)[:, 0]
-        w = inside + 1e-10 * randn(batch, 50, seed=1)
+        basis = torch.linalg.qr(normal(batch, 50, 8))[0].mT
+        inside = (normal(batch, 1, 8) @ basis)[:, 0]
+        w = inside + 1e-10 * normal(batch, 50, seed=1)
         errors = []
         for passes in (1, 2):
             rest, coefficients = orthogonalize(basis, w, passes=passes)
@@ -216,15 +206,15 @@ SPECTRA = {
 def test_one_pass_after_the_three_terms_is_enough(spectrum, dtype):
     """Full re-orthogonalisation is as good as Arnoldi's two passes, whatever converges on the way."""
     a = with_spectrum(spectrum.double()).to(dtype)
-    found = lanczos(lambda x: x @ a, randn(200, seed=1).to(dtype), 80)
+    found = lanczos(lambda x: x @ a, normal(200, seed=1).to(dtype), 80)
     loss = (found.vectors @ found.vectors.T - torch.eye(len(found.vectors), dtype=dtype)).abs().max()
     assert loss <= 20 * torch.finfo(dtype).eps
 
 
 def test_vectors_of_a_noisy_operator_are_orthogonal():
     a = with_spectrum(torch.logspace(-6, 0, 200, dtype=float64))
-    noise = 1e-3 * randn(200, 200, seed=2) / 200**0.5
-    found = lanczos(lambda x: x @ (a + noise), randn(200, seed=1), 80, check_symmetry=False)
+    noise = 1e-3 * normal(200, 200, seed=2) / 200**0.5
+    found = lanczos(lambda x: x @ (a + noise), normal(200, seed=1), 80, check_symmetry=False)
     assert len(found.vectors) == 80
     assert (found.vectors @ found.vectors.T - torch.eye(80, dtype=float64)).abs().max() <= 1e-14
 
@@ -236,7 +226,7 @@ def test_one_pass_is_not_enough_among_roundings(width, dtype):
     n, eps = 2000, torch.finfo(dtype).eps
     spectrum = torch.linspace(-2 * width * eps, 2 * width * eps, n, dtype=dtype)
     spectrum[0] = 1
-    found = lanczos(lambda x: x * spectrum, randn(n, seed=1).to(dtype), 100)
+    found = lanczos(lambda x: x * spectrum, normal(n, seed=1).to(dtype), 100)
     loss = (found.vectors @ found.vectors.T - torch.eye(len(found.vectors), dtype=dtype)).abs().max()
     assert loss <= 40 * eps
 
@@ -244,9 +234,9 @@ def test_one_pass_is_not_enough_among_roundings(width, dtype):
 @pytest.mark.parametrize(("dtype", "decades"), [(torch.float32, 8), (torch.float32, 16), (float64, 30)], ids=str)
 def test_all_directions_of_a_nearly_singular_operator(dtype, decades):
     spectrum = torch.logspace(0, -decades, 60, dtype=float64).to(dtype)
-    found = lanczos(lambda x: x * spectrum, randn(60, seed=1).to(dtype), 60, tolerance=0.0)
+    found = lanczos(lambda x: x * spectrum, normal(60, seed=1).to(dtype), 60, tolerance=0.0)
     k = len(found.vectors)
-    assert k > len(lanczos(lambda x: x * spectrum, randn(60, seed=1).to(dtype), 60).vectors)
+    assert k > len(lanczos(lambda x: x * spectrum, normal(60, seed=1).to(dtype), 60).vectors)
     assert (found.vectors @ found.vectors.T - torch.eye(k, dtype=dtype)).abs().max() <= 20 * torch.finfo(dtype).eps
 
 

@@ -9,10 +9,11 @@ import scipy.sparse.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import normal
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
+from laplace_plus.errors import ConfigurationError, OperatorError
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Status
@@ -21,13 +22,9 @@ EXACT = {"atol": 1e-14, "btol": 1e-14, "conlim": 1e12}
 SHAPES = {"tall": (8, 5), "wide": (5, 8), "square": (6, 6), "row": (1, 4), "column": (4, 1)}
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def matrix(m: int, n: int, condition: float = 5.0, seed: int = 0) -> Tensor:
     """Of full rank, with singular values from ``condition`` down to 1."""
-    U, _, Vh = torch.linalg.svd(random(m, n, seed=seed), full_matrices=False)
+    U, _, Vh = torch.linalg.svd(normal(m, n, seed=seed), full_matrices=False)
     return (U * torch.logspace(math.log10(condition), 0, min(m, n), dtype=torch.float64)) @ Vh
 
 
@@ -47,8 +44,8 @@ def dense(A: Tensor, b: Tensor, damp: float = 0.0, x0: Tensor | None = None) -> 
 @pytest.mark.parametrize("damp", [0.0, 0.5])
 @pytest.mark.parametrize("warm", [False, True])
 def test_iterates_are_scipys(shape: tuple[int, int], damp: float, warm: bool) -> None:
-    A, b = matrix(5 * shape[0], 5 * shape[1], 10.0), random(5 * shape[0], seed=1)
-    x0 = random(5 * shape[1], seed=2) if warm else None
+    A, b = matrix(5 * shape[0], 5 * shape[1], 10.0), normal(5 * shape[0], seed=1)
+    x0 = normal(5 * shape[1], seed=2) if warm else None
     none = {"atol": 0.0, "btol": 0.0, "conlim": 0.0}
     # Later the vectors are no longer orthogonal, and rounding decides where the iteration goes next, also in SciPy's.
     for k in range(1, min(11, min(A.shape) + 1)):
@@ -65,7 +62,7 @@ def test_iterates_are_scipys(shape: tuple[int, int], damp: float, warm: bool) ->
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-6])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_stops_where_scipy_does(shape: tuple[int, int], tolerance: float) -> None:
-    A, b = matrix(5 * shape[0], 5 * shape[1]), random(5 * shape[0], seed=1)
+    A, b = matrix(5 * shape[0], 5 * shape[1]), normal(5 * shape[0], seed=1)
     theirs = scipy.sparse.linalg.lsmr(A.numpy(), b.numpy(), atol=tolerance, btol=tolerance, maxiter=1000)
     ours = solve(A, b, atol=tolerance, btol=tolerance)
     assert theirs[1] in (1, 2) and ours.converged and int(ours.iterations) == theirs[2]
@@ -84,8 +81,8 @@ def test_it_stops_where_scipy_does(shape: tuple[int, int], tolerance: float) -> 
 def test_agrees_with_a_dense_solve(m: int, n: int, rank: int, damp: float, rows: int, warm: bool, seed: int) -> None:
     rank = min(m, n, rank)
     A = matrix(m, rank, seed=seed) @ matrix(rank, n, seed=seed + 1)
-    b = random(*[rows] * (rows > 0), m, seed=seed)
-    x0 = random(*b.shape[:-1], n, seed=seed + 2) if warm else None
+    b = normal(*[rows] * (rows > 0), m, seed=seed)
+    x0 = normal(*b.shape[:-1], n, seed=seed + 2) if warm else None
     solution = solve(A, b, damp=damp, x0=x0, atol=1e-13, btol=1e-13)
     assert solution.status <= Status.STAGNATED
     expected = dense(A, b, damp, x0)
@@ -95,27 +92,17 @@ def test_agrees_with_a_dense_solve(m: int, n: int, rank: int, damp: float, rows:
     torch.testing.assert_close(solution.misfit, misfit, rtol=1e-6, atol=1e-8 * float(1 + b.norm()))
 
 
-def test_zero_and_nan_right_hand_sides_leave_the_others_alone() -> None:
-    A, b = matrix(8, 5), random(2, 2, 8, seed=1)
-    b[0, 1], b[1, 0, 3] = 0, torch.nan
-    solution = solve(A, b)
-    assert solution.statuses.tolist() == [[Status.CONVERGED] * 2, [Status.NOT_FINITE, Status.CONVERGED]]
-    assert (solution.value[0, 1] == 0).all() and solution.value[1, 0].isnan().all()
-    for i in (0, 1):
-        torch.testing.assert_close(solution.value[i, i], dense(A, b[i, i]), rtol=1e-8, atol=1e-9)
-
-
 def test_nan_in_the_operator_and_in_the_damping() -> None:
     for solution in (
-        lsmr(lambda v: v * torch.nan, lambda u: u, random(5)),
-        lsmr(lambda v: v, lambda u: u * torch.nan, random(5)),
-        lsmr(lambda v: v, lambda u: u, random(5), damp=math.nan),
+        lsmr(lambda v: v * torch.nan, lambda u: u, normal(5)),
+        lsmr(lambda v: v, lambda u: u * torch.nan, normal(5)),
+        lsmr(lambda v: v, lambda u: u, normal(5), damp=math.nan),
     ):
         assert solution.status is Status.NOT_FINITE and solution.value.isnan().all()
 
 
 def test_the_other_statuses() -> None:
-    A, b = matrix(20, 12, 1e3), random(20, seed=1)
+    A, b = matrix(20, 12, 1e3), normal(20, seed=1)
     capped = solve(A, b, max_iterations=3)
     assert capped.status is Status.MAX_ITERATIONS and int(capped.iterations) == 3 and capped.matvecs == 8
     assert solve(A, b, atol=0.0, btol=0.0).status is Status.STAGNATED
@@ -124,7 +111,7 @@ def test_the_other_statuses() -> None:
 
 
 def test_zero_operator_and_zero_rows_and_columns() -> None:
-    b = random(4, seed=1).requires_grad_()
+    b = normal(4, seed=1).requires_grad_()
     A = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
     solution = solve(A, b)
     assert solution.converged and (solution.value == 0).all()
@@ -132,18 +119,18 @@ def test_zero_operator_and_zero_rows_and_columns() -> None:
     assert (b.grad == 0).all()
     A = matrix(6, 5)
     A[2], A[:, 1] = 0, 0
-    damped = solve(A, random(6, seed=1), damp=0.1)
+    damped = solve(A, normal(6, seed=1), damp=0.1)
     assert damped.converged and damped.value[1] == 0
-    torch.testing.assert_close(damped.value, dense(A, random(6, seed=1), 0.1), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(damped.value, dense(A, normal(6, seed=1), 0.1), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("damp", [0.0, 1.0, 0.05, 1e-5])
 @pytest.mark.parametrize("warm", [False, True])
 def test_gradients(shape: tuple[int, int], damp: float, warm: bool) -> None:
-    A, b = matrix(*shape, condition=3.0).requires_grad_(), random(shape[0], seed=1).requires_grad_()
+    A, b = matrix(*shape, condition=3.0).requires_grad_(), normal(shape[0], seed=1).requires_grad_()
     strength = torch.tensor(damp, dtype=torch.float64, requires_grad=damp > 0)
-    x0 = random(shape[1], seed=2).requires_grad_() if warm else None
+    x0 = normal(shape[1], seed=2).requires_grad_() if warm else None
 
     def value(A: Tensor, b: Tensor, strength: Tensor, *x0: Tensor) -> Tensor:
         return solve(A, b, damp=strength, x0=x0[0] if x0 else None, **EXACT).value
@@ -157,7 +144,7 @@ def test_gradients(shape: tuple[int, int], damp: float, warm: bool) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_at_constant_rank(damp: float, warm: bool, transposed: bool) -> None:
     left, right = matrix(6, 2, 2.0).requires_grad_(), matrix(2, 5, 2.0, seed=1).requires_grad_()
-    b, x0 = random(2, 6, seed=1).requires_grad_(), random(2, 5, seed=2).requires_grad_(warm)
+    b, x0 = normal(2, 6, seed=1).requires_grad_(), normal(2, 5, seed=2).requires_grad_(warm)
 
     def value(left: Tensor, right: Tensor, b: Tensor, x0: Tensor) -> Tensor:
         rmatvec = (lambda u: u @ left @ right) if transposed else None
@@ -169,7 +156,7 @@ def test_gradients_at_constant_rank(damp: float, warm: bool, transposed: bool) -
 
 
 def test_gradients_of_a_rank_deficient_damped_problem() -> None:
-    A, b = (matrix(6, 2) @ matrix(2, 5, seed=1)).requires_grad_(), random(6, seed=1).requires_grad_()
+    A, b = (matrix(6, 2) @ matrix(2, 5, seed=1)).requires_grad_(), normal(6, seed=1).requires_grad_()
     damp = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda A, b, d: solve(A, b, damp=d, **EXACT).value, (A, b, damp), eps=1e-6, atol=1e-8, rtol=0)
 
@@ -185,25 +172,8 @@ def test_gradients_of_a_zero_right_hand_side() -> None:
         torch.testing.assert_close(b.grad, expected, rtol=1e-8, atol=1e-9)
 
 
-def test_a_solution_that_is_not_used_does_not_spoil_the_gradient() -> None:
-    A, b = matrix(6, 4).requires_grad_(), random(2, 6, seed=1)
-    b[1] = torch.nan
-    solve(A, b, damp=0.5).value[0].sum().backward()
-    B = A.detach().clone().requires_grad_()
-    solve(B, b[0], damp=0.5).value.sum().backward()
-    torch.testing.assert_close(A.grad, B.grad, rtol=1e-9, atol=1e-11)
-
-
-def test_a_backward_solve_that_fails_warns() -> None:
-    A = matrix(20, 12, 1e3)
-    exact = random(12, seed=3)
-    value = solve(A, (A @ exact).requires_grad_(), x0=exact, max_iterations=3).value
-    with pytest.warns(ConvergenceWarning, match="MAX_ITERATIONS"):
-        value.sum().backward()
-
-
 def test_the_number_of_columns_is_found() -> None:
-    A, b = matrix(7, 4), random(3, 7, seed=1)
+    A, b = matrix(7, 4), normal(3, 7, seed=1)
 
     class Dense(Operator):
         shape, dtype, device = (7, 4), torch.float64, torch.device("cpu")
@@ -231,7 +201,7 @@ def test_the_number_of_columns_is_found() -> None:
 
 
 def test_callables_that_take_one_vector_only() -> None:
-    A, b = matrix(7, 4).requires_grad_(), random(7, seed=1)
+    A, b = matrix(7, 4).requires_grad_(), normal(7, seed=1)
     value = lsmr(lambda v: A @ v, lambda u: A.mT @ u, b).value
     torch.testing.assert_close(value.detach(), dense(A.detach(), b), rtol=1e-8, atol=1e-9)
     value.sum().backward()
@@ -240,16 +210,8 @@ def test_callables_that_take_one_vector_only() -> None:
     torch.testing.assert_close(A.grad, B.grad, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_types(dtype: torch.dtype) -> None:
-    A, b = matrix(20, 12, 3.0), random(2, 20, seed=1)
-    solution = solve(A.to(dtype), b.to(dtype))
-    assert solution.value.dtype == dtype and solution.converged
-    assert (solution.value.double() - dense(A, b)).norm() / b.norm() < 50 * torch.finfo(dtype).eps
-
-
 def test_bad_arguments() -> None:
-    A, b = matrix(6, 4), random(6, seed=1)
+    A, b = matrix(6, 4), normal(6, seed=1)
     with pytest.raises(OperatorError, match="transpose"):
         lsmr(lambda v: v @ A.mT, lambda u: u @ (2 * A), b)
     with pytest.raises(OperatorError):
@@ -266,4 +228,4 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(ConfigurationError):
             solve(A, b, **bad)
-    assert solve(A, random(0, 6)).value.shape == (0, 4)
+    assert solve(A, normal(0, 6)).value.shape == (0, 4)

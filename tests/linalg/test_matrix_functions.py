@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import basis, normal, with_spectrum
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
@@ -17,19 +18,9 @@ from laplace_plus.linalg.quadrature import divided_differences
 DTYPE = torch.float64
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
-
-
 def rotated(spectrum, seed=0):
     """A symmetric matrix with this spectrum, and its eigenvectors as columns."""
-    vectors = torch.linalg.qr(normal(len(spectrum), len(spectrum), seed=seed))[0]
-    matrix = (vectors * spectrum) @ vectors.mT
-    return (matrix + matrix.mT) / 2, vectors
+    return with_spectrum(spectrum, seed), basis(len(spectrum), seed)
 
 
 def dense_function(f, matrix):

@@ -6,26 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import generator, normal, with_spectrum
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
 from laplace_plus.linalg.nystrom import nystrom
 
 DTYPE = torch.float64
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
-
-
-def rotated(spectrum, seed=0):
-    n = len(spectrum)
-    vectors = torch.linalg.qr(normal(n, n, seed=seed))[0]
-    matrix = (vectors * spectrum) @ vectors.mT
-    return (matrix + matrix.mT) / 2
 
 
 class TestApproximation:
@@ -34,7 +20,7 @@ class TestApproximation:
     def test_never_above_the_operator_and_exact_from_its_rank_on(self, n, rank, true_rank, seed):
         root = normal(n, min(true_rank, n), seed=seed)
         matrix = root @ root.mT
-        result = nystrom(lambda v: v @ matrix, n, rank, generator=seeded(seed), dtype=DTYPE)
+        result = nystrom(lambda v: v @ matrix, n, rank, generator=generator(seed), dtype=DTYPE)
         count = min(rank, n)
         assert result.values.shape == (count,) and result.vectors.shape == (count, n)
         identity = torch.eye(count, dtype=DTYPE)
@@ -49,8 +35,8 @@ class TestApproximation:
 
     def test_close_to_the_best_approximation_of_a_decaying_spectrum(self):
         spectrum = 0.8 ** torch.arange(300, dtype=DTYPE)
-        matrix = rotated(spectrum)
-        result = nystrom(lambda v: v @ matrix, 300, 40, generator=seeded())
+        matrix = with_spectrum(spectrum)
+        result = nystrom(lambda v: v @ matrix, 300, 40, generator=generator())
         error = torch.linalg.matrix_norm(matrix - result(torch.eye(300, dtype=DTYPE)), 2)
         assert spectrum[40] <= error < 30 * spectrum[40]
         torch.testing.assert_close(result.values[:10], spectrum[:10], rtol=1e-2, atol=0)
@@ -58,8 +44,8 @@ class TestApproximation:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_narrow_types(self, dtype):
         spectrum = torch.cat([torch.tensor([4.0, 2.0, 1.0]), torch.zeros(60)]).to(DTYPE)
-        matrix = rotated(spectrum).to(dtype)
-        result = nystrom(lambda v: v @ matrix, 63, 10, generator=seeded())
+        matrix = with_spectrum(spectrum).to(dtype)
+        result = nystrom(lambda v: v @ matrix, 63, 10, generator=generator())
         assert result.values.dtype == torch.float32
         limit = 1e-5 if dtype == torch.float32 else 0.2
         torch.testing.assert_close(result.values[:3], spectrum[:3].float(), rtol=limit, atol=0)
@@ -67,16 +53,16 @@ class TestApproximation:
 
     def test_the_rank_grows_to_the_tolerance(self):
         spectrum = 0.8 ** torch.arange(300, dtype=DTYPE)
-        matrix = rotated(spectrum)
-        result = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-3, generator=seeded())
+        matrix = with_spectrum(spectrum)
+        result = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-3, generator=generator())
         assert result.converged and len(result.values) == result.matvecs == 40
-        capped = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-9, cap=25, generator=seeded())
+        capped = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-9, cap=25, generator=generator())
         assert not capped.converged and len(capped.values) == 25
         torch.testing.assert_close(capped.vectors @ capped.vectors.mT, torch.eye(25, dtype=DTYPE))
 
     def test_a_seed_determines_it(self):
-        matrix = rotated(torch.linspace(0, 1, 50, dtype=DTYPE))
-        first, second, other = (nystrom(lambda v: v @ matrix, 50, 5, generator=seeded(s)).values for s in (1, 1, 2))
+        matrix = with_spectrum(torch.linspace(0, 1, 50, dtype=DTYPE))
+        first, second, other = (nystrom(lambda v: v @ matrix, 50, 5, generator=generator(s)).values for s in (1, 1, 2))
         assert torch.equal(first, second) and not torch.equal(first, other)
 
 
@@ -92,7 +78,7 @@ class TestGradients:
                 lambda v: (v @ root) @ root.mT + v * diagonal,
                 9,
                 rank,
-                generator=seeded(),
+                generator=generator(),
                 dtype=DTYPE,
                 parameters=[root, diagonal],
             )
@@ -102,21 +88,21 @@ class TestGradients:
 
     def test_finite_for_repeated_and_for_missing_values(self):
         leaf = torch.diag(torch.tensor([2.0, 2.0, 2.0, 0.0, 0.0], dtype=DTYPE)).requires_grad_()
-        found = nystrom(lambda v: v @ leaf, 5, 5, generator=seeded())
+        found = nystrom(lambda v: v @ leaf, 5, 5, generator=generator())
         (gradient,) = torch.autograd.grad(found(torch.ones(5, dtype=DTYPE)).sum(), leaf)
         # At the full rank the approximation is the operator; only what would raise the operator's rank is left out.
         expected = torch.ones(5, 5, dtype=DTYPE)
         expected[3:, 3:] = 0
         torch.testing.assert_close((gradient + gradient.mT) / 2, expected, rtol=0, atol=1e-6)
-        found = nystrom(lambda v: v @ leaf, 5, 4, generator=seeded())
+        found = nystrom(lambda v: v @ leaf, 5, 4, generator=generator())
         (gradient,) = torch.autograd.grad(found.values.sum(), leaf)
         torch.testing.assert_close(gradient[:3, :3], torch.eye(3, dtype=DTYPE), rtol=0, atol=1e-6)
 
 
 class TestPreconditioner:
     def test_it_is_the_formula(self):
-        matrix = rotated(0.5 ** torch.arange(30, dtype=DTYPE))
-        found = nystrom(lambda v: v @ matrix, 30, 6, generator=seeded())
+        matrix = with_spectrum(0.5 ** torch.arange(30, dtype=DTYPE))
+        found = nystrom(lambda v: v @ matrix, 30, 6, generator=generator())
         inverse = found.preconditioner(0.1)(torch.eye(30, dtype=DTYPE))
         u, inner = found.vectors, (found.values[-1] + 0.1) / (found.values + 0.1)
         expected = torch.eye(30, dtype=DTYPE) - u.mT @ u + (u.mT * inner) @ u
@@ -124,17 +110,17 @@ class TestPreconditioner:
 
     def test_it_lowers_the_condition_number(self):
         spectrum = 1e3 * 0.85 ** torch.arange(400, dtype=DTYPE)
-        matrix = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         shift = 0.1
-        apply = nystrom(lambda v: v @ matrix, 400, 80, generator=seeded()).preconditioner(shift)
+        apply = nystrom(lambda v: v @ matrix, 400, 80, generator=generator()).preconditioner(shift)
         system = matrix + shift * torch.eye(400, dtype=DTYPE)
         root = torch.linalg.cholesky(apply(torch.eye(400, dtype=DTYPE)))
         assert float(torch.linalg.cond(system)) > 5e3
         assert float(torch.linalg.cond(root.mT @ system @ root)) < 10
 
     def test_it_takes_other_types_and_stacks(self):
-        matrix = rotated(torch.linspace(0.1, 1, 20, dtype=DTYPE))
-        apply = nystrom(lambda v: v @ matrix, 20, 4, generator=seeded()).preconditioner(torch.tensor(0.5))
+        matrix = with_spectrum(torch.linspace(0.1, 1, 20, dtype=DTYPE))
+        apply = nystrom(lambda v: v @ matrix, 20, 4, generator=generator()).preconditioner(torch.tensor(0.5))
         stack = normal(2, 3, 20)
         torch.testing.assert_close(apply(stack)[1, 2], apply(stack[1, 2]))
         assert apply(stack.float()).dtype == torch.float32
@@ -150,7 +136,7 @@ class TestBadInput:
     def test_operators(self):
         indefinite = torch.linspace(-1, 1, 40, dtype=DTYPE)
         with pytest.raises(NotPositiveDefiniteError):
-            nystrom(lambda v: v * indefinite, 40, 20, generator=seeded())
+            nystrom(lambda v: v * indefinite, 40, 20, generator=generator())
         with pytest.raises(OperatorError, match="not symmetric"):
             nystrom(lambda v: v + v.cumsum(-1), 40, 20, dtype=DTYPE)
         with pytest.raises(NonFiniteError):

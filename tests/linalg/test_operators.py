@@ -13,6 +13,7 @@ import scipy.sparse.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import normal
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -23,10 +24,6 @@ from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identit
 from laplace_plus.linalg.operators import Operator, Product, Scaled, Sum
 
 F64 = torch.float64
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 A, B, C = normal(4, 3, seed=1), normal(4, 3, seed=2), normal(3, 5, seed=3)

@@ -6,26 +6,13 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
+from problems import generator, normal, with_spectrum
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
 from laplace_plus.linalg.partial_eigen import eigsh, svds
 
 float64 = torch.float64
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=float64, generator=torch.Generator().manual_seed(seed))
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def with_spectrum(spectrum: Tensor) -> Tensor:
-    q = torch.linalg.qr(randn(len(spectrum), len(spectrum)))[0]
-    a = (q * spectrum) @ q.T
-    return (a + a.T) / 2
 
 
 def constant(value: float, times: int) -> Tensor:
@@ -94,13 +81,13 @@ def test_more_pairs_than_dimensions():
     found = eigsh(lambda v: v @ a, 5, 9, generator=generator())
     assert found.converged
     torch.testing.assert_close(found.values, torch.arange(5, 0, -1, dtype=float64), rtol=1e-12, atol=0)
-    b = randn(3, 8)
+    b = normal(3, 8)
     triplets = svds(lambda v: v @ b.T, 8, 9, m=3, generator=generator())
     torch.testing.assert_close(triplets.values, torch.linalg.svdvals(b), rtol=1e-12, atol=0)
 
 
 def test_eigenvalues_are_differentiable():
-    factor, shift = randn(10, 4).requires_grad_(), randn(10, seed=1).exp().requires_grad_()
+    factor, shift = normal(10, 4).requires_grad_(), normal(10, seed=1).exp().requires_grad_()
 
     def values(f: Tensor, d: Tensor) -> Tensor:
         def operator(v: Tensor) -> Tensor:
@@ -142,7 +129,7 @@ def test_single_and_half_precision():
 @pytest.mark.parametrize(("m", "n"), [(60, 40), (40, 60), (50, 50)])
 @pytest.mark.parametrize("transpose", [True, False])
 def test_singular_triplets(m, n, transpose):
-    a = randn(m, n).requires_grad_()
+    a = normal(m, n).requires_grad_()
     rmatvec = (lambda u: u @ a) if transpose else None
     found = svds(lambda v: v @ a.T, n, 4, m=m, rmatvec=rmatvec, generator=generator())
     expected = torch.linalg.svdvals(a)[:4]
@@ -158,7 +145,7 @@ def test_singular_triplets(m, n, transpose):
 
 
 def test_singular_values_with_multiplicity():
-    u, v = torch.linalg.qr(randn(50, 30))[0], torch.linalg.qr(randn(30, 30, seed=1))[0]
+    u, v = torch.linalg.qr(normal(50, 30))[0], torch.linalg.qr(normal(30, 30, seed=1))[0]
     spectrum = torch.cat([constant(3.0, 3), linear(1, 0, 27)])
     a = (u * spectrum) @ v.T
     found = svds(lambda x: x @ a.T, 30, 5, m=50, generator=generator())
@@ -178,7 +165,7 @@ def test_start_vector_and_generator():
 
 
 def test_bad_input():
-    a = randn(20, 20)
+    a = normal(20, 20)
     with pytest.raises(OperatorError, match="not symmetric"):
         eigsh(lambda v: v @ a, 20, 3)
     with pytest.raises(OperatorError):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from problems import basis, generator, normal, with_spectrum
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
@@ -14,19 +15,9 @@ from laplace_plus.linalg.slq import slq_logdet, slq_trace
 DTYPE = torch.float64
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
-
-
 def rotated(spectrum, seed=0):
     """A symmetric matrix with this spectrum, and its eigenvectors as columns."""
-    vectors = torch.linalg.qr(normal(len(spectrum), len(spectrum), seed=seed))[0]
-    matrix = (vectors * spectrum) @ vectors.mT
-    return (matrix + matrix.mT) / 2, vectors
+    return with_spectrum(spectrum, seed), basis(len(spectrum), seed)
 
 
 def relative(x, y):
@@ -49,7 +40,7 @@ class TestLogDeterminants:
         spectrum = torch.linspace(0.1, 0.5, 500, dtype=DTYPE)
         matrix, _ = rotated(spectrum)
         exact = float(spectrum.log().sum())
-        result = slq_logdet(lambda v: v @ matrix, 500, generator=seeded())
+        result = slq_logdet(lambda v: v @ matrix, 500, generator=generator())
         assert exact < -500
         assert float(result.value) == pytest.approx(exact, rel=0.02)
         assert abs(float(result.value) - exact) < 5 * float(result.sem)
@@ -59,12 +50,12 @@ class TestLogDeterminants:
         spectrum = torch.logspace(-3, 0, n, dtype=DTYPE)
         exact = float(spectrum.log().sum())
         for seed in range(5):  # signs have no variance on a diagonal matrix, the normal distribution has
-            options = {"distribution": "gaussian", "probes": 30, "depth": 30, "generator": seeded(seed)}
+            options = {"distribution": "gaussian", "probes": 30, "depth": 30, "generator": generator(seed)}
             result = slq_logdet(lambda v: v * spectrum, n, **options)
             assert float(result.value) == pytest.approx(exact, rel=0.06)
             assert result.converged
         matrix, _ = rotated(spectrum)
-        result = slq_logdet(lambda v: v @ matrix, n, probes=30, depth=30, generator=seeded())
+        result = slq_logdet(lambda v: v @ matrix, n, probes=30, depth=30, generator=generator())
         assert float(result.value) == pytest.approx(exact, rel=0.03)
         assert (result.probes, result.depth, result.matvecs) == (30, 30, 900)
 
@@ -74,7 +65,7 @@ class TestLogDeterminants:
         spectrum = torch.linspace(0.3, 4, n, dtype=DTYPE)
         matrix, _ = rotated(spectrum)
         results = [
-            slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, block=block, generator=seeded(s))
+            slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, block=block, generator=generator(s))
             for s in range(150)
         ]
         values = torch.stack([x.value for x in results])
@@ -90,7 +81,7 @@ class TestLogDeterminants:
         n = 50
         matrix, _ = rotated(torch.logspace(-2, 2, n, dtype=DTYPE))
         leaf = matrix.clone().requires_grad_()
-        options = {"probes": 3, "depth": depth, "generator": seeded(), "gradient": gradient, "block": block}
+        options = {"probes": 3, "depth": depth, "generator": generator(), "gradient": gradient, "block": block}
         result = slq_logdet(lambda v: v @ leaf, n, **options)
         (found,) = torch.autograd.grad(result.value, leaf)
         limit = 1e-12 if gradient == "krylov" else 1e-9
@@ -125,7 +116,7 @@ class TestLogDeterminants:
                 probes=2,
                 depth=5,
                 gradient="adjoint",
-                generator=seeded(),
+                generator=generator(),
                 shift=shift,
                 parameters=[root],
                 dtype=DTYPE,
@@ -144,7 +135,7 @@ class TestLogDeterminants:
         exact = torch.linalg.inv(matrix.detach())
         found = []
         for seed in range(100):
-            options = {"probes": 2, "depth": 7, "generator": seeded(seed), "gradient": gradient, "block": block}
+            options = {"probes": 2, "depth": 7, "generator": generator(seed), "gradient": gradient, "block": block}
             (new,) = torch.autograd.grad(slq_logdet(lambda v: v @ leaf, n, **options).value, leaf)
             found.append((new + new.mT) / 2)
         samples = torch.stack(found)
@@ -159,7 +150,7 @@ class TestLogDeterminants:
 
         def gradient(dtype):
             leaf = matrix.to(dtype).requires_grad_()
-            options = {"probes": 1, "depth": 40, "generator": seeded(), "cap": 1}
+            options = {"probes": 1, "depth": 40, "generator": generator(), "cap": 1}
             result = slq_logdet(lambda v: v @ leaf, n, **options)
             (found,) = torch.autograd.grad(result.value, leaf)
             assert found.dtype == dtype and result.value.dtype == dtype
@@ -172,7 +163,7 @@ class TestLogDeterminants:
         spectrum = torch.zeros(n, dtype=DTYPE)
         spectrum[:5] = torch.linspace(1, 2, 5, dtype=DTYPE)
         matrix, _ = rotated(spectrum)
-        result = slq_logdet(lambda v: v @ matrix, n, shift=shift, generator=seeded())
+        result = slq_logdet(lambda v: v @ matrix, n, shift=shift, generator=generator())
         exact = float((spectrum + 1e-3).log().sum())
         assert abs(float(result.value.detach()) - exact) < 4 * float(result.sem) < 0.02 * abs(exact)
         (gradient,) = torch.autograd.grad(result.value, shift)
@@ -196,10 +187,10 @@ class TestLogDeterminants:
         spectrum = torch.linspace(1, 2, 400, dtype=DTYPE)
         matrix, _ = rotated(spectrum)
         first, second, other = (
-            slq_logdet(lambda v: v @ matrix, 400, probes=6, generator=seeded(s)).value for s in (1, 1, 2)
+            slq_logdet(lambda v: v @ matrix, 400, probes=6, generator=generator(s)).value for s in (1, 1, 2)
         )
         assert first == second != other
-        batched = slq_logdet(lambda v: v @ matrix, 400, probes=6, batch=4, generator=seeded(1))
+        batched = slq_logdet(lambda v: v @ matrix, 400, probes=6, batch=4, generator=generator(1))
         assert batched.probes == 6 and batched.matvecs == 180
         torch.testing.assert_close(batched.value, first, rtol=0.02, atol=0)
 
@@ -207,20 +198,20 @@ class TestLogDeterminants:
         n = 3000
         spectrum = torch.logspace(-2, 1, n, dtype=DTYPE)
         options = {"probes": 3, "depth": 6, "distribution": "gaussian", "tolerance": 0.005, "cap": 90}
-        result = slq_logdet(lambda v: v * spectrum, n, generator=seeded(), **options)
+        result = slq_logdet(lambda v: v * spectrum, n, generator=generator(), **options)
         assert result.converged and result.probes > 3 and result.depth > 6
         exact = float(spectrum.log().sum())
         assert float(result.sem) < 0.005 * abs(exact) * 1.2
         assert abs(float(result.value) - exact) < 4 * 0.005 * abs(exact)
         capped = slq_logdet(
-            lambda v: v * spectrum, n, generator=seeded(), **options | {"tolerance": 1e-4, "cap": 6, "depth_cap": 8}
+            lambda v: v * spectrum, n, generator=generator(), **options | {"tolerance": 1e-4, "cap": 6, "depth_cap": 8}
         )
         assert not capped.converged and (capped.probes, capped.depth) == (6, 8)
 
     def test_a_tolerance_that_costs_as_much_as_the_matrix_gives_the_exact_result(self):
         spectrum = torch.logspace(-2, 1, 200, dtype=DTYPE)
         matrix, _ = rotated(spectrum)
-        result = slq_logdet(lambda v: v @ matrix, 200, probes=2, depth=20, tolerance=1e-9, generator=seeded())
+        result = slq_logdet(lambda v: v @ matrix, 200, probes=2, depth=20, tolerance=1e-9, generator=generator())
         assert float(result.value) == pytest.approx(float(spectrum.log().sum()), rel=1e-10)
         assert result.sem == 0 and result.converged
 
@@ -228,7 +219,7 @@ class TestLogDeterminants:
         n = 2000
         spectrum = torch.logspace(-6, 0, n, dtype=DTYPE)
         matrix = spectrum
-        result = slq_logdet(lambda v: v * matrix, n, probes=20, depth=4, generator=seeded())
+        result = slq_logdet(lambda v: v * matrix, n, probes=20, depth=4, generator=generator())
         assert not result.converged
         assert abs(float(result.value) - float(spectrum.log().sum())) > 4 * float(result.sem)
 
@@ -242,8 +233,8 @@ class TestDeflation:
         pairs = self.spectrum[-40:], vectors[:, -40:].mT
         exact = float(self.spectrum.log().sum())
         options = {"probes": 4, "depth": 12}
-        plain = slq_logdet(lambda v: v @ matrix, self.n, generator=seeded(), **options)
-        deflated = slq_logdet(lambda v: v @ matrix, self.n, generator=seeded(), deflation=pairs, **options)
+        plain = slq_logdet(lambda v: v @ matrix, self.n, generator=generator(), **options)
+        deflated = slq_logdet(lambda v: v @ matrix, self.n, generator=generator(), deflation=pairs, **options)
         assert abs(float(deflated.value) - exact) < 4 * float(deflated.sem)
         assert float(deflated.sem) < 0.2 * float(plain.sem)
         assert deflated.converged
@@ -255,7 +246,7 @@ class TestDeflation:
         leaf = matrix.clone().requires_grad_()
         pairs = self.spectrum[-40:], vectors[:, -40:].mT
         result = slq_logdet(
-            lambda v: v @ leaf, self.n, probes=4, depth=12, generator=seeded(), deflation=pairs, gradient=gradient
+            lambda v: v @ leaf, self.n, probes=4, depth=12, generator=generator(), deflation=pairs, gradient=gradient
         )
         (found,) = torch.autograd.grad(result.value, leaf)
         inside = pairs[1] @ found @ pairs[1].mT
@@ -265,7 +256,7 @@ class TestDeflation:
     def test_eigenpairs_that_lanczos_finds(self):
         matrix, _ = rotated(self.spectrum)
         exact = float(self.spectrum.log().sum())
-        options = {"probes": 3, "depth": 10, "generator": seeded()}
+        options = {"probes": 3, "depth": 10, "generator": generator()}
         result = slq_logdet(lambda v: v @ matrix, self.n, deflation_depth=110, **options)
         plain = slq_logdet(lambda v: v @ matrix, self.n, **options)
         assert float(result.sem) < 0.3 * float(plain.sem)
@@ -278,7 +269,7 @@ class TestDeflation:
         narrow, pairs = matrix.float(), (self.spectrum[-40:], vectors[:, -40:].mT)
         exact = float(self.spectrum.log().sum())
         for options in ({"deflation": pairs}, {"deflation_depth": 110}, {"deflation": pairs, "block": True}):
-            result = slq_logdet(lambda v: v @ narrow, self.n, probes=4, depth=40, generator=seeded(), **options)
+            result = slq_logdet(lambda v: v @ narrow, self.n, probes=4, depth=40, generator=generator(), **options)
             assert abs(float(result.value) - exact) < 4 * float(result.sem)
 
     def test_all_of_the_space(self):
@@ -308,7 +299,7 @@ class TestTracesOfFunctions:
         n = 500
         spectrum = torch.linspace(-1, 1, n, dtype=DTYPE)
         matrix, _ = rotated(spectrum)
-        result = slq_trace(lambda v: v @ matrix, torch.exp, n, generator=seeded())
+        result = slq_trace(lambda v: v @ matrix, torch.exp, n, generator=generator())
         exact = float(spectrum.exp().sum())
         assert abs(float(result.value) - exact) < 4 * float(result.sem) < 0.1 * exact
 
@@ -354,7 +345,7 @@ def test_one_step_does_not_count_as_converged(block):
     spectrum = torch.linspace(1e-4, 1, 200, dtype=DTYPE)
 
     def estimate(**options):
-        options = {"probes": 4, "depth": 1, "block": block, "generator": seeded(), "dtype": DTYPE} | options
+        options = {"probes": 4, "depth": 1, "block": block, "generator": generator(), "dtype": DTYPE} | options
         return slq_logdet(lambda x: x * spectrum, 200, **options)
 
     assert not estimate().converged

@@ -1,113 +1,207 @@
-"""The recurrences give the same in tensors that the host rarely looks at, as on a GPU, and in plain numbers."""
+"""What all solvers must do; what is particular to one of them is tested in its own file."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+from problems import normal, with_singular_values, with_spectrum
 from torch import Tensor
 
-from laplace_plus.errors import OperatorError
-from laplace_plus.linalg import solving
-from laplace_plus.linalg.cg import cg
-from laplace_plus.linalg.lsmr import lsmr
-from laplace_plus.linalg.minres import minres
-from laplace_plus.linalg.results import Solution, Status
-
-# The functions hide the modules of the same names.
-MODULES = [import_module(f"laplace_plus.linalg.{name}") for name in ("cg", "lsmr", "minres")]
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
+from laplace_plus.linalg import Solution, Status, cg, lsmr, minres, project_null_space
 
 N = 21
+SPECTRUM = torch.linspace(1, 20, N, dtype=torch.float64)
+DEFINITE = with_spectrum(SPECTRUM)
+INDEFINITE = with_spectrum(SPECTRUM * (1 - 2 * (torch.arange(N) % 2)))
+TALL = with_singular_values(N, 12, torch.linspace(1, 20, 12, dtype=torch.float64))
+WIDE = with_singular_values(12, N, torch.linspace(1, 20, 12, dtype=torch.float64))
+IDENTITY = torch.eye(N, dtype=torch.float64)
+
+Solve = Callable[..., Solution]
 
 
-def matrix() -> Tensor:
-    basis = torch.linalg.qr(torch.randn(N, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
-    return (basis * torch.linspace(1, 20, N, dtype=torch.float64)) @ basis.T
+def by_lsmr(A: Tensor, b: Tensor, **options: Any) -> Solution:
+    return lsmr(lambda v: v @ A.mT, lambda u: u @ A, b, **options)
 
 
-METHODS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Solution]] = {
-    "cg": cg,
-    "preconditioned cg": lambda A, b: cg(A, b, preconditioner=lambda r: r / torch.linspace(1, 2, N, dtype=b.dtype)),
-    "minres": minres,
-    "minres with shifts": lambda A, b: minres(A, b, shifts=torch.tensor([0.5], dtype=b.dtype)),
-    "lsmr": lambda A, b: lsmr(A, A, b),
-    "damped lsmr": lambda A, b: lsmr(A, A, b, damp=0.3, x0=torch.ones_like(b)),
+def by_projection(A: Tensor, b: Tensor, **options: Any) -> Solution:
+    return project_null_space(lambda v: v @ A.mT, lambda u: u @ A, b, **options)
+
+
+# Each solves for one matrix, with the map from right-hand sides to solutions as a dense matrix.
+SOLVERS: dict[str, tuple[Solve, Tensor, Tensor]] = {
+    "cg": (lambda A, b, **o: cg(lambda v: v @ A.mT, b, **o), DEFINITE, torch.linalg.inv(DEFINITE)),
+    "preconditioned cg": (
+        lambda A, b, **o: cg(lambda v: v @ A.mT, b, preconditioner=lambda r: r / SPECTRUM.to(b.dtype).sqrt(), **o),
+        DEFINITE,
+        torch.linalg.inv(DEFINITE),
+    ),
+    "minres": (lambda A, b, **o: minres(lambda v: v @ A.mT, b, **o), INDEFINITE, torch.linalg.inv(INDEFINITE)),
+    "lsmr": (by_lsmr, TALL, torch.linalg.pinv(TALL)),
+    "damped lsmr": (
+        lambda A, b, **o: by_lsmr(A, b, damp=0.3, **o),
+        TALL,
+        torch.linalg.inv(TALL.mT @ TALL + 0.09 * torch.eye(12, dtype=torch.float64)) @ TALL.mT,
+    ),
+    "project_null_space": (by_projection, WIDE, IDENTITY - torch.linalg.pinv(WIDE) @ WIDE),
 }
+each = pytest.mark.parametrize(("solve", "A", "exact"), SOLVERS.values(), ids=SOLVERS)
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (solving, *MODULES):
-        monkeypatch.setattr(module, "is_single", lambda rows: False)
-
-    def over(state: solving.Progress, iteration: int) -> bool:
-        return iteration % 8 == 0 and not bool(state.active.any())
-
-    monkeypatch.setattr(solving.Progress, "over", over)
-
-
-@pytest.fixture
-def expected() -> dict[str, Solution]:
-    b = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return {name: method(lambda v: v @ matrix(), b) for name, method in METHODS.items()}
+@each
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3), (0,)])
+def test_right_hand_sides_are_independent(solve: Solve, A: Tensor, exact: Tensor, shape: tuple[int, ...]) -> None:
+    b = normal(*shape, N, seed=1)
+    together = solve(A, b)
+    assert together.converged and together.statuses.shape == together.residual.shape == shape
+    torch.testing.assert_close(together.value, b @ exact.mT, rtol=1e-7, atol=1e-8)
+    for index in torch.zeros(shape).nonzero().tolist() or [[0] * len(shape)] * (b.numel() > 0):
+        alone = solve(A, b[tuple(index)])
+        torch.testing.assert_close(together.value[tuple(index)], alone.value, rtol=1e-8, atol=1e-9)
+        assert abs(int(together.iterations[tuple(index)]) - int(alone.iterations)) <= 1
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_same_solution(name: str, expected: dict[str, Solution], as_on_a_gpu: None) -> None:
-    b = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    solution = METHODS[name](lambda v: v @ matrix(), b)
-    assert solution.converged and expected[name].converged
-    assert solution.matvecs > expected[name].matvecs  # iterations after the last change nothing
-    assert abs(int(solution.iterations) - int(expected[name].iterations)) <= 1
-    torch.testing.assert_close(solution.value, expected[name].value, rtol=1e-8, atol=1e-9)
+@each
+def test_zero_and_nan_right_hand_sides_leave_the_others_alone(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    b = normal(2, 2, N, seed=1)
+    b[0, 1], b[1, 0, 3] = 0, torch.nan
+    solution = solve(A, b)
+    assert solution.statuses.tolist() == [[Status.CONVERGED] * 2, [Status.NOT_FINITE, Status.CONVERGED]]
+    assert (solution.value[0, 1] == 0).all() and solution.value[1, 0].isnan().all() and not solution.converged
+    for i in (0, 1):
+        torch.testing.assert_close(solution.value[i, i], exact @ b[i, i], rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_same_statuses(name: str, as_on_a_gpu: None) -> None:
-    method = METHODS[name]
-    if name != "damped lsmr":  # damping pulls towards a first guess that is not zero
-        nothing = method(lambda v: v @ matrix(), torch.zeros(N, dtype=torch.float64))
-        assert nothing.converged and (nothing.value == 0).all()
-    broken = method(lambda v: v * torch.nan, torch.ones(N, dtype=torch.float64))
-    assert broken.status is Status.NOT_FINITE and broken.value.isnan().all()
-    tilted = torch.triu(torch.ones(N, N, dtype=torch.float64)) + 3 * matrix()
-    with pytest.raises(OperatorError):
-        method(lambda v: v @ tilted, torch.arange(1.0, N + 1, dtype=torch.float64))
+@each
+def test_an_operator_that_gives_nan(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    for b in (normal(N, seed=1), normal(2, N, seed=1)):
+        solution = solve(A * torch.nan, b)
+        assert solution.status is Status.NOT_FINITE and solution.value.isnan().all()
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "damped lsmr"])
+@each
 @pytest.mark.parametrize("size", [2.0**-90, 2.0**-70, 2.0**70, 2.0**118])
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-def test_no_square_under_or_overflows(name: str, size: float, shape: tuple[int, ...]) -> None:
-    A = matrix().float()
-    b = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-    usual, scaled = METHODS[name](lambda v: v @ A, b), METHODS[name](lambda v: v @ A, size * b)
+def test_no_square_under_or_overflows(
+    solve: Solve, A: Tensor, exact: Tensor, size: float, shape: tuple[int, ...]
+) -> None:
+    b = normal(*shape, seed=1).float()
+    usual, scaled = solve(A.float(), b), solve(A.float(), size * b)
     assert scaled.status is usual.status and torch.equal(scaled.iterations, usual.iterations)
     assert torch.equal(scaled.value / size, usual.value) and torch.equal(scaled.residual / size, usual.residual)
 
 
+@each
+def test_gradients_of_a_zero_right_hand_side(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    A, b = A.clone().requires_grad_(), torch.zeros(N, dtype=torch.float64, requires_grad=True)
+    value = solve(A, b).value
+    value.sum().backward()
+    assert (value == 0).all() and (A.grad == 0).all()
+    torch.testing.assert_close(b.grad, exact.sum(0), rtol=1e-7, atol=1e-8)
+
+
+@each
+def test_a_solution_that_is_not_used_does_not_spoil_the_gradient(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    one, other, b = A.clone().requires_grad_(), A.clone().requires_grad_(), normal(2, N, seed=1)
+    b[1] = torch.nan
+    solve(one, b).value[0].sum().backward()
+    solve(other, b[0]).value.sum().backward()
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-8)
+
+
+@each
+def test_a_backward_solve_that_fails_warns(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    # a right-hand side whose solution takes one or two iterations, unlike that of the backward solve
+    b = torch.linalg.svd(A)[0][:, 0] if A.shape[0] == N else torch.linalg.svd(A)[2][-1]
+    value = solve(A, b.requires_grad_(), max_iterations=3).value
+    with pytest.warns(ConvergenceWarning, match="MAX_ITERATIONS"):
+        (value * normal(*value.shape, seed=4)).sum().backward()
+
+
+@each
+def test_nothing_is_attached_without_gradients(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    b, leaf = normal(N), A.clone().requires_grad_()
+    with torch.no_grad():
+        assert not solve(leaf, b).value.requires_grad
+    assert not solve(A, b).value.requires_grad and solve(leaf, b).value.requires_grad
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_types(solve: Solve, A: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    b = normal(3, N, seed=1)
+    solution = solve(A.to(dtype), b.to(dtype))
+    assert solution.value.dtype == dtype
+    assert (solution.value.double() - b @ exact.mT).norm() / b.norm() < 50 * torch.finfo(dtype).eps
+
+
+@each
+def test_bad_arguments(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    b = normal(N)
+    for bad in ({"atol": -1.0}, {"atol": float("nan")}, {"max_iterations": 0}):
+        with pytest.raises(ConfigurationError):
+            solve(A, b, **bad)
+    for right in (torch.tensor(1.0), torch.ones(N, dtype=torch.int64), [1.0]):
+        with pytest.raises(ConfigurationError):
+            solve(A, right)
+    with pytest.raises(OperatorError):
+        solve(A.float(), b)
+
+
+@each
+def test_first_guesses_must_fit(solve: Solve, A: Tensor, exact: Tensor) -> None:
+    if solve is by_projection:
+        pytest.skip("a projection has no first guess")
+    for x0 in (torch.zeros(2, A.shape[1], dtype=torch.float64), torch.zeros(A.shape[1])):
+        with pytest.raises(ConfigurationError):
+            solve(A, normal(N), x0=x0)
+
+
+@pytest.mark.parametrize("solver", [cg, minres])
+def test_an_operator_that_is_not_symmetric(solver: Solve) -> None:
+    A = DEFINITE + torch.triu(torch.ones(N, N, dtype=torch.float64))
+    for b in (normal(N, seed=1), normal(2, N, seed=1)):
+        with pytest.raises(OperatorError, match="symmetric"):
+            solver(lambda v: v @ A.mT, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solver(lambda v: v @ A.mT, normal(N), check_symmetry=False, max_iterations=3)
+
+
+@pytest.mark.parametrize("solve", [by_lsmr, by_projection])
+def test_a_wrong_transpose(solve: Solve) -> None:
+    A, b = normal(N, N), normal(N, seed=1)
+    solver = lsmr if solve is by_lsmr else project_null_space
+    with pytest.raises(OperatorError, match="transpose"):
+        solver(lambda v: v @ A.mT, lambda u: 2 * u @ A, b)
+    with pytest.raises(OperatorError, match="shape"):
+        solver(lambda v: (v @ A.mT)[None], lambda u: (u @ A)[None], b)
+
+
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-def test_an_operator_may_give_back_what_it_got(shape: tuple[int, ...]) -> None:
-    b = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for method in METHODS.values():
-        solution = method(lambda v: v, b)
-        assert solution.converged
-        value = solution.value.reshape(shape)
-        if method is METHODS["minres with shifts"]:
-            value = 1.5 * value
-        if method is METHODS["damped lsmr"]:
-            value = value * 1.09 - 0.09
+def test_an_operator_may_return_its_input(shape: tuple[int, ...]) -> None:
+    b = normal(*shape, seed=1)
+    shifted = minres(lambda v: v, b, shifts=torch.tensor([0.5], dtype=torch.float64))
+    damped = lsmr(lambda v: v, lambda u: u, b, damp=0.3, x0=torch.ones_like(b))
+    for value in (
+        cg(lambda v: v, b).value,
+        minres(lambda v: v, b).value,
+        1.5 * shifted.value[0],
+        lsmr(lambda v: v, lambda u: u, b).value,
+        damped.value * 1.09 - 0.09,
+    ):
         torch.testing.assert_close(value, b, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("solver", [cg, minres])
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-@pytest.mark.parametrize("shifts", [None, [0.0, 2.0]])
-def test_absolute_tolerances_of_minres(shape: tuple[int, ...], shifts: list[float] | None) -> None:
-    b = 100 * torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    moved = None if shifts is None else torch.tensor(shifts, dtype=torch.float64)
-    loose = minres(lambda v: v @ matrix(), b, rtol=0.0, atol=1.0, shifts=moved)
-    tight = minres(lambda v: v @ matrix(), b, rtol=0.0, atol=1e-6, shifts=moved)
+def test_absolute_tolerances(solver: Solve, shape: tuple[int, ...]) -> None:
+    b = 100 * normal(*shape, seed=1)
+    loose, tight = (solver(lambda v: v @ DEFINITE, b, rtol=0.0, atol=atol) for atol in (1.0, 1e-6))
     assert loose.converged and tight.converged and (loose.iterations < tight.iterations).all()
     assert 1e-3 < loose.residual.max() <= 1 and tight.residual.max() <= 1e-6

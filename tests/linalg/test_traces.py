@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import generator, normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
 from laplace_plus.linalg.probes import draw_probes
@@ -16,14 +17,6 @@ DTYPE = torch.float64
 METHODS = ["xtrace", "xnystrace", "hutch++", "hutchinson"]
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=seeded(seed), dtype=DTYPE)
-
-
 def semi_definite(n, rank=None, seed=0):
     root = normal(n, rank or n, seed=seed)
     return root @ root.mT / n
@@ -32,7 +25,7 @@ def semi_definite(n, rank=None, seed=0):
 class TestProbes:
     @pytest.mark.parametrize("kind", ["signs", "sphere", "gaussian"])
     def test_their_second_moment_is_the_identity(self, kind):
-        probes = draw_probes(kind, 40000, 4, generator=seeded(), dtype=DTYPE)
+        probes = draw_probes(kind, 40000, 4, generator=generator(), dtype=DTYPE)
         torch.testing.assert_close(probes.mT @ probes / 40000, torch.eye(4, dtype=DTYPE), rtol=0, atol=0.03)
         if kind != "gaussian":
             torch.testing.assert_close(probes.norm(dim=1), torch.full((40000,), 2.0, dtype=DTYPE))
@@ -94,7 +87,7 @@ class TestAccuracy:
         distribution = "gaussian" if method == "hutchinson" else None
         exact = values.sum()
         results = [
-            trace(lambda v: v * values, self.n, method=method, distribution=distribution, generator=seeded(seed))
+            trace(lambda v: v * values, self.n, method=method, distribution=distribution, generator=generator(seed))
             for seed in range(16)
         ]
         error = torch.stack([x.value / exact - 1 for x in results]).square().mean().sqrt()
@@ -109,7 +102,7 @@ class TestAccuracy:
 
         def error(method, distribution=None):
             estimates = [
-                trace(lambda v: v * values, self.n, method=method, distribution=distribution, generator=seeded(seed))
+                trace(lambda v: v * values, self.n, method=method, distribution=distribution, generator=generator(seed))
                 for seed in range(5)
             ]
             return float(torch.stack([abs(x.value / exact - 1) for x in estimates]).median())
@@ -121,7 +114,7 @@ class TestAccuracy:
     @pytest.mark.parametrize("method", METHODS)
     def test_in_single_precision(self, method):
         values = self.spectra["exponential"].float()
-        result = trace(lambda v: v * values, self.n, method=method, generator=seeded())
+        result = trace(lambda v: v * values, self.n, method=method, generator=generator())
         assert result.value.dtype == torch.float32
         limit = {"xtrace": 5e-5, "xnystrace": 1e-5, "hutch++": 1e-3, "hutchinson": 1e-6}[method]
         assert float(result.value) == pytest.approx(float(values.sum()), rel=limit)
@@ -129,7 +122,7 @@ class TestAccuracy:
     @pytest.mark.parametrize("method", METHODS)
     def test_products_in_half_precision(self, method):
         values = (1 + torch.arange(200) % 4).bfloat16()
-        result = trace(lambda v: v * values, 200, method=method, generator=seeded())
+        result = trace(lambda v: v * values, 200, method=method, generator=generator())
         assert result.value.dtype == torch.float32
         assert abs(float(result.value) - 500) < 5 * float(result.sem) + 5
 
@@ -146,7 +139,7 @@ class TestUnbiased:
         for seed in range(runs):
             leaf = matrix.clone().requires_grad_()
             options = {"matvecs": 8, "method": method, "distribution": distribution}
-            result = trace(lambda v, a=leaf: v @ a.mT, self.n, dtype=DTYPE, generator=seeded(seed), **options)
+            result = trace(lambda v, a=leaf: v @ a.mT, self.n, dtype=DTYPE, generator=generator(seed), **options)
             values.append(result.value.detach())
             errors.append(result.sem)
             gradients.append(torch.autograd.grad(result.value, leaf)[0])
@@ -160,7 +153,7 @@ class TestUnbiased:
     def test_operators_that_are_neither_symmetric_nor_definite(self):
         matrix = normal(200, 200) / 200**0.5 + torch.diag(torch.linspace(-1, 2, 200, dtype=DTYPE))
         for method in ("xtrace", "hutch++", "hutchinson"):
-            result = trace(lambda v: v @ matrix.mT, 200, method=method, generator=seeded(3))
+            result = trace(lambda v: v @ matrix.mT, 200, method=method, generator=generator(3))
             assert abs(result.value - matrix.trace()) < 4 * result.sem
 
     def test_probes_that_coincide_are_no_proof_of_a_small_rank(self):
@@ -170,7 +163,7 @@ class TestUnbiased:
         padded[:3, :3] = matrix
         options = {"matvecs": 4, "method": "xtrace", "distribution": "signs"}
         values = torch.stack(
-            [trace(lambda v: v @ padded, 5, generator=seeded(seed), **options).value for seed in range(400)]
+            [trace(lambda v: v @ padded, 5, generator=generator(seed), **options).value for seed in range(400)]
         )
         assert abs(values.mean() - 9) < 4 * values.std() / 400**0.5
 
@@ -191,7 +184,7 @@ class TestExact:
     @pytest.mark.parametrize("method", ["xtrace", "xnystrace", "hutch++"])
     def test_when_the_budget_covers_the_rank(self, method, dtype):
         matrix = semi_definite(300, 7).to(dtype)
-        result = trace(lambda v: v @ matrix, 300, method=method, generator=seeded())
+        result = trace(lambda v: v @ matrix, 300, method=method, generator=generator())
         eps = torch.finfo(dtype).eps
         assert abs(result.value - matrix.trace()) < 200 * eps * matrix.trace()
         assert result.sem < 100 * eps * matrix.trace()
@@ -207,10 +200,10 @@ class TestControl:
 
     @pytest.mark.parametrize("method", METHODS)
     def test_batches_are_added_to_the_tolerance(self, method):
-        first = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=20, method=method, generator=seeded())
+        first = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=20, method=method, generator=generator())
         tolerance = 0.6 * float(first.sem / first.value)
         options = {"matvecs": 20, "method": method, "tolerance": tolerance}
-        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=seeded(), **options)
+        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=generator(), **options)
         assert result.converged and 20 < result.matvecs < 400 and result.probes > first.probes
         assert result.sem <= tolerance * result.value
         assert abs(result.value - self.matrix.trace()) < 4 * result.sem
@@ -218,17 +211,17 @@ class TestControl:
     @pytest.mark.parametrize("method", METHODS)
     def test_the_cap(self, method):
         options = {"matvecs": 20, "method": method, "tolerance": 1e-12, "cap": 70}
-        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=seeded(), **options)
+        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, generator=generator(), **options)
         assert not result.converged and result.matvecs <= 70 and result.sem > 0
 
     def test_a_tolerance_that_needs_the_matrix(self):
-        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=100, tolerance=1e-12, generator=seeded())
+        result = trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, matvecs=100, tolerance=1e-12, generator=generator())
         assert result.converged and result.sem == 0
         torch.testing.assert_close(result.value, self.matrix.trace())
 
     def test_the_matrix_is_multiplied_before_the_cap_forbids_it(self):
         matrix = semi_definite(120)
-        options = {"matvecs": 8, "tolerance": 1e-9, "method": "hutchinson", "generator": seeded(), "dtype": DTYPE}
+        options = {"matvecs": 8, "tolerance": 1e-9, "method": "hutchinson", "generator": generator(), "dtype": DTYPE}
         result = trace(lambda v: v @ matrix, 120, **options)  # a cap of 160
         assert result.converged and result.matvecs <= 160
         torch.testing.assert_close(result.value, matrix.trace())
@@ -238,20 +231,20 @@ class TestControl:
         signs = torch.ones(400, dtype=DTYPE)
         signs[::2] = -1
         options = {"method": "hutchinson", "distribution": "gaussian", "tolerance": 1e-3, "absolute_tolerance": 5.0}
-        result = trace(lambda v: v * signs, 400, generator=seeded(), **options)
+        result = trace(lambda v: v * signs, 400, generator=generator(), **options)
         assert result.converged and result.matvecs == 60
 
     @pytest.mark.parametrize("method", METHODS)
     def test_a_seed_determines_the_estimate(self, method):
         first, second, other = (
-            trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, method=method, generator=seeded(s)).value
+            trace(lambda v: v @ self.matrix, 500, dtype=DTYPE, method=method, generator=generator(s)).value
             for s in (1, 1, 2)
         )
         assert first == second != other
 
     def test_the_gradient_with_growing_decompositions(self):
         leaf = self.matrix.clone().requires_grad_()
-        result = trace(lambda v: v @ leaf, 500, matvecs=20, tolerance=1e-12, cap=60, generator=seeded())
+        result = trace(lambda v: v @ leaf, 500, matvecs=20, tolerance=1e-12, cap=60, generator=generator())
         assert result.matvecs == 60
         (gradient,) = torch.autograd.grad(result.value, leaf)
         # It is linear in the operator with everything else held fixed, hence consistent with the value.
@@ -261,7 +254,7 @@ class TestControl:
         root = normal(12, 12).requires_grad_()
 
         def value(root):
-            options = {"matvecs": 5, "method": "hutchinson", "generator": seeded(), "parameters": [root]}
+            options = {"matvecs": 5, "method": "hutchinson", "generator": generator(), "parameters": [root]}
             return trace(lambda v: v @ root @ root.mT, 12, dtype=DTYPE, **options).value
 
         assert torch.autograd.gradcheck(value, (root,))
@@ -271,10 +264,10 @@ class TestBadInput:
     def test_indefinite_and_asymmetric_operators_are_found_by_the_nystrom_estimator(self):
         spectrum = torch.linspace(-1, 1, 300, dtype=DTYPE)
         with pytest.raises(NotPositiveDefiniteError, match="semi-definite"):
-            trace(lambda v: v * spectrum, 300, method="xnystrace", generator=seeded())
+            trace(lambda v: v * spectrum, 300, method="xnystrace", generator=generator())
         skew = semi_definite(300) + torch.triu(torch.ones(300, 300, dtype=DTYPE))
         with pytest.raises(OperatorError, match="not symmetric"):
-            trace(lambda v: v @ skew, 300, method="xnystrace", generator=seeded())
+            trace(lambda v: v @ skew, 300, method="xnystrace", generator=generator())
 
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("n", [10, 300])

@@ -13,10 +13,10 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
-from laplace_plus.linalg.kernel_projectors import (
+from laplace_plus.linalg.null_space import (
     AlternatingProjection,
-    LSMRKernelProjector,
     LSMRProjection,
+    LSMRProjector,
     SVDProjection,
 )
 from laplace_plus.posteriors.projection.noise import project_noise
@@ -241,7 +241,7 @@ def test_validation_finds_the_best_precision_of_its_grid(problem):
 
 def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
-    project, calls = LSMRKernelProjector.project, []
+    project, calls = LSMRProjector.project, []
     whole = lp.NullSpace(net, "classification", n_samples=20).fit(data, generator=generator()).samples
 
     def interrupted(self, vectors, **options):
@@ -250,11 +250,11 @@ def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
         calls.append(len(vectors))
         return project(self, vectors, **options)
 
-    monkeypatch.setattr(LSMRKernelProjector, "project", interrupted)
+    monkeypatch.setattr(LSMRProjector, "project", interrupted)
     posterior = lp.NullSpace(net, "classification", n_samples=20)
     with pytest.raises(KeyboardInterrupt):
         posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
-    monkeypatch.setattr(LSMRKernelProjector, "project", lambda *a, **o: (calls.append(0), project(*a, **o))[1])
+    monkeypatch.setattr(LSMRProjector, "project", lambda *a, **o: (calls.append(0), project(*a, **o))[1])
     posterior.fit(data, checkpoint=tmp_path / "c")
     assert len(calls) == 3
     torch.testing.assert_close(posterior.samples, whole, rtol=0, atol=0)

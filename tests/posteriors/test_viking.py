@@ -17,7 +17,7 @@ from laplace_plus.errors import (
     SmoothnessWarning,
     UnsupportedError,
 )
-from laplace_plus.linalg.kernel_projectors import LSMRProjection
+from laplace_plus.linalg.null_space import LSMRProjection
 from laplace_plus.network import Network
 from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
 from laplace_plus.posteriors.viking.training import MeanTraining, with_weights

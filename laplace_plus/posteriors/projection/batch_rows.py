@@ -16,7 +16,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.lsmr import LeastSquaresSolution
-from laplace_plus.linalg.projections import project_null_space
+from laplace_plus.linalg.null_space import project_null_space
 from laplace_plus.network import Network
 from laplace_plus.posteriors.projection.rows import Rows, check_rows, inverse_lengths
 

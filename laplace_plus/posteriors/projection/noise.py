@@ -18,7 +18,7 @@ from laplace_plus import kernels
 from laplace_plus.curvature.linearization import Ways
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.kernel_projectors import (
+from laplace_plus.linalg.null_space import (
     AlternatingProjection,
     LSMRProjection,
     ProjectionMethod,

@@ -27,7 +27,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.kernel_projectors import ProjectionMethod
+from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name

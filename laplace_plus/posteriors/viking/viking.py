@@ -18,7 +18,7 @@ from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.geometry import kinks
-from laplace_plus.linalg.kernel_projectors import ProjectionMethod
+from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name, check_positive, full_precision
 from laplace_plus.posteriors.projection.noise import (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg import Dense
-from laplace_plus.linalg.kernel_projectors import AlternatingProjection, LSMRProjection, SVDProjection
+from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, SVDProjection
 
 METHODS = {
     "svd": SVDProjection(),
@@ -146,7 +146,7 @@ def test_rows_of_zeros_leave_everything():
 
 def test_bad_requests_are_named():
     rows, _ = problem()
-    with pytest.raises(ConfigurationError, match="written out"):
+    with pytest.raises(ConfigurationError, match="entries"):
         prepared(SVDProjection(max_entries=10), rows)
     for make in (
         lambda: SVDProjection(rtol=-1.0),

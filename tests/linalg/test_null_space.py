@@ -6,22 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import normal
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
-from laplace_plus.linalg.projections import NullSpaceProjector, project_null_space
-from laplace_plus.linalg.results import Status
+from laplace_plus.errors import ConfigurationError, OperatorError
+from laplace_plus.linalg.null_space import NullSpaceProjector, project_null_space
 
 EXACT = {"atol": 1e-14, "btol": 1e-14}
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def conditioned(m: int, n: int, seed: int = 0) -> Tensor:
-    U, _, Vh = torch.linalg.svd(random(m, n, seed=seed), full_matrices=False)
+    U, _, Vh = torch.linalg.svd(normal(m, n, seed=seed), full_matrices=False)
     return (U * torch.linspace(1, 5, min(m, n), dtype=torch.float64)) @ Vh
 
 
@@ -34,7 +30,7 @@ def project(A: Tensor, v: Tensor, **options: float) -> Tensor:
 def test_is_the_orthogonal_projector(m: int, n: int, rank: int, seed: int) -> None:
     rank = min(m, n, rank)
     A = conditioned(m, rank, seed) @ conditioned(rank, n, seed + 1) if rank else torch.zeros(m, n, dtype=torch.float64)
-    v, u = random(3, n, seed=seed), random(3, n, seed=seed + 5)
+    v, u = normal(3, n, seed=seed), normal(3, n, seed=seed + 5)
     Pv, Pu = project(A, v), project(A, u)
     scale = float(v.norm(dim=-1).max())
     assert (Pv @ A.mT).norm(dim=-1).max() <= 1e-10 * A.norm() * scale
@@ -45,33 +41,24 @@ def test_is_the_orthogonal_projector(m: int, n: int, rank: int, seed: int) -> No
 
 
 def test_an_ill_conditioned_operator() -> None:
-    U, _, Vh = torch.linalg.svd(random(20, 50), full_matrices=False)
+    U, _, Vh = torch.linalg.svd(normal(20, 50), full_matrices=False)
     A = (U * torch.logspace(0, -4, 20, dtype=torch.float64)) @ Vh
-    v = random(50, seed=1)
+    v = normal(50, seed=1)
     solution = project_null_space(lambda x: x @ A.mT, lambda u: u @ A, v)
     assert solution.converged and (A @ solution.value).norm() <= 1e-10 * v.norm()
-
-
-def test_zero_and_nan_vectors_leave_the_others_alone() -> None:
-    A, v = conditioned(3, 6), random(2, 2, 6, seed=1)
-    v[0, 1], v[1, 0, 2] = 0, torch.nan
-    solution = project_null_space(lambda x: x @ A.mT, lambda u: u @ A, v)
-    assert solution.statuses.tolist() == [[Status.CONVERGED] * 2, [Status.NOT_FINITE, Status.CONVERGED]]
-    assert (solution.value[0, 1] == 0).all() and solution.value[1, 0].isnan().all()
-    torch.testing.assert_close(solution.value[1, 1], project(A, v[1, 1]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("m", "n"), [(3, 6), (1, 4), (6, 3), (4, 4)])
 @pytest.mark.parametrize("rows", [0, 2])
 def test_gradients(m: int, n: int, rows: int) -> None:
-    A, v = conditioned(m, n).requires_grad_(), random(*[rows] * (rows > 0), n, seed=1).requires_grad_()
+    A, v = conditioned(m, n).requires_grad_(), normal(*[rows] * (rows > 0), n, seed=1).requires_grad_()
     assert gradcheck(lambda A, v: project(A, v, **EXACT), (A, v), eps=1e-6, atol=1e-8, rtol=0)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_at_constant_rank(transposed: bool) -> None:
     left, right = conditioned(5, 2).requires_grad_(), conditioned(2, 6, seed=1).requires_grad_()
-    v = random(6, seed=1).requires_grad_()
+    v = normal(6, seed=1).requires_grad_()
 
     def value(left: Tensor, right: Tensor, v: Tensor) -> Tensor:
         rmatvec = (lambda u: u @ left @ right) if transposed else None
@@ -81,19 +68,10 @@ def test_gradients_at_constant_rank(transposed: bool) -> None:
 
 
 def test_a_zero_operator_is_the_identity_and_has_a_gradient() -> None:
-    A, v = torch.zeros(3, 5, dtype=torch.float64), random(5).requires_grad_()
+    A, v = torch.zeros(3, 5, dtype=torch.float64), normal(5).requires_grad_()
     value = project(A, v)
     value.sum().backward()
     assert torch.equal(value, v) and (v.grad == 1).all()
-
-
-def test_a_backward_solve_that_fails_warns() -> None:
-    U, _, Vh = torch.linalg.svd(random(20, 30), full_matrices=False)
-    A = (U * torch.logspace(0, -3, 20, dtype=torch.float64)) @ Vh
-    inside = (random(30, seed=1) - random(30, seed=1) @ Vh.mT @ Vh).requires_grad_()
-    value = project_null_space(lambda x: x @ A.mT, lambda u: u @ A, inside, max_iterations=3).value
-    with pytest.warns(ConvergenceWarning, match="MAX_ITERATIONS"):
-        value.sum().backward()
 
 
 def test_the_projector_is_an_operator() -> None:
@@ -101,10 +79,10 @@ def test_the_projector_is_an_operator() -> None:
     P = NullSpaceProjector(
         lambda x: x @ A.mT, lambda u: u @ A, shape=(3, 6), dtype=torch.float64, parameters=[A], **EXACT
     )
-    v = random(4, 6, seed=1)
+    v = normal(4, 6, seed=1)
     assert P.shape == (6, 6) and P.T is P and P.symmetric and P.tensors() == (A,)
     torch.testing.assert_close(P(v), project(A, v), rtol=0, atol=1e-12)
-    u = random(4, 6, seed=2)
+    u = normal(4, 6, seed=2)
     expected = torch.autograd.grad((project(A, v, **EXACT) * u).sum(), A)[0]
     torch.testing.assert_close(P.pullback(v, u, [A])[0], expected, rtol=1e-9, atol=1e-11)
     with pytest.raises(OperatorError):
@@ -112,7 +90,7 @@ def test_the_projector_is_an_operator() -> None:
 
 
 def test_bad_arguments() -> None:
-    A, v = conditioned(3, 6), random(6, seed=1)
+    A, v = conditioned(3, 6), normal(6, seed=1)
     with pytest.raises(OperatorError, match="transpose"):
         project_null_space(lambda x: x @ A.mT, lambda u: u @ (3 * A), v)
     with pytest.raises(OperatorError, match="shape"):
@@ -120,4 +98,4 @@ def test_bad_arguments() -> None:
     for bad in ({"atol": -1.0}, {"conlim": -1.0}, {"max_iterations": 0}):
         with pytest.raises(ConfigurationError):
             project_null_space(lambda x: x @ A.mT, lambda u: u @ A, v, **bad)
-    assert project_null_space(lambda x: x @ A.mT, lambda u: u @ A, random(0, 6)).value.shape == (0, 6)
+    assert project_null_space(lambda x: x @ A.mT, lambda u: u @ A, normal(0, 6)).value.shape == (0, 6)

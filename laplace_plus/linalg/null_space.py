@@ -1,0 +1,499 @@
+"""Projection onto the null space of an operator: a differentiable function, and three methods for many rows.
+
+The methods compute ``P v = v − A⁺A v`` for a tall matrix A, such as the Jacobian of a network over a data set, with a
+cutoff relative to the largest singular value:
+
+* :class:`SVDProjection` forms A; exact, for small problems, and finds the rank;
+* :class:`LSMRProjection` solves ``min ‖v − Aᵀz‖`` by LSMR on products with A (Fong and Saunders, 2011);
+* :class:`AlternatingProjection` projects onto the null space of one batch of rows after the other, repeatedly (von
+  Neumann, 1950; Miani et al., 2025), with the exact line search of Gearhart and Koshy (1989) after each sweep.
+
+LSMR minimises the residual over the Krylov space. For the same number of products it is far ahead of sweeps where
+batches have few rows or correlate with each other. Sweeps invert the Gram matrix of each batch, which takes one product
+in each direction per row beforehand; they are ahead in the first sweeps where batches have many rows. Both are slow
+where singular values span many orders of magnitude.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus import kernels
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.linalg.arguments import require_count, without_autocast
+from laplace_plus.linalg.callables import checked_product
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
+from laplace_plus.linalg.lsmr import (
+    LeastSquaresOptions,
+    LeastSquaresSolution,
+    Outcome,
+    lsmr,
+    solve_least_squares,
+)
+from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.results import Status
+from laplace_plus.linalg.solving import (
+    RightHandSides,
+    converted,
+    parameter_gradients,
+    warn_unless_converged,
+    where_used,
+)
+from laplace_plus.linalg.symmetric import symmetric_eigen
+
+_GRAM_RTOL = 5e-7
+"""A Gram matrix in float64 separates singular values down to √eps ≈ 1.5e-8 of the largest from zero; 30 times that."""
+
+_GRAM_SIZE = 256
+"""Smallest dimension from which a Gram matrix is used; below, an SVD takes milliseconds."""
+
+
+@without_autocast
+def project_null_space(
+    matvec: Matvec,
+    rmatvec: Matvec | None,
+    v: Tensor,
+    *,
+    atol: float | None = None,
+    btol: float | None = None,
+    conlim: float = 1e8,
+    max_iterations: int | None = None,
+    m: int | None = None,
+    parameters: Iterable[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = False,
+) -> LeastSquaresSolution:
+    """``P v = v - A⁺A v``, the orthogonal projection of v onto the null space of A.
+
+    It is the residual ``v - Aᵀz`` of the least-squares problem ``z = argmin ‖Aᵀz - v‖``, which LSMR solves. A may have
+    any shape and rank, and is only multiplied with. Costs as :func:`~laplace_plus.linalg.lsmr.lsmr`. With the cotangent
+    ū and ``z_u = argmin ‖Aᵀz_u - ū‖`` the gradient is ``v̄ = P ū`` and ``Ā = -z_u (P v)ᵀ - z (P ū)ᵀ``, exact wherever
+    the rank of A does not change; it takes one more solve.
+
+    Args:
+        matvec: The operator A on row-stacked vectors, ``[..., n] -> [..., m]``.
+        rmatvec: Its transpose; if None, torch differentiates through ``matvec``, at twice the cost.
+        v: ``[..., n]``.
+        atol: Relative accuracy of A; 1e-12 in float64, 1e-6 in float32, 1e-2 in half precision by default.
+        btol: Relative accuracy of v, with the same defaults.
+        conlim: The iteration ends when the estimated condition number exceeds this.
+        max_iterations: Cap; ``max(1000, 10 min(m, n))`` by default.
+        m: Number of rows; otherwise it is taken from an operator's shape or that of ``matvec(v)``.
+        parameters: The tensors ``matvec`` depends on, where they are not its leaves.
+        dtype: Type to work in, to which v is converted; that of v by default.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        P v, with ``residual`` an estimate of ``‖A P v‖`` and the statuses of LSMR.
+
+    Raises:
+        ConfigurationError: A bad vector, tolerance or cap.
+        OperatorError: An operator of the wrong shape or type, or ``rmatvec`` that is not its transpose.
+
+    Example:
+        >>> A = torch.tensor([[1.0, 1.0, 0.0]])
+        >>> v = torch.tensor([1.0, 3.0, 5.0])
+        >>> project_null_space(lambda v: v @ A.T, lambda u: u @ A, v).value.round(decimals=4)
+        tensor([-1.,  1.,  5.])
+    """
+    v = converted(dtype, v)
+    sides = RightHandSides("v", v)
+    require_callable(matvec)
+    spent = 0
+    if isinstance(matvec, Operator):
+        m = matvec.shape[0] if m is None else m
+    elif m is None:
+        with torch.no_grad():
+            m, spent = checked_product(matvec, v.detach(), None).shape[-1], sides.shape.numel()
+    assert m is not None
+    A = sides.map(matvec, sides.length, m=m, rmatvec=rmatvec, parameters=parameters)
+    default = 1e-12 if v.dtype == torch.float64 else None
+    atol, btol = (default if x is None else x for x in (atol, btol))
+    options = LeastSquaresOptions.of(atol, btol, conlim, max_iterations, min(m, sides.length), v.dtype, progress)
+    with torch.no_grad():
+        projected, z, outcome = _project(A, sides, options)
+
+    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        assert cotangents[0] is not None
+        cotangent = cotangents[0].contiguous()
+        backward = RightHandSides("ū", cotangent)
+        projected_, z_, ending = _project(A, backward, options)
+        warn_unless_converged("project_null_space", ending.state.statuses, backward.restore_norms(ending.residual))
+        kept, z_kept = where_used(cotangent, outputs[0], z)
+        return projected_, *parameter_gradients(A, (kept, -z_), (projected_, -z_kept))
+
+    matvecs = A.matvecs + spent
+    (value,) = attach([projected], [v, *A.tensors], pullback)
+    return outcome.solution(value, sides, matvecs)
+
+
+def _project(A: LinearMap, sides: RightHandSides, options: LeastSquaresOptions) -> tuple[Tensor, Tensor, Outcome]:
+    """``P v`` and z."""
+    z, outcome = solve_least_squares(A, sides, sides.rows.new_zeros(()), None, options, transposed=True)
+    return sides.restore(sides.rows - A.transposed(z)), sides.restore(z), outcome
+
+
+class NullSpaceProjector(Operator):
+    """The orthogonal projector onto the null space of an operator, as an operator.
+
+    Args:
+        matvec: The operator A on row-stacked vectors, ``[..., n] -> [..., m]``.
+        rmatvec: Its transpose, or None.
+        shape: ``(m, n)`` of A.
+        dtype: Type of the vectors.
+        device: Device of the vectors.
+        atol: Relative accuracy of A; see :func:`project_null_space`, also for the following arguments.
+        btol: Relative accuracy of the vectors.
+        conlim: Limit of the condition number.
+        max_iterations: Cap.
+        parameters: The tensors ``matvec`` depends on; they are not searched.
+
+    Example:
+        >>> A = torch.tensor([[1.0, 1.0, 0.0]])
+        >>> P = NullSpaceProjector(lambda v: v @ A.T, lambda u: u @ A, shape=(1, 3))
+        >>> P(torch.eye(3)).round(decimals=4) + 0.0
+        tensor([[ 0.5000, -0.5000,  0.0000],
+                [-0.5000,  0.5000,  0.0000],
+                [ 0.0000,  0.0000,  1.0000]])
+    """
+
+    symmetric = True
+
+    def __init__(
+        self,
+        matvec: Matvec,
+        rmatvec: Matvec | None,
+        *,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        atol: float | None = None,
+        btol: float | None = None,
+        conlim: float = 1e8,
+        max_iterations: int | None = None,
+        parameters: Iterable[Tensor] = (),
+    ):
+        self.shape, self.dtype, self.device = (shape[1], shape[1]), dtype, torch.device(device)
+        self._matvec, self._rmatvec, self._parameters = matvec, rmatvec, tuple(parameters)
+        self._options: dict[str, Any] = {
+            "atol": atol,
+            "btol": btol,
+            "conlim": conlim,
+            "max_iterations": max_iterations,
+            "m": shape[0],
+            "parameters": self._parameters or None,
+        }
+
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return project_null_space(self._matvec, self._rmatvec, vectors, **self._options).value
+
+    @override
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._parameters
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Vectors projected onto the null space of A.
+
+    Attributes:
+        value: ``[k, n]``.
+        residual: ``‖A P v‖ / (‖A‖ ‖v‖)``, ``[k]``. For an ill-conditioned A a small residual does not imply a small
+            distance from the projection.
+        iterations: Iterations or sweeps, ``[k]``.
+        converged: Whether the tolerance was met, ``[k]`` bool.
+    """
+
+    value: Tensor
+    residual: Tensor
+    iterations: Tensor
+    converged: Tensor
+
+
+class Projector(ABC):
+    """Projects onto the null space of one matrix A.
+
+    Attributes:
+        rank: The rank of A where it is known exactly, else None.
+    """
+
+    rank: int | None = None
+
+    @abstractmethod
+    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
+        """Project row-stacked vectors ``[k, n]``."""
+
+
+class ProjectionMethod(ABC):
+    """A method of projection, with its options."""
+
+    @abstractmethod
+    def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
+        """Make the projector.
+
+        Args:
+            whole: A, ``[m, n]``.
+            parts: Returns the rows of A as operators ``[m_b, n]``, batch by batch.
+        """
+
+
+def _cutoff(given: float | None, dtype: torch.dtype) -> float:
+    return (1e-12 if dtype == torch.float64 else 1e-6) if given is None else given
+
+
+def _require_fraction(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < 1:
+        raise ConfigurationError(f"{name} is out of range.", expected=f"0 <= {name} < 1", got=repr(value))
+
+
+@dataclass(frozen=True)
+class SVDProjection(ProjectionMethod):
+    """Form A and decompose it.
+
+    Args:
+        rtol: Singular values of at most this fraction of the largest count as zero; 1e-12 in float64 and 1e-6 in
+            float32 by default.
+        max_entries: Largest m·n for which A is formed; 2 GiB in float64 by default.
+    """
+
+    rtol: float | None = None
+    max_entries: int = 2**28
+
+    def __post_init__(self) -> None:
+        _require_fraction("rtol", self.rtol)
+
+    @override
+    def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
+        m, n = whole.shape
+        if m * n > self.max_entries:
+            raise ConfigurationError(
+                "A has too many entries to be formed as a dense matrix.",
+                expected=f"at most {self.max_entries:,} entries",
+                got=f"{m:,} rows of {n:,}",
+                fix='Use projector="lsmr".',
+            )
+        return SVDProjector(whole.dense(), _cutoff(self.rtol, whole.dtype))
+
+
+def row_space(rows: Tensor, rtol: float) -> tuple[Tensor, Tensor, bool]:
+    """Singular values ``[r]`` of A ``[m, n]`` above a cutoff, and orthonormal vectors V ``[r, n]`` of its row space.
+
+    With the cutoff of single precision they come from the eigenvectors of a Gram matrix, in a tenth of the time.
+
+    Args:
+        rows: A, float64.
+        rtol: Singular values of at most this fraction of the largest count as zero.
+
+    Returns:
+        The values; V, or coefficients ``W [r, m]`` with ``V = W A``, whichever is smaller; whether it is W.
+    """
+    m, n = rows.shape
+    if min(m, n) < _GRAM_SIZE or rtol < _GRAM_RTOL:
+        _, values, vectors = torch.linalg.svd(rows, full_matrices=False)
+        by_rows = False
+    else:
+        gram = torch.zeros(min(m, n), min(m, n), dtype=rows.dtype, device=rows.device)
+        gram = kernels.symmetric_update(gram, rows.mT if m < n else rows)
+        squares, columns = kernels.symmetric_eigen(gram)  # reads the lower triangle
+        values, vectors, by_rows = squares.clamp(min=0).sqrt(), columns.mT, m < n
+    kept = values > rtol * values.amax() if len(values) else values > 0
+    values = values[kept]
+    return values, vectors[kept] / values[:, None] if by_rows else vectors[kept], by_rows
+
+
+class SVDProjector(Projector):
+    """The projector from an orthonormal basis V of the row space, or from coefficients W with ``V = W A``.
+
+    Args:
+        rows: A, ``[m, n]``.
+        rtol: Singular values of at most this fraction of the largest count as zero.
+
+    Attributes:
+        singular_values: Those above the cutoff, ``[r]``, float64.
+    """
+
+    def __init__(self, rows: Tensor, rtol: float):
+        self.rows = rows.double()
+        if not bool(torch.isfinite(self.rows).all()):
+            raise NonFiniteError("The rows of A are not finite.", expected="finite derivatives", got="NaN or infinity")
+        self.singular_values, self._basis, self._by_rows = row_space(self.rows, rtol)
+        self.rank = len(self.singular_values)
+
+    @override
+    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
+        wide = vectors.double()
+        for _ in range(2):  # the second pass removes rounding errors and the effect of V's loss of orthogonality
+            coordinates = wide @ self.rows.mT if self._by_rows else wide
+            inside = coordinates @ self._basis.mT @ self._basis
+            wide = wide - (inside @ self.rows if self._by_rows else inside)
+        scale = self.singular_values.amax() if self.rank else 1.0
+        residual = (wide @ self.rows.mT).norm(dim=-1) / (scale * vectors.double().norm(dim=-1)).clamp(min=1e-300)
+        ones = torch.ones(len(vectors), device=vectors.device)
+        return Projection(wide.to(vectors.dtype), residual.to(vectors.dtype), ones.long(), ones.bool())
+
+
+@dataclass(frozen=True)
+class LSMRProjection(ProjectionMethod):
+    """Solve ``min ‖v − Aᵀz‖`` by LSMR, all vectors together; an iteration takes one product with A and one with Aᵀ.
+
+    Args:
+        tolerance: Of LSMR (its ``atol`` and ``btol``); 1e-12 in float64 and 1e-6 in float32 by default.
+        conlim: The iteration ends when the estimated condition number exceeds this.
+        max_iterations: Cap; by default that of :func:`~laplace_plus.linalg.lsmr`.
+        refinements: Number of further solves that remove the rest of ``A v``: rounding leaves about ε‖A‖‖v‖, which
+            matters in single precision. One in float32 and none in float64 by default; each takes as long as the first
+            solve.
+    """
+
+    tolerance: float | None = None
+    conlim: float = 1e8
+    max_iterations: int | None = None
+    refinements: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_fraction("tolerance", self.tolerance)
+
+    @override
+    def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
+        return LSMRProjector(whole, self)
+
+
+@dataclass(frozen=True)
+class LSMRProjector(Projector):
+    """The projector by LSMR.
+
+    Attributes:
+        rows: A.
+        options: Tolerances and caps.
+    """
+
+    rows: Operator
+    options: LSMRProjection
+
+    @override
+    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
+        options = self.options
+        solver: dict[str, Any] = {
+            "atol": options.tolerance,
+            "btol": options.tolerance,
+            "conlim": options.conlim,
+            "max_iterations": options.max_iterations,
+            "progress": progress,
+        }
+        with torch.no_grad():
+            found = project_null_space(self.rows, None, vectors, **solver)
+            value, residual, iterations = found.value, found.residual, found.iterations
+            default = 0 if vectors.dtype == torch.float64 else 1
+            for _ in range(default if options.refinements is None else options.refinements):
+                left = lsmr(self.rows, None, self.rows(value), **solver)
+                value, iterations = value - left.value, iterations + left.iterations
+                residual = kernels.vector_norm(self.rows(value))
+        norms = (found.operator_norm * kernels.vector_norm(vectors)).clamp(min=torch.finfo(vectors.dtype).tiny)
+        # A solve that stagnated is as accurate as rounding allows.
+        converged = (found.statuses == int(Status.CONVERGED)) | (found.statuses == int(Status.STAGNATED))
+        return Projection(value, residual / norms, iterations, converged)
+
+
+@dataclass(frozen=True)
+class AlternatingProjection(ProjectionMethod):
+    """Project onto the null space of one batch of rows after the other.
+
+    Stores the eigendecomposition of each batch's ``A_b A_bᵀ``: ``Σ m_b²`` numbers for batches of m_b rows.
+
+    Args:
+        tolerance: Sweeps end when the largest residual of a batch, ``‖A_b v‖ / (‖A_b‖ ‖v‖)``, is at most this; 1e-10 in
+            float64 and 1e-5 in float32 by default.
+        max_sweeps: Cap.
+        accelerate: Whether an exact line search towards the null space follows each sweep.
+        rtol: Eigenvalues of ``A_b A_bᵀ`` of at most this fraction of the largest count as zero; 1e-12 in float64 and
+            1e-6 in float32 by default.
+    """
+
+    tolerance: float | None = None
+    max_sweeps: int = 1000
+    accelerate: bool = True
+    rtol: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_fraction("tolerance", self.tolerance)
+        _require_fraction("rtol", self.rtol)
+        require_count("max_sweeps", self.max_sweeps, 1)
+
+    @override
+    def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
+        return AlternatingProjector(list(parts()), self)
+
+
+class AlternatingProjector(Projector):
+    """The projector by alternating projections.
+
+    Args:
+        parts: ``A_b``, batch by batch.
+        options: Tolerance and caps.
+    """
+
+    def __init__(self, parts: Sequence[Operator], options: AlternatingProjection):
+        self.parts, self.options = parts, options
+        rtol = _cutoff(options.rtol, parts[0].dtype)
+        self._inverses = []
+        self._norms = []
+        for part in parts:
+            with torch.no_grad():
+                gram = (part @ part.T).dense().double()
+            values, vectors = symmetric_eigen((gram + gram.mT) / 2)
+            largest = values.amax().clamp(min=0)
+            kept = values > rtol * largest
+            self._inverses.append((vectors[:, kept].to(part.dtype), values[kept].reciprocal().to(part.dtype)))
+            self._norms.append(float(largest.sqrt()))
+        self.rank = len(self._inverses[0][1]) if len(parts) == 1 else None
+
+    @override
+    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
+        default = 1e-10 if vectors.dtype == torch.float64 else 1e-5
+        tolerance = default if self.options.tolerance is None else self.options.tolerance
+        v = vectors.clone()
+        norms = kernels.vector_norm(v).clamp(min=torch.finfo(v.dtype).tiny)
+        sweeps = torch.zeros(len(v), dtype=torch.long, device=v.device)
+        residual = torch.full_like(norms, float("inf"))
+        active = torch.ones(len(v), dtype=torch.bool, device=v.device)
+        for _ in progress_bar(range(self.options.max_sweeps), enabled=progress, description="alternating projections"):
+            before = v[active]
+            moved, seen = self._sweep(before, norms[active])
+            residual[active] = seen  # of each batch before its own projection in this sweep
+            step = self._step(before, moved) if self.options.accelerate else 1.0
+            v[active] = before - step * moved
+            sweeps[active] += 1
+            active[active.clone()] = seen > tolerance
+            if not bool(active.any()):
+                break
+        return Projection(v, residual, sweeps, ~active)
+
+    def _sweep(self, v: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
+        """What one sweep subtracts from v, and the largest residual of a batch.
+
+        The subtracted vectors are summed. A difference of v before and after would contain rounding errors in the null
+        space, which the line search would amplify once the step is of the size ``√ε ‖v‖``.
+        """
+        worst, moved = torch.zeros_like(norms), torch.zeros_like(v)
+        with torch.no_grad():
+            for part, (vectors, inverse), norm in zip(self.parts, self._inverses, self._norms, strict=True):
+                rows = part(v - moved)
+                worst = torch.maximum(worst, rows.norm(dim=-1) / (norm * norms)) if norm > 0 else worst
+                moved = moved + part.T(((rows @ vectors) * inverse) @ vectors.mT)
+        return moved, worst
+
+    @staticmethod
+    def _step(v: Tensor, moved: Tensor) -> Tensor:
+        """The step along ``moved`` to the point nearest to the projection (Gearhart and Koshy, 1989), ``[k, 1]``."""
+        length = kernels.vector_norm(moved)
+        # Below this length, ``moved`` consists of rounding errors.
+        counts = length > 100 * torch.finfo(v.dtype).eps * kernels.vector_norm(v)
+        return torch.where(counts, kernels.inner(v, moved) / length.square(), 1.0)[:, None]
