@@ -15,7 +15,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.geometry.particles import ParticleLandscape
-from laplace_plus.posteriors.metric_bnn import exploration, latent_training, metric_bnn
+from laplace_plus.posteriors.metric_bnn import latent_training
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     LatentModel,
@@ -290,24 +290,37 @@ def test_principal_coordinates_hold_all_points():
         choose_coordinates(torch.zeros(3, 300), LatentModel())
 
 
+def drawn_latents(posterior, n, monkeypatch):
+    """The latents of n samples, and the samples."""
+    seen, decode = [], lp.MetricBNN.decode
+    with monkeypatch.context() as patch:
+        patch.setattr(lp.MetricBNN, "decode", lambda self, z: (seen.append(z), decode(self, z))[1])
+        samples = posterior.sample(n, generator=generator())
+    return seen[0], samples
+
+
+def on_segments(latents, start, ends):
+    """The segment from the start that each latent is nearest to, and where on it, in parts of its length."""
+    along = ends - start
+    place = ((latents - start) @ along.mT) / along.square().sum(1)
+    distance = (latents[:, None] - start - place[..., None] * along).norm(dim=-1)
+    least, which = distance.min(1)
+    assert least.max() < 1e-9
+    return which, place.gather(1, which[:, None])[:, 0]
+
+
 @pytest.mark.parametrize("options", [{}, {"projection": "principal"}, {"squared": False, "anchored": False}])
-def test_samples_lie_between_the_latents(problem, options, monkeypatch):
+@pytest.mark.parametrize("extent", [1.0, 0.5])
+def test_samples_lie_between_the_latents(problem, options, extent, monkeypatch):
     posterior = fit(problem, latent={**LATENT, **options})
     start, ends = posterior.encode(posterior.mean), posterior.encode(posterior.trajectories[:, -1])
-    drawn = []
-    decode = lp.MetricBNN.decode
-    monkeypatch.setattr(lp.MetricBNN, "decode", lambda self, z: (drawn.append(z), decode(self, z))[1])
-    for epsilon in (0.0, 0.25, 0.5, 1.0):
-        monkeypatch.setattr(metric_bnn, "_uniform", lambda n, g, e=epsilon: torch.full((n,), e, dtype=torch.float64))
-        samples = posterior.sample(7, generator=generator())
-        drawn.append(samples)
-    which = torch.cdist(drawn[-2], ends).argmin(1)
-    for number, epsilon in enumerate((0.0, 0.25, 0.5, 1.0)):
-        latents, samples = drawn[2 * number : 2 * number + 2]
-        torch.testing.assert_close(latents, start + epsilon * (ends[which] - start), rtol=0, atol=1e-9)
-        torch.testing.assert_close(samples, decode(posterior, latents))
-    torch.testing.assert_close(drawn[1], decode(posterior, start).expand(7, -1))  # ψ(φ(θ̂))
-    torch.testing.assert_close(drawn[-1], decode(posterior, ends[which]))  # ψ(φ(θ_{j,T}))
+    posterior.extent = extent
+    latents, samples = drawn_latents(posterior, 500, monkeypatch)
+    which, place = on_segments(latents, start, ends)
+    assert set(which.tolist()) == set(range(4))
+    assert place.min() >= 0 and place.max() <= extent
+    assert abs(place.mean() - extent / 2) < 4 * extent / (12 * 500) ** 0.5
+    torch.testing.assert_close(samples, posterior.decode(latents))
 
 
 def test_the_autoencoder_reproduces_the_points(problem):
@@ -338,15 +351,16 @@ def test_unfinished_autoencoders_are_named(problem):
         fit(problem, latent={"epochs": 1})
 
 
-def test_long_trajectories_are_drawn_more_often(problem):
+def test_long_trajectories_are_drawn_more_often(problem, monkeypatch):
     posterior = fit(problem, trajectory="length", endpoint="farthest", latent=LATENT)
-    latents = posterior._latent()
-    lengths = (latents.ends - latents.start).norm(dim=1)
-    counts = torch.bincount(latents.draw(4000, "length", generator()), minlength=4) / 4000
+    start, along = posterior.encode(posterior.mean), posterior.encode(posterior.trajectories[:, 1:])
+    farthest = along[range(4), (along - start).norm(dim=-1).argmax(1)]
+    which, place = on_segments(drawn_latents(posterior, 4000, monkeypatch)[0], start, farthest)
+    assert place.max() <= 1
+    lengths = (along[:, -1] - start).norm(dim=1)
     expected = lengths / lengths.sum()
+    counts = torch.bincount(which, minlength=4) / 4000
     assert ((counts - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt()).all()
-    along = posterior.encode(posterior.trajectories[:, 1:]) - latents.start
-    torch.testing.assert_close(latents.farthest, (latents.start + along)[range(4), along.norm(dim=-1).argmax(1)])
 
 
 # -- posteriors --------------------------------------------------------------------------------------------------------
@@ -445,36 +459,39 @@ def test_a_loaded_posterior_is_fitted_again_to_the_same_prior(problem, tmp_path)
     assert "weight_decay" not in fit(problem, sampling="exploration").options()
 
 
+def interrupt_after(patch, owner, name, count):
+    """Let a function run so many times; returns the list of its calls."""
+    original, calls = getattr(owner, name), []
+
+    def interrupted(*args, **options):
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        calls.append(0)
+        return original(*args, **options)
+
+    patch.setattr(owner, name, interrupted)
+    return calls
+
+
 def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
-    whole = fit(problem).sample(6, generator=generator())
-    monkeypatch.setattr(exploration, "_BLOCKS", 3)
-    monkeypatch.setattr(latent_training, "_SAVED", 50)
-    make = lambda **o: lp.MetricBNN(net, "classification", **{"latent": LATENT, **SMALL, **o})  # noqa: E731
-    refine, epoch, calls = exploration._Exploring._refine, latent_training.Training._epoch, []
-
-    def interrupted(self, *args):
-        calls.append(0)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return refine(self, *args)
-
-    monkeypatch.setattr(exploration._Exploring, "_refine", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        make().fit(data, generator=generator(), checkpoint=tmp_path / "c")
-
-    def stopped(self, model, optimizer, number):
-        if number == 70:
-            raise KeyboardInterrupt
-        return epoch(self, model, optimizer, number)
-
-    monkeypatch.setattr(latent_training.Training, "_epoch", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        make().fit(data, checkpoint=tmp_path / "c")
-    assert len(calls) == 4 + 4  # two of six steps were there
-    monkeypatch.setattr(latent_training.Training, "_epoch", lambda *a: (calls.append(0), epoch(*a))[1])
-    posterior = make().fit(data, checkpoint=tmp_path / "c")
-    assert len(calls) == 8 + 70
+    options = {**SMALL, "n_steps": 40, "latent": {**LATENT, "epochs": 150}}
+    make = lambda **o: lp.MetricBNN(net, "classification", **{**options, **o})  # noqa: E731
+    whole = make().fit(data, generator=generator()).sample(6, generator=generator())
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, ParticleLandscape, "gradient", 1 + 3 * 25)  # one to measure, three in each step
+        with pytest.raises(KeyboardInterrupt):
+            make().fit(data, generator=generator(), checkpoint=tmp_path / "c")
+    with monkeypatch.context() as patch:
+        calls = interrupt_after(patch, ParticleLandscape, "gradient", 10_000)
+        interrupt_after(patch, latent_training, "draw_partners", 130)  # one in each epoch
+        with pytest.raises(KeyboardInterrupt):
+            make().fit(data, checkpoint=tmp_path / "c")
+    assert len(calls) == 1 + 3 * (40 - 24)  # twelve blocks of two steps were there
+    with monkeypatch.context() as patch:
+        calls = interrupt_after(patch, latent_training, "draw_partners", 10_000)
+        posterior = make().fit(data, checkpoint=tmp_path / "c")
+    assert len(calls) == 50 + 1  # and one for the report
     torch.testing.assert_close(posterior.sample(6, generator=generator()), whole, rtol=0, atol=0)
     for other in (make(step_size=0.2), make(prior_precision=2.0), make(weight_decay=0.1)):
         with pytest.raises(CheckpointError, match="another computation"):
@@ -483,7 +500,7 @@ def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
         make().fit(data[::-1], checkpoint=tmp_path / "c")
 
 
-def test_bad_requests_are_named(problem, monkeypatch):
+def test_bad_requests_are_named(problem):
     net, data = problem
     for options in (
         {"n_particles": 0},
@@ -519,6 +536,6 @@ def test_bad_requests_are_named(problem, monkeypatch):
         posterior.fit_extent(data, tune_noise=True)
     with pytest.raises(ConfigurationError, match="no pairs"):
         lp.MetricBNN(net, "classification", n_steps=1, latent={"anchored": False}).fit(data)
-    monkeypatch.setattr(metric_bnn, "budget", lambda device: 100)
+    posterior.memory_budget = 100
     with pytest.raises(ConfigurationError, match="fit into memory"):
         posterior.fit(data)

@@ -2,13 +2,12 @@
 
 Particle i has a unit direction d_i. A step adds ``α d_i`` and then takes M steps of gradient descent; T steps make a
 trajectory. On a quadratic loss with eigenvalue λ along d, a trajectory ends at ``α ρ (1 − ρᵀ) / (1 − ρ)`` with
-``ρ = (1 − ηλ)^M``, and at ``αT`` where λ = 0: particles travel in the directions that the loss leaves free.
+``ρ = (1 − ηλ)^M``, and at ``αT`` where λ = 0: particles travel where the loss is flat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,23 +19,23 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import check_count
-from laplace_plus.posteriors.resuming import Checkpoint
+from laplace_plus.posteriors.configuration import check_count, check_name
+from laplace_plus.posteriors.resuming import Checkpoint, stage_generator
 
 Objective = Literal["posterior", "likelihood"]
 Reduction = Literal["mean", "sum"]
 
-MANY = 10_000
-"""Beyond so many examples refinement takes minibatches, unless said otherwise."""
+_MANY = 10_000
+"""With more examples, minibatches are the default: a gradient of all would take most of the time of an exploration."""
 
-MINIBATCH = 1024
+_MINIBATCH = 1024
 """Examples in such a minibatch."""
 
 _BLOCKS = 20
-"""A trajectory is written to a checkpoint in about so many parts."""
+"""A trajectory is written to a checkpoint in about so many blocks: an interruption loses 5 % of it."""
 
-_LONGER = 1.1
-"""Gradients that grow by more in one refinement at the rate ``"auto"`` tell that it is too large."""
+_RISE = 1.1
+"""Growth of a gradient in one refinement that shows that the rate is too large; rounding stays far below."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Walk:
         step_size: α.
         n_refinements: M, gradient steps after each step of drift.
         learning_rate: η of these, or ``"auto"``: the inverse of the largest curvature at the trained weights. Without
-            minibatches, a particle whose gradient then grows takes its step back and goes on at a quarter of the rate;
-            with each step of drift the rate is doubled, up to what it was.
+            minibatches, a particle whose gradient then grows takes its step back and continues at a quarter of the
+            rate; with each step of drift the rate is doubled, up to its first value.
         minibatch: Examples in each gradient; None for all; ``"auto"``: all of up to 10,000, else 1024.
         reduction: Whether the loss is the ``"mean"`` over the data or their ``"sum"``; the prior goes with it.
         objective: ``"posterior"``, or ``"likelihood"`` for a loss without the prior.
@@ -79,15 +78,15 @@ class Walk:
             check_count(self.minibatch, "minibatch")
         if self.n_steps % self.store_every:
             raise ConfigurationError(
-                "The last step of a trajectory is to be stored.",
+                "store_every must divide n_steps, so that the last step is stored.",
                 expected=f"store_every that divides n_steps={self.n_steps}",
                 got=repr(self.store_every),
             )
         require_number(self.step_size, "step_size", above=0.0)
         if self.learning_rate != "auto":
             require_number(self.learning_rate, "learning_rate")
-        require_name(self.reduction, ("mean", "sum"), "reduction")
-        require_name(self.objective, ("posterior", "likelihood"), "objective")
+        check_name(self.reduction, ("mean", "sum"), "reduction")
+        check_name(self.objective, ("posterior", "likelihood"), "objective")
 
     @property
     def n_stored(self) -> int:
@@ -97,7 +96,7 @@ class Walk:
     def examples(self, n_data: int) -> int | None:
         """Examples in each gradient; None for all."""
         if self.minibatch == "auto":
-            return MINIBATCH if n_data > MANY else None
+            return _MINIBATCH if n_data > _MANY else None
         return None if self.minibatch is None or self.minibatch >= n_data else self.minibatch
 
 
@@ -112,10 +111,10 @@ class ExplorationReport:
         gradient_norm: ``‖∇L‖`` of the refined loss at the trained weights. Where ``M η ‖∇L‖`` is not small beside α,
             particles also move along it: the prior may not be the weight decay of training.
         growth: The largest ratio of gradient norms after and before one step's refinements; None for minibatches and
-            for fewer than two refinements, which have none.
-        worst: The particle that it belongs to.
-        slowest: The smallest rate to which a particle was slowed down; η where none was.
-        way: How gradients were computed; see :mod:`laplace_plus.geometry.particles`.
+            for fewer than two refinements.
+        worst: The particle with this ratio.
+        slowest: The smallest rate of a particle; η where none was slowed down.
+        way: Which method computed the gradients; see :mod:`laplace_plus.geometry.particles`.
     """
 
     learning_rate: float
@@ -134,11 +133,11 @@ class ExplorationReport:
 
 @dataclass(frozen=True)
 class Explored:
-    """Where particles came by.
+    """The points of an exploration.
 
     Attributes:
         deviations: ``θ_{i,t} − θ̂`` at the stored steps, ``[N, S, P]``.
-        report: How.
+        report: How it went.
     """
 
     deviations: Tensor
@@ -147,7 +146,7 @@ class Explored:
 
 def draw_directions(n: int, like: Tensor, seed: int) -> Tensor:
     """Uniformly distributed unit vectors ``[n, P]`` for a vector ``[P]`` of the same kind."""
-    source = torch.Generator().manual_seed(seed % 2**63)
+    source = stage_generator(seed, 0)
     drawn = draw_probes("gaussian", n, len(like), generator=source, dtype=like.dtype, device=like.device)
     return drawn / kernels.vector_norm(drawn)[:, None]
 
@@ -170,74 +169,68 @@ def explore(
         directions: Unit vectors, ``[N, P]``.
         walk: How to move.
         seed: Of the minibatches.
-        checkpoint: Where parts of trajectories are kept, and taken up from.
+        checkpoint: Where finished blocks of trajectories are kept.
         progress: Whether to show a progress bar.
 
     Raises:
         ConfigurationError: ``η λ_max ≥ 2``, so that refinement would diverge; or a minibatch of more than all data.
-        NonFiniteError: A particle left the finite numbers.
+        NonFiniteError: A particle diverged.
     """
-    return _Exploring(landscape, walk, seed).run(directions, checkpoint, progress)
+    start = landscape.vector
+    refinement = _Refinement(landscape, walk, seed)
+    curvature, slope = refinement.measure()
+    landscape.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
+    rate = slowest = refinement.learning_rate(curvature)
+    rates = start.new_full((len(directions),), rate)
+    deviations = start.new_empty(len(directions), walk.n_stored, len(start))
+    growth = torch.full((len(directions),), float("nan"), dtype=torch.float64)
+    position = torch.zeros_like(directions)
+    block = walk.store_every * math.ceil(walk.n_stored / _BLOCKS)
+    blocks = range(0, walk.n_steps, block)
+    for first in progress_bar(blocks, enabled=progress, description="MetricBNN: exploration"):
+        last = min(walk.n_steps, first + block)
+        stored = slice(first // walk.store_every, last // walk.store_every)
+        stage = f"exploration-{first:06d}"
+        known = None if checkpoint is None else checkpoint.read(stage, start.device)
+        if known is not None:
+            header, tensors = known
+            deviations[:, stored], rates = tensors["deviations"], tensors["rates"]
+            position = deviations[:, stored.stop - 1].clone()
+            growth = torch.fmax(growth, tensors["growth"].cpu())
+            slowest = min(slowest, float(header["slowest"]))
+            continue
+        for step in range(first, last):
+            position, rates, ratio = refinement.refine(position + walk.step_size * directions, rates, rate, step)
+            growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
+            if (step + 1) % walk.store_every == 0:
+                deviations[:, (step + 1) // walk.store_every - 1] = position
+        if checkpoint is not None:
+            tensors = {"deviations": deviations[:, stored].contiguous(), "growth": growth, "rates": rates}
+            checkpoint.write(stage, {"slowest": slowest}, tensors)
+    largest, worst = growth.nan_to_num(nan=-1.0).max(0)
+    report = ExplorationReport(
+        rate, curvature, slope, float(largest) if largest >= 0 else None, int(worst), slowest, landscape.way
+    )
+    return Explored(deviations, report)
 
 
-class _Exploring:
-    """An exploration of one landscape; ``explore`` says what of."""
+class _Refinement:
+    """The gradient steps of an exploration."""
 
     def __init__(self, landscape: ParticleLandscape, walk: Walk, seed: int):
         self._landscape, self._walk, self._seed = landscape, walk, seed
         self._examples = walk.examples(landscape.n_data)
         self._weight = 1 / landscape.n_data if walk.reduction == "mean" else 1.0
-        self._rate = self._slowest = 0.0
-        self._rates = torch.zeros(0)
+        self._slows_down = walk.learning_rate == "auto" and self._examples is None
 
-    def run(self, directions: Tensor, checkpoint: Checkpoint | None, progress: bool) -> Explored:
-        walk, start = self._walk, self._landscape.vector
-        curvature, slope = self._measure(start)
-        self._landscape.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
-        self._rate = self._slowest = self._learning_rate(curvature)
-        self._rates = start.new_full((len(directions),), self._rate)
-        deviations = start.new_empty(len(directions), walk.n_stored, len(start))
-        growth: float | None = None
-        worst = 0
-        position = torch.zeros_like(directions)
-        block = walk.store_every * math.ceil(walk.n_stored / _BLOCKS)
-        blocks = range(0, walk.n_steps, block)
-        for first in progress_bar(blocks, enabled=progress, description="MetricBNN: exploration"):
-            last = min(walk.n_steps, first + block)
-            stored = slice(first // walk.store_every, last // walk.store_every)
-            stage = f"exploration-{first:06d}"
-            known = None if checkpoint is None else checkpoint.read(stage, start.device)
-            if known is not None:
-                deviations[:, stored] = known[1]["deviations"]
-                position = deviations[:, stored.stop - 1].clone()
-                found, self._rates = known[1]["growth"].cpu(), known[1]["rates"]
-                self._slowest = min(self._slowest, float(known[0]["slowest"]))
-            else:
-                found = torch.full((len(directions),), float("nan"), dtype=torch.float64)
-                for step in range(first, last):
-                    position = position + walk.step_size * directions
-                    position, ratio = self._refine(start, position, step)
-                    found = torch.fmax(found, ratio)
-                    if (step + 1) % walk.store_every == 0:
-                        deviations[:, (step + 1) // walk.store_every - 1] = position
-                if checkpoint is not None:
-                    kept = {"deviations": deviations[:, stored].contiguous(), "growth": found, "rates": self._rates}
-                    checkpoint.write(stage, {"slowest": self._slowest}, kept)
-            largest = float(found.nan_to_num(nan=-1.0).max())
-            if largest >= 0 and (growth is None or largest > growth):
-                growth, worst = largest, int(found.nan_to_num(nan=-1.0).argmax())
-        report = ExplorationReport(self._rate, curvature, slope, growth, worst, self._slowest, self._landscape.way)
-        return Explored(deviations, report)
-
-    def _measure(self, start: Tensor) -> tuple[float, float]:
+    def measure(self) -> tuple[float, float]:
         """``λ_max`` and ``‖∇L‖`` of the refined loss at the trained weights."""
-        surface = self._surfaces(-1)[0]
-        prior = self._walk.objective == "posterior"
-        curvature = surface.largest_curvature(start, prior=prior) * self._weight
-        slope = float(kernels.vector_norm(self._gradient(surface, start[None]))[0])
-        return curvature, slope
+        surface, start = self._surfaces(-1, 1)[0], self._landscape.vector
+        curvature = surface.largest_curvature(start, prior=self._walk.objective == "posterior") * self._weight
+        return curvature, float(kernels.vector_norm(self._gradient(surface, start[None]))[0])
 
-    def _learning_rate(self, curvature: float) -> float:
+    def learning_rate(self, curvature: float) -> float:
+        """η for the largest curvature."""
         if self._walk.learning_rate == "auto":
             return 1 / curvature if curvature > 0 else 0.0
         rate = float(self._walk.learning_rate)
@@ -247,49 +240,48 @@ class _Exploring:
                 f"measured at the trained weights, is {rate * curvature:.3g}.",
                 expected=f"learning_rate < 2/λ_max = {2 / curvature:.3g}",
                 got=f"{rate:.3g}",
-                fix=f'Use learning_rate={1 / curvature:.1g} or "auto"; a loss summed over the data needs a rate that '
-                "is smaller by their number, and a smaller observation noise a smaller one, too.",
+                fix=f'Use learning_rate={1 / curvature:.1g} or "auto". A loss summed over the data needs a rate that '
+                "is smaller by their number; little observation noise also needs a smaller one.",
             )
         return rate
 
-    def _refine(self, start: Tensor, position: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Deviations after M gradient steps, and by what the norms of gradients grew meanwhile, ``[N]`` float64."""
+    def refine(self, position: Tensor, rates: Tensor, rate: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """M gradient steps from deviations ``[N, P]``.
+
+        Returns:
+            Deviations, the particles' rates, and the ratios of last to first gradient norms, ``[N]`` float64.
+        """
         norms: list[Tensor] = []
-        slows_down = self._walk.learning_rate == "auto" and self._examples is None
-        if slows_down:
-            self._rates = (2 * self._rates).clamp(max=self._rate)
+        if self._slows_down:
+            rates = (2 * rates).clamp(max=rate)
         before = position, torch.zeros_like(position)
-        for number, surface in enumerate(surfaces := self._surfaces(step)):
-            gradient = self._gradient(surface, start + position)
+        for number, surface in enumerate(surfaces := self._surfaces(step, self._walk.n_refinements)):
+            gradient = self._gradient(surface, self._landscape.vector + position)
             norm = kernels.vector_norm(gradient)
-            if slows_down and norms:
+            if self._slows_down and norms:
                 # A step of at most 1/λ does not make the gradient of a convex loss any longer. Where the loss is
                 # steeper than at its minimum, the step is taken back, and a shorter one is tried.
-                failed = ~(norm <= _LONGER * norms[-1])
-                self._rates = torch.where(failed, self._rates / 4, self._rates)
-                position, gradient = (
-                    torch.where(failed[:, None], old, new)
-                    for old, new in zip(before, (position, gradient), strict=True)
-                )
+                failed = ~(norm <= _RISE * norms[-1])
+                rates = torch.where(failed, rates / 4, rates)
+                position = torch.where(failed[:, None], before[0], position)
+                gradient = torch.where(failed[:, None], before[1], gradient)
                 norm = torch.where(failed, norms[-1], norm)
-                if number + 1 == len(surfaces):  # the shorter step would not be tried any more
+                if number + 1 == len(surfaces):  # no refinement is left that would check the shorter step
                     gradient = torch.where(failed[:, None], 0.0, gradient)
             before = position, gradient
-            position = position - self._rates[:, None] * gradient
+            position = position - rates[:, None] * gradient
             norms.append(norm)
-        if len(self._rates):
-            self._slowest = min(self._slowest, float(self._rates.min()))
         if not bool(torch.isfinite(position).all()):
             raise NonFiniteError(
-                f"A particle left the finite numbers at step {step + 1} of {self._walk.n_steps}.",
+                f"A particle diverged at step {step + 1} of {self._walk.n_steps}.",
                 expected="a loss whose refinement converges along the whole trajectory",
                 got="NaN or infinity",
-                fix=f"Use a smaller learning_rate (now {self._rate:.2g}) or a smaller step_size "
+                fix=f"Use a smaller learning_rate (now {rate:.2g}) or a smaller step_size "
                 f"(now {self._walk.step_size:.2g}).",
             )
         if self._examples is not None or len(norms) < 2:  # noqa: PLR2004
-            return position, torch.full((len(position),), float("nan"), dtype=torch.float64)
-        return position, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()
+            return position, rates, torch.full((len(position),), float("nan"), dtype=torch.float64)
+        return position, rates, (norms[-1].double() / norms[0].double().clamp(min=1e-300)).cpu()
 
     def _gradient(self, surface: ParticleLandscape, points: Tensor) -> Tensor:
         gradient = surface.gradient(points)
@@ -297,14 +289,12 @@ class _Exploring:
             gradient = gradient - surface.prior_gradient(points)
         return gradient * self._weight
 
-    def _surfaces(self, step: int) -> list[ParticleLandscape]:
-        """The loss of each refinement of a step."""
-        walk, n_data = self._walk, self._landscape.n_data
-        count = max(1, walk.n_refinements) if step < 0 else walk.n_refinements
+    def _surfaces(self, step: int, count: int) -> list[ParticleLandscape]:
+        """The loss of each of a step's gradients: all data, or minibatches."""
         if self._examples is None:
             return [self._landscape] * count
-        source = torch.Generator().manual_seed((self._seed + (step + 2) * 0x9E3779B97F4A7C15) % 2**63)
-        orders = [torch.randperm(n_data, generator=source)[: self._examples] for _ in range(1 if step < 0 else count)]
+        source = stage_generator(self._seed, step + 2)
+        orders = [torch.randperm(self._landscape.n_data, generator=source)[: self._examples] for _ in range(count)]
         return self._landscape.subsets(orders)  # type: ignore[return-value]  # copies of itself
 
 
@@ -313,11 +303,4 @@ def require_number(value: Any, name: str, *, above: float | None = None, least: 
     fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fine or (value <= above if above is not None else value < least):
         bound = f"{name} > {above:g}" if above is not None else f"{name} >= {least:g}"
-        raise ConfigurationError("There is no such number.", expected=bound, got=repr(value))
-
-
-def require_name(value: Any, known: Iterable[str], name: str) -> None:
-    """Raise :class:`ConfigurationError` unless a value is one of the known names."""
-    names = tuple(known)
-    if value not in names:
-        raise ConfigurationError(f"Unknown {name}.", expected=", ".join(names), got=repr(value))
+        raise ConfigurationError(f"{name} is out of range.", expected=bound, got=repr(value))

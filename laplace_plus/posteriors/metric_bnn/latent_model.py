@@ -6,8 +6,8 @@ Encoder φ and decoder ψ minimise ``λ₊ L₊ + λ₋ L₋ + λ_d L_d`` over s
     L₋ = E −log ‖φ(θ) − φ(θ″)‖          θ″ any other point
     L_d = E ‖x − ψ(φ(x))‖²              x the standardised θ
 
-Points are given to it as deviations from the trained weights, divided by the root mean square of all entries. Large
-networks' points are first turned into coordinates in the span of all points, which holds all that there is to encode.
+Points are deviations from the trained weights, divided by the root mean square of all entries. Those of large networks
+are first expressed in coordinates of the span of all points.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.posteriors.configuration import check_count
-from laplace_plus.posteriors.metric_bnn.exploration import require_name, require_number
+from laplace_plus.posteriors.configuration import check_count, check_name
+from laplace_plus.posteriors.metric_bnn.exploration import require_number
 
 Negatives = Literal["derangement", "shuffle"]
 Projection = Literal["auto", "none", "principal"]
@@ -30,7 +30,7 @@ _TINY = 1e-12
 """Added to squared distances, whose root and logarithm then have derivatives at zero."""
 
 _COLUMNS = 2**16
-"""Parameters whose products between points are summed at a time."""
+"""Parameters at a time in the Gram matrix, whose float64 copies then take little memory beside the points."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class LatentModel:
         dimension: k, of the latent space.
         hidden: Widths of the encoder's hidden layers; the decoder has them in reverse.
         epochs: Most passes over all pairs of consecutive points.
-        plateau: Training ends sooner once the loss's mean over 50 epochs is below that over the 50 before by less than
-            this part of its fall since the start; 0 for all epochs in any case.
+        plateau: Training ends sooner once the mean loss of 50 epochs is below that of the 50 before by less than this
+            fraction of its fall since the start; 0 for all epochs in any case.
         learning_rate: Adam's.
         batch_size: Pairs in a step of Adam, or all if there are fewer.
         attraction: λ₊.
@@ -52,12 +52,12 @@ class LatentModel:
         anchored: Whether the trained weights are a point of each trajectory, at t = 0.
         negatives: Which other point is θ″: ``"derangement"``, never the point itself; ``"shuffle"``, any.
         standardize: Whether to divide deviations by the root mean square of their entries.
-        projection: What the first layer acts on and the last one gives: ``"none"``, all P entries; ``"principal"``,
+        projection: Inputs of the encoder and outputs of the decoder: ``"none"``, all P entries; ``"principal"``,
             coordinates along the points' principal directions; ``"auto"``, these where there are more than 256 entries.
         max_rank: Largest number of principal directions.
-        kept: Part of the points' mean square that they are to hold, as far as ``max_rank`` allows.
-        tolerance: Part of the points' mean square that may be left unexplained in the end; beyond it the autoencoder
-            counts as not converged.
+        kept: Fraction of the points' mean square that they keep, as far as ``max_rank`` allows.
+        tolerance: Fraction of the points' mean square that may remain unexplained; beyond it the autoencoder counts as
+            not converged.
 
     Raises:
         ConfigurationError: A number out of range or an unknown name.
@@ -92,26 +92,23 @@ class LatentModel:
         for name in ("attraction", "repulsion", "reconstruction", "plateau"):
             require_number(getattr(self, name), name)
         if self.kept > 1:
-            raise ConfigurationError("There is no such part.", expected="kept <= 1", got=repr(self.kept))
-        require_name(self.negatives, ("derangement", "shuffle"), "negatives")
-        require_name(self.projection, ("auto", "none", "principal"), "projection")
+            raise ConfigurationError("kept is out of range.", expected="kept <= 1", got=repr(self.kept))
+        check_name(self.negatives, ("derangement", "shuffle"), "negatives")
+        check_name(self.projection, ("auto", "none", "principal"), "projection")
 
 
 def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
-    """Options as they are, from a dictionary, or the default ones.
+    """Options from a dictionary, as they are, or the default ones.
 
     Raises:
-        ConfigurationError: An option that there is not.
+        ConfigurationError: An unknown option.
     """
     if isinstance(latent, LatentModel):
         return latent
     try:
         return LatentModel(**(latent or {}))
     except TypeError as error:
-        raise ConfigurationError("The latent model has no such option.", got=repr(latent)) from error
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
+        raise ConfigurationError("An unknown option of the latent model.", got=repr(latent)) from error
 
 
 def distances(left: Tensor, right: Tensor) -> Tensor:
@@ -146,18 +143,15 @@ def draw_partners(n: int, negatives: Negatives, generator: torch.Generator) -> T
     return partners
 
 
-# -- coordinates -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Coordinates:
-    """What the autoencoder sees of a parameter vector.
+    """Parameter vectors as inputs of the autoencoder.
 
     Attributes:
-        weights: Principal directions as combinations of the points, ``[r, n]``, so that they take no memory of the
-            parameters' size; None where all entries are seen.
-        scale: What coordinates are divided by.
-        kept: Part of the points' mean square that the coordinates hold.
+        weights: Principal directions as combinations of the points, ``[r, n]``, which take less memory than the
+            directions; None for all entries.
+        scale: Divides the coordinates.
+        kept: Fraction of the points' mean square that the coordinates keep.
     """
 
     weights: Tensor | None
@@ -178,7 +172,7 @@ class Coordinates:
 
 
 def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinates, Tensor]:
-    """Coordinates for points ``[n, P]``, and theirs, ``[n, r]``.
+    """Coordinates for points ``[n, P]``, and those of the points, ``[n, r]``.
 
     Principal directions cost ``n² P`` operations and no copy of the points.
 
@@ -186,19 +180,17 @@ def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinate
         NonFiniteError: The points are not finite, or all zero.
     """
     n, total = points.shape
-    whole = options.projection == "none" or (options.projection == "auto" and total <= 256)  # noqa: PLR2004
-    if whole:
-        square = (
-            float(points.double().square().mean()) if n * total <= 2**24 else float(_gram(points).trace()) / n / total
-        )
+    gram = _gram(points)
+    if options.projection == "none" or (options.projection == "auto" and total <= 256):  # noqa: PLR2004
+        square = float(gram.trace()) / n / total
         _require_spread(square)
         scale = square**0.5 if options.standardize else 1.0
         return Coordinates(None, scale, 1.0), points / scale
-    values, vectors = torch.linalg.eigh(_gram(points))
+    values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     _require_spread(float(values[0]))
     shares = values.cumsum(0) / values.sum()
-    floor = torch.finfo(points.dtype).eps ** 0.5 * 10  # of singular values: beyond it directions are rounding
+    floor = torch.finfo(points.dtype).eps ** 0.5 * 10  # of singular values: below it are rounding errors
     certain = int((values.sqrt() > floor * values[0].sqrt()).sum())
     rank = min(int((shares < options.kept).sum()) + 1, options.max_rank, certain)
     roots = values[:rank].sqrt()

@@ -1,9 +1,9 @@
-"""Training of the contrastive autoencoder of ``latent_model``, and what comes of it."""
+"""Training of the contrastive autoencoder of ``latent_model``, and its use for sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,13 +22,19 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
     reconstruction_loss,
     repulsion_loss,
 )
-from laplace_plus.posteriors.resuming import Checkpoint
+from laplace_plus.posteriors.resuming import (
+    Checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    stage_generator,
+    with_prefix,
+)
 
 _SAVED = 100
-"""Epochs between checkpoints."""
+"""Epochs between checkpoints: some seconds of work."""
 
 _WINDOW = 50
-"""Epochs over which losses are averaged to see whether they still fall."""
+"""Epochs over which losses are averaged, so that the noise of minibatches does not end the training."""
 
 
 class Autoencoder(nn.Module):
@@ -59,9 +65,9 @@ class LatentReport:
 
     Attributes:
         history: ``L₊``, ``L₋`` and ``L_d`` of each epoch, without their weights, ``[epochs, 3]`` float64.
-        unexplained: ``Σ ‖x − ψ(φ(x))‖² / Σ ‖x‖²`` over the points, what the coordinates leave out included.
+        unexplained: ``Σ ‖x − ψ(φ(x))‖² / Σ ‖x‖²`` over the points, including what the coordinates leave out.
         rank: r, the number of coordinates.
-        kept: Part of the points' mean square that the coordinates hold.
+        kept: Fraction of the points' mean square that the coordinates keep.
         spread: Mean distance between latents of random pairs of points; L₋ alone would let it grow without end.
     """
 
@@ -71,18 +77,65 @@ class LatentReport:
     kept: float
     spread: float
 
-    def numbers(self) -> dict[str, Any]:
-        """All but the history."""
-        return {"unexplained": self.unexplained, "rank": self.rank, "kept": self.kept, "spread": self.spread}
-
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained autoencoder with the coordinates that it sees."""
+class Latents:
+    """A trained autoencoder with its coordinates, and the latents between which samples lie.
+
+    Attributes:
+        autoencoder: Encoder and decoder of coordinates.
+        coordinates: Of parameter vectors.
+        report: How it was trained.
+        start: The latent of the trained weights, ``[k]``.
+        ends: Latents of the trajectories' last points, ``[N, k]``.
+        farthest: Latents of the trajectories that are farthest from the start, ``[N, k]``.
+    """
 
     autoencoder: Autoencoder
     coordinates: Coordinates
     report: LatentReport
+    start: Tensor
+    ends: Tensor
+    farthest: Tensor
+
+    @torch.no_grad()
+    def encode(self, deviations: Tensor, points: Tensor) -> Tensor:
+        """Latents of deviations, given the points that define the coordinates: ``[..., P] -> [..., k]``."""
+        latents: Tensor = self.autoencoder.encoder(self.coordinates.of(deviations, points))
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, points: Tensor) -> Tensor:
+        """Deviations of latents, ``[..., k] -> [..., P]``."""
+        return self.coordinates.back(self.autoencoder.decoder(latents.to(points)), points)
+
+    def draw(self, n: int, weights: str, generator: torch.Generator | None) -> Tensor:
+        """Indices of n trajectories, ``"uniform"`` or in proportion to their ``"length"``."""
+        device = torch.device("cpu") if generator is None else generator.device
+        if weights == "uniform":
+            return torch.randint(len(self.ends), (n,), generator=generator, device=device).to(self.ends.device)
+        lengths = (self.ends - self.start).norm(dim=-1).to(device)
+        return torch.multinomial(lengths, n, replacement=True, generator=generator).to(self.ends.device)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The header and tensors to save."""
+        report = asdict(self.report)
+        tensors = {f"model.{name}": value for name, value in self.autoencoder.state_dict().items()}
+        tensors |= {"start": self.start, "ends": self.ends, "farthest": self.farthest, "history": report.pop("history")}
+        if self.coordinates.weights is not None:
+            tensors["weights"] = self.coordinates.weights
+        return {"scale": self.coordinates.scale, **report}, tensors
+
+    @classmethod
+    def read(cls, header: dict[str, Any], tensors: dict[str, Tensor], options: LatentModel) -> Latents:
+        """Restore what :meth:`state` returned."""
+        numbers = {name: value for name, value in header.items() if name != "scale"}
+        coordinates = Coordinates(tensors.get("weights"), header["scale"], header["kept"])
+        model = Autoencoder(header["rank"], options.dimension, options.hidden).to(tensors["start"])
+        model.load_state_dict(with_prefix(tensors, "model."))
+        report = LatentReport(tensors["history"].cpu(), **numbers)
+        own = (tensors[name] for name in ("start", "ends", "farthest"))
+        return cls(model.requires_grad_(False), coordinates, report, *own)
 
 
 class Training:
@@ -97,9 +150,8 @@ class Training:
 
     def __init__(self, deviations: Tensor, step: float, options: LatentModel, seed: int):
         self._options, self._seed, self._step = options, seed, step
-        n, s, _ = deviations.shape
-        points = deviations.flatten(0, 1)
-        self._coordinates, own = choose_coordinates(points, options)
+        self._shape = n, s = deviations.shape[:2]
+        self._coordinates, own = choose_coordinates(deviations.flatten(0, 1), options)
         self._rows = torch.cat([own.new_zeros(1, own.shape[1]), own])  # row 0 is the trained weights
         number = torch.arange(1, n * s + 1, device=own.device).view(n, s)
         before = torch.cat([torch.zeros_like(number[:, :1]), number[:, :-1]], dim=1)
@@ -112,32 +164,36 @@ class Training:
                 got=f"{s}",
             )
 
-    def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> Trained:
+    def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> Latents:
         """Train from scratch, or from a checkpoint.
 
         Raises:
             NonFiniteError: The losses are not finite.
         """
         options, rows = self._options, self._rows
-        with global_randomness(rows.device, torch.Generator().manual_seed(self._seed % 2**63)):
+        with global_randomness(rows.device, stage_generator(self._seed, 0)):
             model = Autoencoder(rows.shape[1], options.dimension, options.hidden).to(rows)
         optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, fused=True)
         history = torch.zeros(options.epochs, 3, dtype=torch.float64)
-        first = 0 if checkpoint is None else self._resume(checkpoint, model, optimizer, history)
-        done = first
+        done = 0
+        saved = None if checkpoint is None else checkpoint.read("latent", rows.device)
+        if saved is not None:
+            done, tensors = int(saved[0]["epochs"]), saved[1]
+            model.load_state_dict(with_prefix(tensors, "model."))
+            restore_optimizer(optimizer, tensors, "adam.")
+            history[:done] = tensors["history"].cpu()[:done]
         with torch.enable_grad():
-            epochs = range(first, options.epochs)
+            epochs = range(done, options.epochs)
             for epoch in progress_bar(epochs, enabled=progress, description="MetricBNN: autoencoder"):
                 if self._has_settled(history[:done]):
                     break
                 history[epoch] = self._epoch(model, optimizer, epoch)
                 done = epoch + 1
                 if checkpoint is not None and (done % _SAVED == 0 or done == options.epochs):
-                    _keep(checkpoint, done, model, optimizer, history)
-        history = history[:done]
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        return Trained(model, self._coordinates, self._report(model, history))
+                    tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
+                    tensors |= {"history": history, **optimizer_tensors(optimizer, "adam.")}
+                    checkpoint.write("latent", {"epochs": done}, tensors)
+        return self._result(model.requires_grad_(False), history[:done])
 
     def _has_settled(self, history: Tensor) -> bool:
         options, done = self._options, len(history)
@@ -149,7 +205,7 @@ class Training:
         return bool(before - now < options.plateau * (losses[0] - now))
 
     def _epoch(self, model: Autoencoder, optimizer: torch.optim.Adam, epoch: int) -> Tensor:
-        source = torch.Generator().manual_seed((self._seed + (epoch + 1) * 0x9E3779B97F4A7C15) % 2**63)
+        source = stage_generator(self._seed, epoch + 1)
         n_pairs = self._pairs.shape[1]
         order = torch.randperm(n_pairs, generator=source)
         total = torch.zeros(3, dtype=torch.float64)
@@ -181,107 +237,19 @@ class Training:
         repulsion = repulsion_loss(latents, latents[partners])
         return torch.stack([attraction, repulsion, reconstruction_loss(points, decoded, squared=self._options.squared)])
 
-    def _report(self, model: Autoencoder, history: Tensor) -> LatentReport:
+    @torch.no_grad()
+    def _result(self, model: Autoencoder, history: Tensor) -> Latents:
         points, kept = self._rows[1:], self._coordinates.kept
-        missed, total, latents = 0.0, 0.0, []
-        with torch.no_grad():
-            for some in points.split(4096):
-                latents.append(model.encoder(some))
-                missed += float((some - model.decoder(latents[-1])).double().square().sum())
-                total += float(some.double().square().sum())
-            whole = torch.cat(latents)
-            partners = draw_partners(len(whole), "derangement", torch.Generator().manual_seed(0)).to(whole.device)
-            spread = float(distances(whole, whole[partners]).mean())
-        unexplained = 1 - kept * (1 - missed / total)
-        return LatentReport(history, unexplained, self._rows.shape[1], kept, spread)
-
-    @staticmethod
-    def _resume(checkpoint: Checkpoint, model: Autoencoder, optimizer: torch.optim.Adam, history: Tensor) -> int:
-        """Take up the last epoch's state; its number, or 0."""
-        saved = checkpoint.read("latent", next(model.parameters()).device)
-        if saved is None:
-            return 0
-        header, tensors = saved
-        model.load_state_dict(part(tensors, "model."))
-        state = {}
-        for number in range(len(list(model.parameters()))):
-            state[number] = part(tensors, f"adam.{number}.")
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        epochs = int(header["epochs"])
-        history[:epochs] = tensors["history"].cpu()[:epochs]
-        return epochs
-
-
-def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _keep(
-    checkpoint: Checkpoint, epochs: int, model: Autoencoder, optimizer: torch.optim.Adam, history: Tensor
-) -> None:
-    tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
-    tensors["history"] = history
-    for number, own in optimizer.state_dict()["state"].items():
-        tensors |= {f"adam.{number}.{name}": value.detach() for name, value in own.items()}
-    checkpoint.write("latent", {"epochs": epochs}, tensors)
-
-
-@dataclass(frozen=True)
-class Latents:
-    """A trained autoencoder, and the latents of the trained weights ``[k]`` and of trajectories' ends ``[N, k]``."""
-
-    autoencoder: Autoencoder
-    coordinates: Coordinates
-    report: LatentReport
-    start: Tensor
-    ends: Tensor
-    farthest: Tensor
-
-    def encode(self, deviations: Tensor, points: Tensor) -> Tensor:
-        """Latents of deviations, given the points that coordinates are made of: ``[..., P] -> [..., k]``."""
-        with torch.no_grad():
-            return self.autoencoder.encoder(self.coordinates.of(deviations, points))
-
-    def decode(self, latents: Tensor, points: Tensor) -> Tensor:
-        """Deviations of latents, ``[..., k] -> [..., P]``."""
-        with torch.no_grad():
-            return self.coordinates.back(self.autoencoder.decoder(latents.to(points)), points)
-
-    def draw(self, n: int, weights: str, generator: torch.Generator | None) -> Tensor:
-        """Numbers of n trajectories."""
-        device = torch.device("cpu") if generator is None else generator.device
-        if weights == "uniform":
-            return torch.randint(len(self.ends), (n,), generator=generator, device=device).to(self.ends.device)
-        lengths = (self.ends - self.start).norm(dim=-1).to(device)
-        return torch.multinomial(lengths, n, replacement=True, generator=generator).to(self.ends.device)
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """To be stored."""
-        tensors = {f"model.{name}": value for name, value in self.autoencoder.state_dict().items()}
-        tensors |= {"start": self.start, "ends": self.ends, "farthest": self.farthest, "history": self.report.history}
-        if self.coordinates.weights is not None:
-            tensors["weights"] = self.coordinates.weights
-        return {"scale": self.coordinates.scale, **self.report.numbers()}, tensors
-
-    @classmethod
-    def read(cls, header: dict[str, Any], tensors: dict[str, Tensor], options: LatentModel) -> Latents:
-        """What :meth:`state` gave."""
-        numbers = {name: value for name, value in header.items() if name != "scale"}
-        coordinates = Coordinates(tensors.get("weights"), header["scale"], header["kept"])
-        model = Autoencoder(header["rank"], options.dimension, options.hidden).to(tensors["start"])
-        model.load_state_dict(part(tensors, "model."))
-        report = LatentReport(tensors["history"].cpu(), **numbers)
-        own = (tensors[name] for name in ("start", "ends", "farthest"))
-        return cls(model.requires_grad_(False), coordinates, report, *own)
-
-
-def latents_of(trained: Trained, deviations: Tensor) -> Latents:
-    """A trained autoencoder with the latents that samples lie between, for points ``[N, S, P]``."""
-    points = deviations.flatten(0, 1)
-    empty = deviations.new_zeros(0)
-    found = Latents(trained.autoencoder, trained.coordinates, trained.report, empty, empty, empty)
-    start = found.encode(torch.zeros_like(points[:1]), points)[0]
-    along = torch.stack([found.encode(own, points) for own in deviations])  # [N, S, k]
-    far = (along - start).norm(dim=-1).argmax(1)
-    return replace(found, start=start, ends=along[:, -1], farthest=along[torch.arange(len(along)), far])
+        latents = torch.cat([model.encoder(some) for some in points.split(4096)])
+        decoded = (model.decoder(some) for some in latents.split(4096))
+        missed = sum(
+            float((some - own).double().square().sum()) for some, own in zip(points.split(4096), decoded, strict=True)
+        )
+        total = float(points.double().square().sum())
+        partners = draw_partners(len(latents), "derangement", torch.Generator().manual_seed(0)).to(latents.device)
+        spread = float(distances(latents, latents[partners]).mean())
+        report = LatentReport(history, 1 - kept * (1 - missed / total), points.shape[1], kept, spread)
+        start, along = model.encoder(self._rows[:1])[0], latents.view(*self._shape, -1)
+        far = (along - start).norm(dim=-1).argmax(1)
+        numbers = torch.arange(len(along), device=far.device)
+        return Latents(model, self._coordinates, report, start, along[:, -1], along[numbers, far])

@@ -1,7 +1,7 @@
 """MetricBNN: particles explore around the trained weights, and an autoencoder learns to go where they went.
 
-After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and
-``latent_model`` for the autoencoder. With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})``
+After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and ``latent_model`` for the
+autoencoder. With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})``
 of the trained weights and of the end of trajectory j, a sample is ``θ = ψ(z_0 + ε (z_j − z_0))`` for a random j and ε
 uniform in (0, 1).
 """
@@ -12,7 +12,6 @@ import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from os import PathLike
 from typing import Any, Literal, Self
 
 import torch
@@ -22,15 +21,12 @@ from typing_extensions import override
 from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.operators import CHUNK_SIZE
-from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
 from laplace_plus.evidence import TuningResult
 from laplace_plus.geometry.particles import ParticleLandscape
-from laplace_plus.io import digest
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.configuration import check_count, check_name, full_precision
 from laplace_plus.posteriors.metric_bnn.exploration import (
     ExplorationReport,
     Explored,
@@ -39,12 +35,11 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     Walk,
     draw_directions,
     explore,
-    require_name,
     require_number,
 )
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
-from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training, latents_of, part
-from laplace_plus.posteriors.resuming import Checkpoint, fit_seed, identity, survey
+from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training
+from laplace_plus.posteriors.resuming import ResumableFit, with_prefix
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
@@ -60,12 +55,12 @@ _GROWTH = 2.0
 """A refinement that more than doubles the gradient's norm does not converge."""
 
 _OTHER = 0x5851F42D4C957F2D
-"""Sets the autoencoder's random numbers apart from the particles'."""
+"""Flips bits of the seed, so that the autoencoder's random numbers differ from the particles'."""
 
 _EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
 
 
-class MetricBNN(Posterior):
+class MetricBNN(ResumableFit):
     """Samples where particles went that drift from the trained weights while the loss holds them back.
 
     N particles start at the trained weights, each with a direction of its own. They take T steps of length α along it,
@@ -157,9 +152,9 @@ class MetricBNN(Posterior):
             require_number(weight_decay, "weight_decay", above=0.0)
         self.weight_decay = weight_decay
         self.latent = resolve_latent(latent)
-        require_name(sampling, _SAMPLINGS, "sampling")
-        require_name(trajectory, ("uniform", "length"), "trajectory")
-        require_name(endpoint, ("last", "farthest"), "endpoint")
+        check_name(sampling, _SAMPLINGS, "sampling")
+        check_name(trajectory, ("uniform", "length"), "trajectory")
+        check_name(endpoint, ("last", "farthest"), "endpoint")
         check_count(chunk_size, "chunk_size")
         self.sampling: Sampling = sampling
         self.trajectory, self.endpoint, self.chunk_size = trajectory, endpoint, chunk_size
@@ -176,7 +171,6 @@ class MetricBNN(Posterior):
         self._extent = 1.0
         self._explored: Explored | None = None
         self._trained: Latents | None = None
-        self._checkpoint_folder: str | PathLike[str] | None = None
 
     @override
     def options(self) -> dict[str, Any]:
@@ -194,66 +188,26 @@ class MetricBNN(Posterior):
     # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
-    def fit(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        distributed: Distributed = None,
-        checkpoint: str | PathLike[str] | None = None,
-    ) -> Self:
-        """Let particles explore, and train the autoencoder on where they went.
-
-        Args:
-            data: An iterable of the same batches, in the same order, each time.
-            progress: Whether to show progress bars.
-            generator: Source of the directions and of all other randomness.
-            distributed: As for :class:`Posterior`; this class is fitted by one process.
-            checkpoint: A folder to which parts of trajectories and epochs of the autoencoder are written. A fit that
-                finds some there goes on from them, to the posterior that an uninterrupted one would have given.
-
-        Raises:
-            CheckpointError: The checkpoint is of another network, other data or settings.
-            ConfigurationError: ``learning_rate · λ_max ≥ 2``, so that the refinement would diverge; or trajectories
-                that do not fit into memory.
-            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
-            NonFiniteError: The refinement or the autoencoder diverged.
-
-        Warns:
-            ConvergenceWarning: Refinement raised the gradient along some trajectory, or the autoencoder does not
-                reproduce the explored points.
-        """
-        self._checkpoint_folder = checkpoint
-        try:
-            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
-        finally:
-            self._checkpoint_folder = None
-
-    @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
-        require_restartable(data, _WHY)
-        n_data, n_outputs, data_summary = survey(self, data)
-        precision = self._prior_precision
-        if self.weight_decay is not None:
-            precision = as_hyperparameter(self.weight_decay * n_data)
+        decay = self.weight_decay
+        own = self._prior_precision if decay is None else as_hyperparameter(decay)  # not what an earlier fit has set
+        start = self._start(data, generator, _WHY, prior_precision=own, prior_mean=self._prior_mean)
+        precision = own if decay is None else as_hyperparameter(decay * start.n_data)
         landscape = self._landscape(data, precision)
         self._require_memory()
-        checkpoint = None
-        if self._checkpoint_folder is not None:
-            start = {"data": data_summary, "prior precision": digest(precision), "prior mean": digest(self._prior_mean)}
-            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | start)
-        seed = fit_seed(checkpoint, generator)
-        directions = draw_directions(self.walk.n_particles, landscape.vector, seed)
-        explored = explore(landscape, directions, self.walk, seed=seed, checkpoint=checkpoint, progress=progress)
+        directions = draw_directions(self.walk.n_particles, landscape.vector, start.seed)
+        explored = explore(
+            landscape, directions, self.walk, seed=start.seed, checkpoint=start.checkpoint, progress=progress
+        )
         trained = None
         if self.sampling == "latent":
             spacing = self.walk.store_every / self.walk.n_steps
-            training = Training(explored.deviations, spacing, self.latent, seed ^ _OTHER)
-            trained = latents_of(training.run(checkpoint, progress=progress), explored.deviations)
+            training = Training(explored.deviations, spacing, self.latent, start.seed ^ _OTHER)
+            trained = training.run(start.checkpoint, progress=progress)
         self._explored, self._trained, self._vector = explored, trained, landscape.vector
-        self.n_data, self.n_outputs, self._prior_precision, self._extent = n_data, n_outputs, precision, 1.0
-        self._complain(landscape)
+        self.n_data, self.n_outputs = start.n_data, start.n_outputs
+        self._prior_precision, self._extent = precision, 1.0
+        self._warn_unless_converged(landscape)
 
     def _landscape(self, data: Iterable[Any], precision: Tensor) -> ParticleLandscape:
         if precision.numel() > 1:
@@ -280,7 +234,7 @@ class MetricBNN(Posterior):
                 fix="Store fewer of the points by store_every, or some of the parameters by parameters=….",
             )
 
-    def _complain(self, landscape: ParticleLandscape) -> None:
+    def _warn_unless_converged(self, landscape: ParticleLandscape) -> None:
         assert self._explored is not None
         report = self._explored.report
         if report.growth is not None and report.growth > _GROWTH:
@@ -375,7 +329,7 @@ class MetricBNN(Posterior):
     @extent.setter
     def extent(self, value: float) -> None:
         if not 0 < float(value) <= 1:
-            raise ConfigurationError("There is no such part.", expected="0 < extent <= 1", got=repr(value))
+            raise ConfigurationError("extent is out of range.", expected="0 < extent <= 1", got=repr(value))
         self._extent = float(value)
 
     @full_precision
@@ -506,7 +460,7 @@ class MetricBNN(Posterior):
         self._vector, self._extent = tensors["vector"], float(header["extent"])
         self._explored = Explored(tensors["deviations"], ExplorationReport(**header["report"]))
         if "latent" in header:
-            self._trained = Latents.read(header["latent"], part(tensors, "latent."), self.latent)
+            self._trained = Latents.read(header["latent"], with_prefix(tensors, "latent."), self.latent)
 
 
 def _uniform(n: int, generator: torch.Generator | None) -> Tensor:
