@@ -16,14 +16,8 @@ from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments import report
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
 from laplace_plus.experiments.evaluation import Classified, Regressed, doubts, gather, point_prediction
-from laplace_plus.experiments.settings import (
-    DataSettings,
-    TrainingSettings,
-    load_object,
-    make,
-    read_posteriors,
-    user_modules,
-)
+from laplace_plus.experiments.objects import load_object, make, read_posteriors, user_modules
+from laplace_plus.experiments.settings import DataSettings, TrainingSettings
 
 # -- the digits --------------------------------------------------------------------------------------------------------
 
@@ -104,28 +98,6 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.Monk
 def test_classes_that_cannot_be_held_out(classes: list[int]) -> None:
     with pytest.raises(ConfigurationError, match="held_out_classes"):
         DataSettings(held_out_classes=classes)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, math.nan])
-def test_fractions_that_are_none(fraction: float) -> None:
-    with pytest.raises(ConfigurationError, match="train_fraction"):
-        DataSettings(train_fraction=fraction)
-
-
-@pytest.mark.parametrize("noise_std", [-0.1, math.nan, math.inf])
-def test_noise_that_is_none(noise_std: float) -> None:
-    with pytest.raises(ConfigurationError, match="noise_std"):
-        DataSettings(noise_std=noise_std)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"weight_decay": -1.0}],
-    ids=lambda w: next(iter(w)),
-)
-def test_recipes_that_cannot_be_followed(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match=f"training.{next(iter(wrong))}"):
-        TrainingSettings(**wrong)  # type: ignore[arg-type]
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 from laplace_plus import metrics
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments.evaluation import Classified, Predict, Regressed, doubts, gather, point_prediction
-from laplace_plus.experiments.settings import PosteriorSettings, call, require_keywords
+from laplace_plus.experiments.objects import PosteriorSettings, call, require_keywords
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.base import Posterior
 

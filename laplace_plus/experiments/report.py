@@ -1,17 +1,27 @@
-"""From outcomes to what a person reads (a table) and what a program reads (metrics.json)."""
+"""The results of both commands: a table, metrics.json, reliability.png and the posteriors themselves."""
 
 from __future__ import annotations
 
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from laplace_plus import plotting
 from laplace_plus._version import __version__
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments.comparison import Outcome
+from laplace_plus.experiments.evaluation import Classified
+from laplace_plus.experiments.objects import PosteriorSettings
+from laplace_plus.experiments.settings import RunSettings, WrapSettings
 
 TITLES = {
     "accuracy": "accuracy ↑",
@@ -26,8 +36,78 @@ TITLES = {
 
 _DISTRIBUTIONS = ("torch", "numpy", "scipy", "curvlinops-for-pytorch", "backpack-for-pytorch", "scikit-learn")
 
+_BINS = 15
+"""Bins of the reliability diagram: as many as the expected calibration error of the table has."""
+
 Repeats = Sequence[Mapping[str, Outcome]]
 """The outcomes by label, once for each seed."""
+
+Say = Callable[[str], None]
+"""Prints a line for the user."""
+
+
+def save_posteriors(
+    output: Path, outcomes: Mapping[str, Outcome], posteriors: list[PosteriorSettings], *, say: Say
+) -> None:
+    """Saves each posterior to its own folder, over those of earlier runs; names those that cannot be saved."""
+    for settings in posteriors:
+        posterior = outcomes[settings.label].posterior
+        if posterior is not None:
+            try:
+                posterior.save(output / settings.folder)
+            except ConfigurationError as error:
+                say(f"{settings.label} is not saved: {error}")
+
+
+def write(
+    experiment: str,
+    repeats: Repeats,
+    seeds: Sequence[int],
+    settings: RunSettings | WrapSettings,
+    *,
+    started: float,
+    say: Say,
+    **facts: Any,
+) -> None:
+    """Writes metrics.json and reliability.png, and prints the table.
+
+    Args:
+        experiment: The command's name.
+        repeats: The outcomes.
+        seeds: One for each repeat.
+        settings: The configuration.
+        started: `time.perf_counter()` at the start.
+        say: Prints a line for the user.
+        **facts: What metrics.json holds besides.
+    """
+    output = Path(settings.output)
+    _reliability(output, repeats)
+    write_json(
+        output / "metrics.json",
+        {
+            "experiment": experiment,
+            **summary(repeats, seeds),
+            **facts,
+            "total_seconds": time.perf_counter() - started,
+            "configuration": asdict(settings),
+            "versions": versions(),
+        },
+    )
+    repeated = f"mean ± standard error over {len(seeds)} seeds; " if len(seeds) > 1 else ""
+    say(f"{table(repeats)}\n\n{repeated}{time.perf_counter() - started:.0f} s in all; written to {output}/")
+
+
+def _reliability(output: Path, repeats: Repeats) -> None:
+    """Draws the test predictions of all repeats together, for classification."""
+    pooled = {}
+    for label in repeats[0]:
+        predictions = [outcomes[label].predictions for outcomes in repeats]
+        classified = [one for one in predictions if isinstance(one, Classified)]
+        if not classified:
+            return
+        probabilities = torch.cat([one.probabilities for one in classified])
+        pooled[label] = probabilities, torch.cat([one.targets for one in classified])
+    plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -37,11 +117,8 @@ def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | Non
         >>> mean_and_standard_error([1.0, 3.0])
         (2.0, 1.0)
     """
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    mean = statistics.fmean(values)
+    return mean, statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def table(repeats: Repeats) -> str:

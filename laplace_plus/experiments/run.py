@@ -7,8 +7,6 @@ on images that no step before has seen: test images of the classes that were lea
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,8 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_plus.experiments import report
 from laplace_plus.experiments.comparison import Data, Outcome, compare
 from laplace_plus.experiments.digits import load_digits, train_network
-from laplace_plus.experiments.output import Say, reliability, save_posteriors
-from laplace_plus.experiments.settings import RunSettings, as_json, read_posteriors
+from laplace_plus.experiments.objects import read_posteriors
+from laplace_plus.experiments.report import Say
+from laplace_plus.experiments.settings import RunSettings
 from laplace_plus.likelihoods import Categorical
 
 
@@ -35,17 +34,10 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
         ConfigurationError: A posterior that cannot be made.
         UnsupportedError: scikit-learn or matplotlib is missing.
     """
-    with _one_thread():
-        _run(settings, progress=progress, say=say)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keeps torch to one thread: for so small a network, sharing out the work costs more time than it saves."""
     n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # for so small a network, more threads take longer
     try:
-        yield
+        _run(settings, progress=progress, say=say)
     finally:
         torch.set_num_threads(n_threads)
 
@@ -77,40 +69,26 @@ def _run(settings: RunSettings, *, progress: bool, say: Say) -> None:
         repeats.append(outcomes)
         if seed == 0:
             save_file(model.state_dict(), output / "model.safetensors")
-            save_posteriors(output, outcomes, posteriors, say=say)
-        say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s; {_times(outcomes)}")
-    reliability(output, repeats)
-    report.write_json(
-        output / "metrics.json",
-        {
-            "experiment": "digits",
-            **report.summary(repeats, range(settings.seeds)),
-            "data": {
-                "classes": digits.n_classes,
-                "train": len(digits.train),
-                "test": len(digits.test),
-                "out_of_distribution": len(digits.out_of_distribution),
-            },
-            "parameters": n_parameters,
-            "train_seconds": train_seconds,
-            "total_seconds": time.perf_counter() - started,
-            "configuration": as_json(settings),
-            "versions": report.versions(),
-        },
+            report.save_posteriors(output, outcomes, posteriors, say=say)
+        times = "; ".join(
+            f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
+            for label, outcome in outcomes.items()
+        )
+        say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s; {times}")
+    sizes = {name: len(getattr(digits, name)) for name in ("train", "test", "out_of_distribution")}
+    say("")
+    report.write(
+        "digits",
+        repeats,
+        range(settings.seeds),
+        settings,
+        started=started,
+        say=say,
+        data={"classes": digits.n_classes, **sizes},
+        parameters=n_parameters,
+        train_seconds=train_seconds,
     )
-    say("")
-    say(report.table(repeats))
-    say("")
-    repeated = f"mean ± standard error over {settings.seeds} seeds; " if settings.seeds > 1 else ""
-    say(f"{repeated}{time.perf_counter() - started:.0f} s in all; written to {output}/")
 
 
 def _batches(dataset: TensorDataset) -> DataLoader[tuple]:
     return DataLoader(dataset, batch_size=256)
-
-
-def _times(outcomes: dict[str, Outcome]) -> str:
-    return "; ".join(
-        f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
-        for label, outcome in outcomes.items()
-    )

@@ -15,9 +15,10 @@ from torch import nn
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments import report
 from laplace_plus.experiments.comparison import Data, compare
-from laplace_plus.experiments.output import Say, reliability, save_posteriors
-from laplace_plus.experiments.settings import WrapSettings, as_json, make, read_posteriors
-from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.experiments.objects import make, read_posteriors
+from laplace_plus.experiments.report import Say
+from laplace_plus.experiments.settings import WrapSettings
+from laplace_plus.likelihoods import resolve_likelihood
 
 
 def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
@@ -36,7 +37,8 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
     started = time.perf_counter()
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        likelihood = _likelihood(settings.likelihood)
+        name = settings.likelihood
+        likelihood = resolve_likelihood(make(name, {}) if ":" in name else name)
         model = _model(settings)
         data = Data(
             train=make(settings.train_data, settings.train_data_kwargs),
@@ -49,26 +51,16 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         )
     output = Path(settings.output)
     output.mkdir(parents=True, exist_ok=True)
-    save_posteriors(output, outcomes, posteriors, say=say)
-    reliability(output, [outcomes])
-    report.write_json(
-        output / "metrics.json",
-        {
-            "experiment": "wrap",
-            **report.summary([outcomes], [settings.seed]),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "total_seconds": time.perf_counter() - started,
-            "configuration": as_json(settings),
-            "versions": report.versions(),
-        },
+    report.save_posteriors(output, outcomes, posteriors, say=say)
+    report.write(
+        "wrap",
+        [outcomes],
+        [settings.seed],
+        settings,
+        started=started,
+        say=say,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
-    say(report.table([outcomes]))
-    say("")
-    say(f"{time.perf_counter() - started:.0f} s in all; written to {output}/")
-
-
-def _likelihood(name: str) -> Likelihood:
-    return resolve_likelihood(make(name, {}) if ":" in name else name)
 
 
 def _optional(name: str | None, keywords: dict[str, Any]) -> Any:
@@ -95,7 +87,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        # What torch says of a pickle is how to run it all the same; that is not offered here.
+        # torch would tell how to unpickle it all the same, which must not be offered.
         raise ConfigurationError(
             "The checkpoint cannot be read as a file of weights.",
             expected="a state dict, as safetensors (*.safetensors) or as saved by torch.save",
