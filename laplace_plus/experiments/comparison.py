@@ -1,9 +1,9 @@
-"""Wrapping one trained network with several posteriors, and scoring each beside the network itself."""
+"""Several posteriors of one trained network, each scored beside the network itself."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.base import Posterior
 
 POINT = "MAP"
-"""What the trained network itself is called beside its posteriors."""
+"""The label of the trained network itself."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Data:
     """The batches of one comparison.
 
     Attributes:
-        train: What the posteriors are fitted on, and tuned on unless by validation.
-        test: What everything is scored on; no step before the scoring sees it.
-        validation: What `fit_prior_precision(method="validation")` tunes on, if that is asked for.
-        out_of_distribution: Inputs that should be doubted, if there are any.
+        train: Training data, for fits and for tuning without validation.
+        test: Test data, which only the scores use.
+        validation: Held-out data for tuning by validation, if any.
+        out_of_distribution: Inputs on which predictions should be uncertain, if any.
     """
 
     train: Iterable[Any]
@@ -40,13 +40,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out for one method.
+    """The results of one method.
 
     Attributes:
         predictions: On the test data.
         scores: By metric.
         seconds: By step: fit, tune, predict.
-        facts: What was tuned: prior precision, log marginal likelihood, noise level.
+        facts: Prior precision, log marginal likelihood and noise level after tuning.
         posterior: None for the network itself.
     """
 
@@ -69,15 +69,15 @@ def compare(
 ) -> dict[str, Outcome]:
     """Fits, tunes and scores each posterior, and scores the network itself.
 
-    Where the likelihood has a noise level that tuning finds (`Gaussian`), the network itself is scored with the level
-    that the first posterior found, so that the two differ in what the weights' uncertainty adds, and in nothing else.
+    If the likelihood has a noise level (`Gaussian`), the network itself is scored with the level that tuning of the
+    first posterior found. The two then differ only in what the weights' uncertainty adds.
 
     Args:
         model: The trained network.
         likelihood: What its outputs mean.
         data: The batches.
         posteriors: What to fit.
-        seed: Seeds whatever is sampled in predicting.
+        seed: Of all sampling.
         device: Where to compute; the network must be there already.
         progress: Whether to show progress bars.
 
@@ -168,19 +168,10 @@ def _generator(device: str, seed: int) -> torch.Generator:
 
 
 def _facts(posterior: Posterior) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    precision = getattr(posterior, "prior_precision", None)
-    if precision is not None:
-        facts["prior_precision"] = _numbers(precision)
+    facts: dict[str, Any] = {"prior_precision": posterior.prior_precision.detach().cpu().tolist()}
     if hasattr(posterior, "log_marginal_likelihood"):
         facts["log_marginal_likelihood"] = float(posterior.log_marginal_likelihood())
     noise = posterior.likelihood.noise_std
     if noise is not None:
-        facts["noise_std"] = _numbers(noise)
+        facts["noise_std"] = noise.detach().cpu().tolist()
     return facts
-
-
-def _numbers(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {str(key): _numbers(value) for key, value in values.items()}
-    return torch.as_tensor(values).detach().cpu().tolist()

@@ -15,13 +15,13 @@ from laplace_plus.experiments.settings import DataSettings, TrainingSettings
 
 @dataclass(frozen=True)
 class Digits:
-    """One division of the digits.
+    """One split of the digits.
 
     Attributes:
         train: Images and labels to learn from.
         test: Images and labels of the same classes, never seen in training or tuning.
-        out_of_distribution: Images of the held-out classes; their labels are all zero and mean nothing.
-        n_classes: How many classes the network tells apart; labels are 0 … n_classes - 1 in the order of the digits.
+        out_of_distribution: Images of the held-out classes; their labels are all zero, without meaning.
+        n_classes: Number of classes of the network; labels are 0 … n_classes - 1 in the order of the digits.
     """
 
     train: TensorDataset
@@ -31,20 +31,20 @@ class Digits:
 
 
 def load_digits(settings: DataSettings, *, seed: int) -> Digits:
-    """Divides the 1797 images, grey values scaled to [0, 1] and then made noisy, each ``[1, 8, 8]``.
+    """Splits the 1797 images ``[1, 8, 8]``, with grey values in [0, 1] plus noise.
 
     Args:
-        settings: Which classes are held out, how much of the rest is trained on, and how noisy the images are.
-        seed: Decides the noise and which images are trained on; the same seed gives the same data everywhere.
+        settings: Held-out classes, training fraction and noise.
+        seed: Of the noise and the split; the same seed gives the same data everywhere.
 
     Raises:
-        UnsupportedError: scikit-learn, which the data come with, is not installed.
+        UnsupportedError: scikit-learn, which contains the data, is not installed.
     """
     try:
         from sklearn import datasets
     except ImportError as error:
         raise UnsupportedError(
-            "The digits come with scikit-learn, which is not installed.", fix="pip install 'laplace_plus[demo]'"
+            "scikit-learn, which contains the digits, is not installed.", fix="pip install 'laplace_plus[demo]'"
         ) from error
 
     pixels, digits = datasets.load_digits(return_X_y=True)
@@ -90,12 +90,12 @@ def train_network(
 ) -> nn.Sequential:
     """Trains a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
 
-    A run chooses nothing by looking at results: there is no early stopping and no validation data.
+    Nothing is chosen by results: there is no early stopping and no validation data.
 
     Args:
-        digits: The data; only ``train`` is looked at.
+        digits: The data, of which only ``train`` is used.
         settings: The recipe.
-        seed: Seeds the initial weights and the order of the minibatches; the global random state is left as it was.
+        seed: Of the initial weights and the order of minibatches; the global random state does not change.
         device: Where to compute.
         progress: Whether to show a progress bar.
 

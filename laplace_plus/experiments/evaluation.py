@@ -1,4 +1,4 @@
-"""How good predictions are: probabilities or moments gathered over a test set, and the scores computed from them."""
+"""Predictions gathered over a test set, and their scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Classified:
         }
 
     def doubt(self) -> Tensor:
-        """How doubtful each prediction is, ``[N]``: the entropy of its probabilities, in nats."""
+        """Uncertainty of each prediction, ``[N]``: the entropy of its probabilities, in nats."""
         return _entropy(self.probabilities)
 
 
@@ -69,12 +69,12 @@ class Regressed:
         }
 
     def doubt(self) -> Tensor:
-        """How doubtful each prediction is, ``[N]``: its variance, summed over the outputs."""
+        """Uncertainty of each prediction, ``[N]``: its variance, summed over the outputs."""
         return self.variance.sum(-1)
 
 
 def point_prediction(model: nn.Module, likelihood: Likelihood) -> Predict:
-    """The trained network's own prediction, p(y | f(x)) at its weights: what a posterior is compared with."""
+    """The trained network's own prediction ``p(y | f(x))``, with which posteriors are compared."""
 
     def predict(inputs: Any) -> Prediction:
         with evaluation_mode(model), torch.no_grad():
@@ -120,9 +120,9 @@ def gather(
 def doubts(
     predict: Predict, likelihood: Likelihood, data: Iterable[Any], *, device: str, progress: bool, description: str
 ) -> Tensor:
-    """How doubtful each prediction is, ``[N]``, without a look at the targets.
+    """Uncertainty of each prediction, ``[N]``, for data whose targets have no meaning.
 
-    The same as `doubt` of what :func:`gather` returns, whose arguments these are, for data whose targets mean nothing.
+    Arguments as for :func:`gather`; the same as ``gather(…).doubt()`` for data with targets.
     """
     parts = []
     for batch in batches.iterate(data, device=device, progress=progress, description=description):

@@ -120,16 +120,12 @@ class NullSpace(ProjectedNoisePosterior):
             "chunk_size": self.chunk_size,
         }
 
-    # -- fitting -------------------------------------------------------------------------------------------------------
-
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         start = self._start(data, generator, _WHY)
         noise = self._project(self.network, data, start, keep_range=False, progress=progress)
         self._take_noise(noise, self.network.vector(), start)
         noise.report.warn_unless_converged(5)
-
-    # -- the precision -------------------------------------------------------------------------------------------------
 
     @property
     def null_space_dimension(self) -> Estimate:
@@ -267,8 +263,6 @@ class NullSpace(ProjectedNoisePosterior):
     def _n_rows(self, outputs: Tensor, target: Any) -> float:
         """Number of targets that are not ignored."""
         return float(self.likelihood.rows(outputs, target)[2].sum())
-
-    # -- samples and storage ------------------------------------------------------------------------------------------
 
     @override
     def _deviations(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""One run of training by the marginal likelihood, from its first epoch to its posterior."""
+"""One run of training by the marginal likelihood, from its first epoch to the final posterior."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Run:
         self.generators = Generators(self.device, [loader, curvature_loader], generator)
         self.good = weights_of(self.network.model)
         self.best: dict[str, Tensor] | None = None
-        self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # hyperparameters to end with
+        self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # hyperparameters of the result
         self.epoch = 0
         self.losses: list[float] = []
         self.updates: list[Update] = []
@@ -151,7 +151,7 @@ class Run:
                     bar.set_postfix(loss=f"{self.losses[-1]:.4g}", evidence=evidence, refresh=False)
                 if self.settings.callback is not None and self.updates and self.updates[-1].epoch == epoch:
                     self.settings.callback(self.updates[-1])
-            if not self.updates:  # a run that was to be longer, and is ended where it stopped
+            if not self.updates:  # a longer run, continued with so few epochs that it ends at once
                 self.updates.append(self._update(self.epoch, self.losses[-1]))
                 self.kept = self.posterior.prior_precision, self.posterior.noise_std
             return self._result()
@@ -256,7 +256,7 @@ class Run:
         loss = self._train_epoch(epoch)
         if self.settings.updates_after(epoch):
             self.updates.append(self._update(epoch, loss))
-        if self.scheduler is not None and self.settings.schedule_by == "epoch":
+        if self.settings.schedule_by == "epoch":
             self._schedule(loss)
         self.losses.append(loss)
         self.good, self.epoch = weights_of(self.network.model), epoch
@@ -293,7 +293,7 @@ class Run:
             if self.settings.max_gradient_norm is not None:
                 nn.utils.clip_grad_norm_(clipped, self.settings.max_gradient_norm)
             self.optimizer.step()
-            if self.scheduler is not None and self.settings.schedule_by == "batch":
+            if self.settings.schedule_by == "batch":
                 self._schedule(value)
             total, n_examples, n_batches = total + value, n_examples + len(batch.target), n_batches + 1
         try:
@@ -306,14 +306,13 @@ class Run:
         return total / n_batches
 
     def _schedule(self, loss: float) -> None:
-        assert self.scheduler is not None
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
-        else:
+        elif self.scheduler is not None:
             self.scheduler.step()
 
     def _update(self, epoch: int, loss: float) -> Update:
-        """Fit the posterior, and improve the hyperparameters."""
+        """Fit the posterior and improve the hyperparameters."""
         posterior = self.posterior
         posterior.fit(self.curvature_loader, generator=self.generator)
         self.n_data = posterior.n_data

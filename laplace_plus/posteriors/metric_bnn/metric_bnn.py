@@ -1,4 +1,4 @@
-"""MetricBNN: particles explore around the trained weights, and an autoencoder learns to go where they went.
+"""MetricBNN: particles explore around the trained weights, and an autoencoder learns to generate such points.
 
 After "Walking on the Fiber" (MetricBNN); see ``exploration`` for the particles and ``latent_model`` for the
 autoencoder. With latents ``z_0 = φ(θ̂)`` and ``z_j = φ(θ_{j,T})``
@@ -47,36 +47,39 @@ from laplace_plus.selection import Selection
 
 _WHY = "Particles are refined by many passes over the data."
 
-_SAMPLINGS = ("latent", "exploration", "gaussian")
-
 Sampling = Literal["latent", "exploration", "gaussian"]
 
 _GROWTH = 2.0
-"""A refinement that more than doubles the gradient's norm does not converge."""
+"""Warn if a refinement more than doubles the gradient's norm: one that converges reduces it."""
 
 _OTHER = 0x5851F42D4C957F2D
 """Flips bits of the seed, so that the autoencoder's random numbers differ from the particles'."""
 
 _EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
+"""Extents that are tried on held-out data: 1, 2^-½, …, 1/32."""
 
 
 class MetricBNN(ResumableFit):
-    """Samples where particles went that drift from the trained weights while the loss holds them back.
+    """Samples along the trajectories of particles that drift from the trained weights while the loss pulls them back.
 
-    N particles start at the trained weights, each with a direction of its own. They take T steps of length α along it,
-    each followed by M steps of gradient descent on the training loss, and so travel where the loss is flat. A
-    contrastive autoencoder is fitted to their trajectories, and samples are decoded from random points between the
-    latents of the trained weights and of a trajectory's end. Choose it where the loss is cheap and flat directions are
-    many; it needs no curvature matrix, and its fit takes ``N T M`` gradients, all particles at once.
+    N particles start at the trained weights, each with its own direction. They take T steps of length α along it, each
+    followed by M steps of gradient descent on the training loss; so they travel where the loss is flat. A contrastive
+    autoencoder is fitted to their trajectories. Samples are decoded from random points between the latents of the
+    trained weights and of a trajectory's end. Choose it where the loss is cheap and flat in many directions; it
+    needs no curvature matrix, and its fit takes ``N T M`` gradients, all particles at once.
 
-    How far samples reach follows from ``α T``, and not from the data, along directions that the loss leaves free; and N
-    trajectories bound where samples can be. :meth:`fit_extent` shortens them on held-out data.
+    Where the loss is flat, ``α T`` and not the data determines how far samples reach, and samples lie near N
+    trajectories only. :meth:`fit_extent` shortens the trajectories on held-out data.
 
-    :attr:`exploration` has the particles' own points for samples, :attr:`gaussian` the Gaussian with their mean and
-    covariance. Memory is that of ``N T / store_every`` vectors of the network's size; that of the autoencoder does not
-    grow with the network, unless it is to act on all entries (see :class:`LatentModel`). Predictions average over
-    sampled networks. A noise level that is set after the fit counts in predictions; a prior or a temperature counts at
-    the next fit. :attr:`mean` is the trained weights, where trajectories start.
+    :attr:`exploration` samples the particles' own points, :attr:`gaussian` the Gaussian with their mean and covariance.
+    Memory is that of ``N T / store_every`` vectors of the network's size; the autoencoder does not grow with the
+    network, unless it encodes all entries (see :class:`LatentModel`). Predictions average over sampled networks. A new
+    noise level changes predictions at once, a new prior or temperature only the next fit. :attr:`mean` is the trained
+    weights, where trajectories start.
+
+    :meth:`fit` raises ConfigurationError if ``learning_rate · λ_max ≥ 2`` or if the trajectories do not fit into
+    memory, and NonFiniteError if the refinement or the autoencoder diverges. It warns (ConvergenceWarning) if
+    refinement raised the gradient along a trajectory, or if the autoencoder does not reproduce the explored points.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -85,10 +88,9 @@ class MetricBNN(ResumableFit):
         step_size: α.
         n_refinements: M.
         learning_rate: η of the refinement, on the mean loss. It must be below ``2 / λ_max``, with λ_max the largest
-            curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, which pulls as hard as is safe, and less where
-            the loss turns out steeper away from the trained weights (:class:`~.exploration.Walk`); the paper's
-            1e-3 often pulls so little that the loss rises well above that of training, and where the loss is steep,
-            as with little observation noise, it may be too large.
+            curvature, which is measured. ``"auto"`` takes ``1 / λ_max``, the largest safe rate, and less where the loss
+            is steeper away from the trained weights (:class:`~.exploration.Walk`). The paper's 1e-3 is often so small
+            that the loss rises well above that of training; where the loss is steep, it may be too large.
         weight_decay: The weight decay of training, λ in a mean negative log-likelihood plus ``½ λ ‖θ‖²``. If given,
             :meth:`fit` sets the prior precision to ``N_data λ``, which makes the refined loss that of training. (A mean
             squared error is ``2σ²`` times that likelihood; its weight decay has to be divided by ``2σ²`` first.)
@@ -152,7 +154,7 @@ class MetricBNN(ResumableFit):
             require_number(weight_decay, "weight_decay", above=0.0)
         self.weight_decay = weight_decay
         self.latent = resolve_latent(latent)
-        check_name(sampling, _SAMPLINGS, "sampling")
+        check_name(sampling, ("latent", "exploration", "gaussian"), "sampling")
         check_name(trajectory, ("uniform", "length"), "trajectory")
         check_name(endpoint, ("last", "farthest"), "endpoint")
         check_count(chunk_size, "chunk_size")
@@ -184,8 +186,6 @@ class MetricBNN(ResumableFit):
             "endpoint": self.endpoint,
             "chunk_size": self.chunk_size,
         }
-
-    # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
@@ -231,7 +231,7 @@ class MetricBNN(ResumableFit):
                 "The trajectories do not fit into memory.",
                 expected=f"n_particles · n_steps / store_every vectors in {in_words(room)}",
                 got=in_words(needed),
-                fix="Store fewer of the points by store_every, or some of the parameters by parameters=….",
+                fix="Store fewer points with store_every=…, or select fewer parameters with parameters=….",
             )
 
     def _warn_unless_converged(self, landscape: ParticleLandscape) -> None:
@@ -257,8 +257,6 @@ class MetricBNN(ResumableFit):
                 stacklevel=8,
             )
 
-    # -- what was found ------------------------------------------------------------------------------------------------
-
     def _walked(self) -> Explored:
         self.require_fit()
         assert self._explored is not None
@@ -268,7 +266,7 @@ class MetricBNN(ResumableFit):
         self.require_fit()
         if self._trained is None:
             raise NotFittedError(
-                "There is no latent model.",
+                "This posterior has no latent model.",
                 expected='a fit with sampling="latent"',
                 got=f"sampling={self.sampling!r}",
             )
@@ -319,11 +317,9 @@ class MetricBNN(ResumableFit):
         other.sampling, other._trained = sampling, None
         return other
 
-    # -- the extent ----------------------------------------------------------------------------------------------------
-
     @property
     def extent(self) -> float:
-        """Part of each trajectory, from its start, that samples come from; in (0, 1]."""
+        """Fraction of each trajectory, from its start, that is sampled; in (0, 1]."""
         return self._extent
 
     @extent.setter
@@ -404,8 +400,6 @@ class MetricBNN(ResumableFit):
                 count += float(self.likelihood.rows(outputs[0], batch.target)[2].sum())
         return total / max(1.0, count)
 
-    # -- samples -------------------------------------------------------------------------------------------------------
-
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -441,8 +435,6 @@ class MetricBNN(ResumableFit):
         moved = self._walked().deviations
         stored = max(1, round(self._extent * moved.shape[1]))
         return moved[:, :stored].flatten(0, 1)
-
-    # -- storage -------------------------------------------------------------------------------------------------------
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -166,8 +166,6 @@ class VIKING(ProjectedNoisePosterior):
             "chunk_size": self.chunk_size,
         }
 
-    # -- fitting -------------------------------------------------------------------------------------------------------
-
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         if self._prior_precision is not self._learnt_precision:  # the caller has set it since
@@ -241,8 +239,6 @@ class VIKING(ProjectedNoisePosterior):
                 stacklevel=6,
             )
 
-    # -- the bound -----------------------------------------------------------------------------------------------------
-
     @property
     def image_std(self) -> Tensor:
         """σ_im, 0-d float64.
@@ -285,7 +281,7 @@ class VIKING(ProjectedNoisePosterior):
 
     @full_precision
     def fit_prior_precision(self, *, data: Iterable[Any] | None = None) -> Self:
-        """Maximise the bound over α and σ_im once more, from where they are.
+        """Maximise the bound over α and σ_im again, from their present values.
 
         :meth:`fit` ends with the same search; repeat it after changing the noise level, the temperature or the prior
         mean. The mean stays, and there is no other criterion.
@@ -321,8 +317,6 @@ class VIKING(ProjectedNoisePosterior):
                 got=f"{n_data} examples" if known else f"{n_data} others",
             )
         return self._bound_at(self._elbo(again, n_data), self._center, self._noise, n_outputs)
-
-    # -- samples and storage -------------------------------------------------------------------------------------------
 
     @property
     def _center(self) -> Network:
