@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from posteriors.dense_rows import dense_rows, projector_of
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -13,32 +15,11 @@ from laplace_plus.posteriors.projection.batch_rows import BatchRows
 D = torch.float64
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.fixture
 def problem():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     return net, [(torch.randn(3, 2, dtype=D), torch.arange(3))]
-
-
-def dense_rows(network, data, kind, theta):
-    """The rows as a differentiable matrix, written out anew."""
-    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    J = torch.func.jacrev(lambda v: network(x, network.substitute(v)))(theta)
-    p = network(x, network.substitute(theta)).softmax(-1)
-    if kind == "logit":
-        return J.flatten(0, 1)
-    if kind == "ggn":
-        root = p.sqrt().diag_embed() - p[:, :, None] * p.sqrt()[:, None]
-        return (root.mT @ J).flatten(0, 1)
-    return torch.einsum("nc,ncp->np", p - nn.functional.one_hot(y, 3), J)
-
-
-def projector_of(rows):
-    return torch.eye(rows.shape[1], dtype=D) - torch.linalg.pinv(rows, rtol=1e-9) @ rows
 
 
 @pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -37,10 +38,6 @@ def problem():
     x = torch.randn(12, 2, dtype=torch.float64)
     y = torch.arange(12) % 3
     return net, [(x[:5], y[:5]), (x[5:], y[5:])]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def fit(problem, **options):

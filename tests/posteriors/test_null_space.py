@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from posteriors.dense_rows import classifier_and_batches, dense_rows, projector_of
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -44,32 +46,11 @@ class TestNullSpaceLosses(TestNullSpace):
 
 @pytest.fixture
 def problem():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    x = torch.randn(6, 2, dtype=torch.float64)
-    y = torch.arange(6) % 3
-    return net, [(x[:3], y[:3]), (x[3:5], y[3:5]), (x[5:], y[5:])]
+    return classifier_and_batches()
 
 
-def jacobian(posterior, data):
-    network, x = posterior.network, torch.cat([x for x, _ in data])
-    return torch.func.jacrev(lambda v: network(x, network.substitute(v)))(network.vector())
-
-
-def dense_rows(posterior, data, kind):
-    J = jacobian(posterior, data)
-    p = posterior.network.forward(torch.cat([x for x, _ in data])).softmax(-1)
-    if kind == "logit":
-        return J.flatten(0, 1)
-    if kind == "ggn":
-        root = p.sqrt().diag_embed() - p[:, :, None] * p.sqrt()[:, None]
-        return (root.mT @ J).flatten(0, 1)
-    y = torch.cat([y for _, y in data])
-    return torch.einsum("nc,ncp->np", p - nn.functional.one_hot(y, 3), J)
-
-
-def projector_of(rows):
-    return torch.eye(rows.shape[1], dtype=rows.dtype) - torch.linalg.pinv(rows, rtol=1e-9) @ rows
+def rows_of(posterior, data, kind):
+    return dense_rows(posterior.network, data, kind, posterior.network.vector())
 
 
 @pytest.mark.parametrize("kind", ["logit", "ggn", "loss"])
@@ -79,7 +60,7 @@ def test_samples_are_projected_noise(problem, kind, projector):
     posterior = lp.NullSpace(
         net, "classification", rows=kind, projector=projector, n_samples=6, prior_precision=4.0
     ).fit(data, generator=generator())
-    rows = dense_rows(posterior, data, kind)
+    rows = rows_of(posterior, data, kind)
     P = projector_of(rows)
     deviations = (posterior.samples - posterior.mean) * 2.0
     torch.testing.assert_close(deviations @ P, deviations, rtol=0, atol=1e-6)
@@ -118,7 +99,7 @@ def test_rank_is_exact_by_svd_and_unbiased_otherwise(problem):
     net, data = problem
     exact = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data).report
     assert float(exact.rank.value) == torch.linalg.matrix_rank(
-        dense_rows(lp.Full(net, "classification").fit(data), data, "logit")
+        rows_of(lp.Full(net, "classification").fit(data), data, "logit")
     )
     assert exact.rank.sem == 0
     posterior = lp.NullSpace(net, "classification", n_samples=40).fit(data, generator=generator())
@@ -177,7 +158,7 @@ def test_what_only_the_losses_keep(problem):
     posterior = lp.NullSpace(net, "classification", rows="loss", projector="svd", n_samples=4)
     posterior.fit(data, generator=generator())
     network, x, y = posterior.network, torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    logits = dense_rows(posterior, data, "logit")
+    logits = rows_of(posterior, data, "logit")
     base, loss = network.forward(x), nn.functional.cross_entropy(network.forward(x), y, reduction="none")
     for direction in posterior.samples - posterior.mean:
         direction = direction - direction @ projector_of(logits)
@@ -400,7 +381,3 @@ def test_bad_requests_are_named(problem):
     assert torch.equal(fitted.samples, before)
     fitted.prior_precision = 4 * precision
     assert not torch.equal(fitted.samples, before)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)

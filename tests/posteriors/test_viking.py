@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from posteriors.dense_rows import classifier_and_batches, dense_rows, projector_of
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -26,17 +28,9 @@ from laplace_plus.testing import assert_untouched, snapshot
 D = torch.float64
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.fixture
 def problem():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    x = torch.randn(6, 2, dtype=D)
-    y = torch.arange(6) % 3
-    return net, [(x[:3], y[:3]), (x[3:5], y[3:5]), (x[5:], y[5:])]
+    return classifier_and_batches()
 
 
 @pytest.fixture
@@ -53,23 +47,6 @@ def linear():
         torch.zeros(4, dtype=D), X @ X.T / alpha + noise**2 * torch.eye(4, dtype=D)
     ).log_prob(y[:, 0])
     return net, X, y, alpha, noise, float(evidence)
-
-
-def dense_rows(network, data, kind, theta):
-    """The rows as a differentiable matrix, written out anew."""
-    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    J = torch.func.jacrev(lambda v: network(x, network.substitute(v)))(theta)
-    p = network(x, network.substitute(theta)).softmax(-1)
-    if kind == "logit":
-        return J.flatten(0, 1)
-    if kind == "ggn":
-        root = p.sqrt().diag_embed() - p[:, :, None] * p.sqrt()[:, None]
-        return (root.mT @ J).flatten(0, 1)
-    return torch.einsum("nc,ncp->np", p - nn.functional.one_hot(y, 3), J)
-
-
-def projector_of(rows):
-    return torch.eye(rows.shape[1], dtype=D) - torch.linalg.pinv(rows, rtol=1e-9) @ rows
 
 
 # -- noise -------------------------------------------------------------------------------------------------------------
