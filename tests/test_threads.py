@@ -9,7 +9,6 @@ from threading import Barrier
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import eval_frame
 
 import laplace_plus as lp
 from laplace_plus.modes import Shared, turn
@@ -69,7 +68,6 @@ def settings():
         sdp.mem_efficient_sdp_enabled(),
         sdp.math_sdp_enabled(),
         torch.backends.cudnn.enabled,
-        eval_frame._stance.stance,
     )
 
 

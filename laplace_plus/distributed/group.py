@@ -1,4 +1,4 @@
-"""The ranks that work together, and how they agree that all is well."""
+"""Groups of ranks that work together, and how an error on one rank reaches the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Distributed = bool | Ranks | Any | None
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank says at a meeting."""
+    """What a rank tells the others at a meeting."""
 
     stage: str
     payload: Any
@@ -46,7 +46,7 @@ class _Report:
 
 
 def resolve_group(distributed: Distributed) -> Group | None:
-    """The ranks that a call is about; None for this process alone.
+    """The ranks that take part in a call; None for this process alone.
 
     Args:
         distributed: None for all ranks where ``torch.distributed`` is initialised with more than one, True for the same
@@ -68,7 +68,7 @@ def resolve_group(distributed: Distributed) -> Group | None:
     if distributed is True:
         if not ready:
             raise ConfigurationError(
-                "There are no ranks to distribute over.",
+                "torch.distributed is not initialised.",
                 expected="torch.distributed to be initialised",
                 got="distributed=True in a process on its own",
                 fix="Launch with torchrun and call torch.distributed.init_process_group() first.",
@@ -76,7 +76,7 @@ def resolve_group(distributed: Distributed) -> Group | None:
         return Group(dist.group.WORLD) if dist.get_world_size() > 1 else None
     if not ready or not isinstance(distributed, dist.ProcessGroup) or dist.get_rank(distributed) < 0:
         raise ConfigurationError(
-            "These are no ranks to distribute over.",
+            "distributed= is not a group of ranks.",
             expected="None, True, False, Ranks(…) or a process group that this rank belongs to",
             got=repr(distributed),
         )
@@ -84,14 +84,14 @@ def resolve_group(distributed: Distributed) -> Group | None:
 
 
 class Group:
-    """Some ranks that work together.
+    """Ranks that work together.
 
     Args:
-        process_group: Theirs; this rank is one of them.
+        process_group: The process group of these ranks; this rank is one of them.
 
     Attributes:
         rank: This rank's number within the group.
-        size: How many there are.
+        size: Number of ranks.
         shard_factors: See :class:`Ranks`.
     """
 
@@ -124,9 +124,9 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A session: an error that this rank raises in it is raised, at their next meeting, on all other ranks, too.
+        """A session: an error that this rank raises is raised on all other ranks at their next meeting.
 
-        It ends with a meeting of its own, so that no rank leaves it before all are done.
+        It ends with a meeting of its own, so that no rank leaves before all are done.
 
         Raises:
             DistributedError: Another rank failed.
@@ -141,11 +141,11 @@ class Group:
         self.exchange("the end")
 
     def exchange(self, stage: str, payload: Any = None) -> list[Any]:
-        """Wait for all ranks, and give every rank's payload to all.
+        """A meeting: wait for all ranks, and give every rank's payload to all.
 
         Args:
-            stage: What this meeting is about; ranks that come for different reasons are told.
-            payload: Something small that can be pickled.
+            stage: The purpose of the meeting; ranks with different purposes get an error.
+            payload: A small object that can be pickled.
 
         Returns:
             The payloads by rank.
@@ -252,11 +252,11 @@ class Group:
 
 
 _LED: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
-"""How often each process group was led through what."""
+"""Number of calls of :meth:`Group.lead` for each process group and name."""
 
 _WAIT = timedelta(minutes=30)
-"""How long other ranks wait for rank 0: torch's own default for process groups on the CPU."""
+"""Time that other ranks wait for rank 0: torch's default timeout of process groups on the CPU."""
 
 
 def _nobody() -> None:
-    """What is left of a group in another process."""
+    """A group becomes None when it is pickled to another process."""

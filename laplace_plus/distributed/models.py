@@ -1,9 +1,8 @@
 """Plain copies of models whose parameters are sharded over ranks.
 
-A model under FSDP2 (``torch.distributed.fsdp.fully_shard``) or with other DTensor parameters gathers weights during its
-forward pass, so all ranks would have to run it equally often, and none of the functions that it calls sees a plain
-weight. The whole weights are therefore gathered once, into a module of the same structure without any of the hooks that
-communicate.
+A model under FSDP2 (``torch.distributed.fsdp.fully_shard``) or with other DTensor parameters gathers its weights during
+the forward pass. All ranks would have to run it equally often, and no function that it calls would see a plain weight.
+The whole weights are therefore gathered once, into a module of the same structure without communicating hooks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _HOME = "torch.distributed."
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any of a model's parameters lie in pieces on several ranks, or may (FSDP2 between two passes).
+    """Whether any of a model's parameters are sharded over ranks, or may be (FSDP2 between two passes).
 
     Raises:
-        UnsupportedError: The first version of FSDP, which keeps no parameters but flat ones.
+        UnsupportedError: The first version of FSDP, which only keeps flat parameters.
     """
-    if "torch.distributed.tensor" not in sys.modules:  # then nothing can be made of its tensors
+    if "torch.distributed.tensor" not in sys.modules:  # then there are no DTensors
         return False
     for module in model.modules():
         home = _origins(type(module))
@@ -47,10 +46,10 @@ def is_sharded(model: nn.Module) -> bool:
 def plain_module(model: nn.Module) -> nn.Module:
     """The model itself, or, where it is sharded, a copy with whole parameters; then to be called on all ranks.
 
-    The model stays as it is but for weights that a forward pass had left gathered, which are let go.
+    The model stays as it is, except that weights which a forward pass has left gathered are sharded again.
 
     Raises:
-        UnsupportedError: Something in the model cannot be copied.
+        UnsupportedError: A part of the model cannot be copied.
     """
     if not is_sharded(model):
         return model
@@ -78,9 +77,9 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def sharded_source(model: nn.Module) -> weakref.ref[nn.Module] | None:
-    """The module, inside of any wrappers, whose parameters are sharded; None if there is none.
+    """The module, without wrappers, whose parameters are sharded; None if there is none.
 
-    A weak reference: such models cannot be copied, and a posterior that holds one could not be, either.
+    The reference is weak: sharded models cannot be copied, and neither could a posterior that holds one.
     """
     inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, nn.Module):
@@ -89,7 +88,7 @@ def sharded_source(model: nn.Module) -> weakref.ref[nn.Module] | None:
 
 
 def refresh_(plain: nn.Module, source: weakref.ref[nn.Module] | None) -> None:
-    """Bring a :func:`plain_module` up to date with its :func:`sharded_source`; to be called on all ranks."""
+    """Copy the weights of a :func:`sharded_source` into its :func:`plain_module`; to be called on all ranks."""
     model = None if source is None else source()
     if model is None:
         return
@@ -118,24 +117,24 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _reshard(model: nn.Module) -> None:
-    # Gathered weights may be of a lower precision than the ones that are kept in pieces.
+    # Gathered weights may have a lower precision than the shards.
     for module in model.modules():
         if "FSDPModule" in _origins(type(module)):
             module.reshard()  # type: ignore[operator]
 
 
 def _without_communication(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes without what ``torch.distributed`` put there: hooks, and its own notes."""
+    """A module's attributes without those of ``torch.distributed``: hooks and bookkeeping."""
     kept: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, dict) and not name.startswith("__"):
-            kept[name] = type(value)((key, entry) for key, entry in value.items() if not _is_theirs(entry))
+            kept[name] = type(value)((key, entry) for key, entry in value.items() if not _communicates(entry))
         elif not name.startswith("__composable_api"):
             kept[name] = value
     return kept
 
 
-def _is_theirs(value: Any) -> bool:
+def _communicates(value: Any) -> bool:
     if isinstance(value, (Tensor, nn.Module)):
         return False
     owner = getattr(value, "__self__", None)

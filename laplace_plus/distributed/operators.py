@@ -14,11 +14,10 @@ _PRODUCT = "a product with the curvature"
 
 
 class SummedOperator(Operator):
-    """The sum of one symmetric operator for each rank, multiplied at the word of rank 0.
+    """The sum of one symmetric operator per rank.
 
-    Rank 0 runs the algorithm; the others :meth:`serve` its products until it calls :meth:`finish`. So nothing depends
-    on whether ranks that compute the same thing also round in the same way. A product costs one broadcast and one
-    reduction of the vectors.
+    Rank 0 runs the algorithm; the others :meth:`serve` its products until it calls :meth:`finish`. The result therefore
+    does not depend on whether ranks round alike. A product costs one broadcast and one reduction of the vectors.
 
     Args:
         group: The ranks.
@@ -36,12 +35,12 @@ class SummedOperator(Operator):
 
     @override
     def _apply(self, vectors: Tensor) -> Tensor:
-        stack = vectors.detach().reshape(-1, self.shape[1]).contiguous()
-        self.group.exchange(_PRODUCT, len(stack))
-        return self._multiply(stack).view(vectors.shape)
+        rows = vectors.detach().reshape(-1, self.shape[1]).contiguous()
+        self.group.exchange(_PRODUCT, len(rows))
+        return self._multiply(rows).view(vectors.shape)
 
     def serve(self) -> None:
-        """Take part in rank 0's products until it is done.
+        """Take part in rank 0's products until it finishes.
 
         Raises:
             DistributedError: Another rank failed.
@@ -50,12 +49,12 @@ class SummedOperator(Operator):
             self._multiply(torch.empty(count, self.shape[1], dtype=self.dtype, device=self.device))
 
     def finish(self) -> None:
-        """Let the other ranks go."""
+        """Tell the other ranks that no further products follow."""
         self.group.exchange(_PRODUCT, None)
 
-    def _multiply(self, stack: Tensor) -> Tensor:
-        broadcast_(self.group, [stack], 0)
-        result = torch.zeros_like(stack) if self.own is None else self.own(stack).contiguous()
+    def _multiply(self, rows: Tensor) -> Tensor:
+        broadcast_(self.group, [rows], 0)
+        result = torch.zeros_like(rows) if self.own is None else self.own(rows).contiguous()
         sum_(self.group, [result])
         return result
 

@@ -21,16 +21,11 @@ from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING
 
-register("Full", Full)
-register("KFAC", KFAC)
-register("Diagonal", Diagonal)
-register("LowRank", LowRank)
-register("Riemannian", Riemannian)
-register("SampledLaplace", SampledLaplace)
-register("Subnetwork", Subnetwork)
-register("MetricBNN", MetricBNN)
-register("NullSpace", NullSpace)
-register("VIKING", VIKING)
+for _cls in (
+    *(Full, KFAC, Diagonal, LowRank, Subnetwork),
+    *(NullSpace, VIKING, Riemannian, MetricBNN, SampledLaplace),
+):
+    register(_cls.__name__, _cls)
 
 __all__ = [
     "CGSolver",

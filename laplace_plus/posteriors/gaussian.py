@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import is_
 from typing import Any, Self
 
 import torch
@@ -193,7 +194,7 @@ class GaussianPosterior(Posterior):
         assert sums is not None and mean is not None
         # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
         key = (sums, mean, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
-        if not _same(self._model_cache, key):
+        if self._model_cache is None or not all(map(is_, self._model_cache[0], key)):
             model = LaplaceModel(
                 curvature=sums.curvature,
                 vector=mean,
@@ -205,7 +206,6 @@ class GaussianPosterior(Posterior):
                 n_outputs=sums.n_outputs,
             )
             self._model_cache = (key, model)
-        assert self._model_cache is not None
         return self._model_cache[1]
 
     # -- evidence ------------------------------------------------------------------------------------------------------
@@ -362,9 +362,8 @@ class GaussianPosterior(Posterior):
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
         precision, temperature = self._prior_precision, self._temperature
         key = (precision, precision._version, temperature, temperature._version, self.likelihood, self._prior_groups)
-        if not _same(self._factor_cache, key):
+        if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
             self._factor_cache = key, self.laplace_model().factors(precision.detach(), temperature.detach())
-        assert self._factor_cache is not None
         return self._factor_cache[1]
 
     @full_precision
@@ -499,16 +498,6 @@ class GaussianPosterior(Posterior):
         sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self.adopt(sums, tensors["vector"])
         self._tangent_mean = tensors.get("tangent_mean")
-
-
-def _same(cached: tuple[tuple[Any, ...], Any] | None, key: tuple[Any, ...]) -> bool:
-    """Whether a cache was made for the very objects in a key; integers are compared by value."""
-    if cached is None:
-        return False
-    for old, new in zip(cached[0], key, strict=True):
-        if old is not new and not (isinstance(old, int) and old == new):
-            return False
-    return True
 
 
 def _changed_shape(expected: str, got: str) -> DataError:

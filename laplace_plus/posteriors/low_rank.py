@@ -1,8 +1,8 @@
 """Laplace from the leading eigenpairs of the curvature.
 
-The pairs come from restarted Lanczos iterations on products with the curvature, which pass over the data again and
-again but hold no matrix. What they leave out of the evidence's determinant, ``tr log(I + H_rest/δ)``, is estimated by
-stochastic Lanczos quadrature on the orthogonal complement (Ubaru et al., 2017), once, for every prior precision.
+Restarted Lanczos iterations find the pairs from products with the curvature, which pass over the data many times but
+hold no matrix. The rest of the evidence's determinant, ``tr log(I + H_rest/δ)``, is estimated by stochastic Lanczos
+quadrature on the orthogonal complement (Ubaru et al., 2017), once for every prior precision.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from laplace_plus import kernels
 from laplace_plus.curvature import Backend, Curvature, LowRankStructure
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.structures import whole_layout
-from laplace_plus.distributed import Group, SummedOperator
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, EmptyDataError, UnsupportedError
+from laplace_plus.distributed import SummedOperator
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.configuration import check_count, full_precision
@@ -37,20 +37,20 @@ class LowRank(GaussianPosterior):
 
     Choose it for networks that are too large for :class:`Full` where layers should not be taken as independent. Memory
     is ``rank`` vectors of the network's size, and ``2 rank + 1`` (at least ``rank + 20``) while fitting, which passes
-    over the data about twice ``rank`` times. Directions outside of the eigenvectors keep the prior's variance, so that
-    a rank that is too small is cautious rather than bold. Takes scalar priors; also layer-wise and diagonal ones with
-    ``remainder_probes=0``.
+    over the data about twice ``rank`` times. Directions outside the eigenvectors keep the prior's variance, so that a
+    rank that is too small overestimates the uncertainty. Takes scalar priors; with ``remainder_probes=0`` also
+    layer-wise and diagonal ones.
 
-    With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian; its negative eigenvalues are left
-    out, and nothing is added for the rest.
+    With ``backend=Native(kind="hessian")`` the pairs are those of the loss's Hessian. Its negative eigenvalues are left
+    out, and there is no correction for the rest.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
         rank: Largest number of eigenpairs that are kept.
         tolerance: An eigenpair counts once ``‖H u − λ u‖ ≤ tolerance · λ_max``.
-        max_restarts: Cap on the restarts of the Lanczos iteration.
-        remainder_probes: Number of random vectors that estimate what the pairs leave out of the evidence's determinant;
-            0 for the evidence of the low-rank curvature alone.
+        max_restarts: Largest number of restarts of the Lanczos iteration.
+        remainder_probes: Number of random vectors that estimate the correction of the evidence's determinant for what
+            the pairs leave out; 0 for the evidence of the low-rank curvature alone.
         remainder_depth: Lanczos steps for each of them: passes over the data.
         parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
 
@@ -91,7 +91,9 @@ class LowRank(GaussianPosterior):
         if remainder_probes != 0:
             check_count(remainder_probes, "remainder_probes")
         if not 0 < tolerance < 1:
-            raise ConfigurationError("There is no such tolerance.", expected="0 < tolerance < 1", got=repr(tolerance))
+            raise ConfigurationError(
+                "tolerance must lie between 0 and 1.", expected="0 < tolerance < 1", got=repr(tolerance)
+            )
         self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
         self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
         super().__init__(
@@ -112,7 +114,7 @@ class LowRank(GaussianPosterior):
 
     @full_precision
     def remainder(self) -> Estimate:
-        """What the eigenpairs leave out of the evidence's log-determinant, ``tr log(I + H_rest/(T δ))``.
+        """The correction of the evidence's log-determinant for the rest, ``tr log(I + H_rest/(T δ))``.
 
         Half of it is subtracted from the log evidence. Its standard error is over the random vectors; ``converged``
         says whether the last quarter of the Lanczos steps changed it by less than that. With ``remainder_probes=0`` or
@@ -147,61 +149,49 @@ class LowRank(GaussianPosterior):
                 got=f"{self.likelihood.n_noise}",
                 fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
             )
-        if self.group is not None:
-            return self._total_over_ranks(self.group, data, progress=progress, generator=generator)
-        statistics, n_data, n_outputs = self._statistics(data, progress=progress)
-        operator = self.backend.operator(self.network, self.likelihood, data, generator=generator, progress=progress)
-        with torch.no_grad():
-            block = self._block(operator, generator)
-        return FitSums(Curvature([(whole_layout(self.network), block)]), statistics, n_data, n_outputs), n_data
-
-    def _total_over_ranks(
-        self, group: Group, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None
-    ) -> tuple[FitSums, int]:
-        """Rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others."""
-        try:
-            own: FitSums | None = FitSums(Curvature([]), *self._statistics(data, progress=progress))
-        except EmptyDataError:
-            own = None
-        sums = sum_over_ranks(group, own, self.network)
-        operator = None
+        group, network = self.group, self.network
+        own = self._statistics(data, progress=progress)
+        sums = own if group is None else sum_over_ranks(group, own, network)
+        assert sums is not None
+        operator: Operator | None = None
         if own is not None:
-            operator = self.backend.operator(
-                self.network, self.likelihood, data, generator=generator, progress=progress
-            )
-        summed = SummedOperator(
-            group, operator, self.network.n_parameters, dtype=self.network.dtype, device=self.network.device
-        )
+            operator = self.backend.operator(network, self.likelihood, data, generator=generator, progress=progress)
         block: Block | None = None
         with torch.no_grad():
-            if group.rank == 0:
-                block = self._block(summed, generator)
-                summed.finish()
-            else:
-                summed.serve()
-        curvature = Curvature([(whole_layout(self.network), block_of_rank_zero(group, block, self.network.device))])
+            if group is None:
+                assert operator is not None
+                block = self._block(operator, generator)
+            else:  # rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others
+                summed = SummedOperator(
+                    group, operator, network.n_parameters, dtype=network.dtype, device=network.device
+                )
+                if group.rank == 0:
+                    block = self._block(summed, generator)
+                    summed.finish()
+                else:
+                    summed.serve()
+                block = block_of_rank_zero(group, block, network.device)
+        curvature = Curvature([(whole_layout(network), block)])
         return replace(sums, curvature=curvature), 0 if own is None else own.n_data
 
-    def _statistics(self, data: Iterable[Any], *, progress: bool) -> tuple[Tensor, int, int]:
-        """The likelihood's additive statistics, the number of data and of outputs, from one pass without gradients."""
-        statistics, n_data, n_outputs = None, 0, 0
+    def _statistics(self, data: Iterable[Any], *, progress: bool) -> FitSums | None:
+        """The sums of this rank, without a curvature, from one pass without gradients; None if it has no data."""
+        sums: FitSums | None = None
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: likelihood"):
-            if statistics is None and self.is_last_layer:
+            if sums is None and self.is_last_layer:
                 capture_batch(self.network, batch)  # settles which layer is the last one
             outputs = self.network.forward(batch.inputs)
             self.likelihood.validate(outputs, batch.target)
             part = self.likelihood.statistics(outputs, batch.target).cpu()
-            if n_outputs not in (0, outputs.shape[-1]):
+            batch_sums = FitSums(Curvature([]), part, outputs.shape[0], outputs.shape[-1])
+            if sums is not None and sums.n_outputs != batch_sums.n_outputs:
                 raise DataError(
                     "The number of outputs changes from batch to batch.",
-                    expected=f"{n_outputs}",
-                    got=f"{outputs.shape[-1]}",
+                    expected=f"{sums.n_outputs}",
+                    got=f"{batch_sums.n_outputs}",
                 )
-            statistics = part if statistics is None else statistics + part
-            n_data, n_outputs = n_data + outputs.shape[0], outputs.shape[-1]
-        if statistics is None:
-            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
-        return statistics, n_data, n_outputs
+            sums = batch_sums if sums is None else sums.plus(batch_sums)
+        return sums
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters
@@ -224,7 +214,7 @@ class LowRank(GaussianPosterior):
                 stacklevel=6,
             )
         values = pairs.values.double()
-        # below a few roundings of the largest one, which no number of weights changes, a value means nothing
+        # Values below ten units of rounding of the largest one are rounding errors, whatever the number of weights.
         rounding = 10 * torch.finfo(pairs.values.dtype).eps
         kept = values > rounding * values.clamp(min=0).amax() if len(values) else values > 0
         values, vectors = values[kept], pairs.vectors[kept]
@@ -236,7 +226,7 @@ class LowRank(GaussianPosterior):
             "signs", self.remainder_probes, total, generator=generator, dtype=operator.dtype, device=operator.device
         )
         deflated = _Deflated(operator, vectors)
-        # Where the pairs are all there is, what remains is rounding, and not even symmetric.
+        # Where the pairs are complete, the rest is rounding error and not even symmetric.
         rest = lanczos(deflated, deflated.project(probes), self.remainder_depth, check_symmetry=False)
         floor = rounding * float(values.amax()) if len(values) else 0.0
         return LowRankBlock(values, vectors, SampledSpectrum.of(rest, floor=floor))

@@ -258,12 +258,12 @@ def _factors(block: Block) -> dict[str, GramSum]:
 
 
 def _share_out(group: Group, blocks: list[tuple[Layout, Block]], before: Curvature | None) -> None:
-    """Keep factors on one rank each: the same as ``before``, or as many operations for each rank."""
+    """Keep factors on one rank each: the same as ``before``, or so that ranks get equal work; thin ones stay on all."""
     factors = {(lay.key, name): (block, part) for lay, block in blocks for name, part in _factors(block).items()}
     if before is None:
-        formed = [key for key, (_, part) in factors.items() if part.is_formed]
-        costs = [float(factors[key][1].groups * factors[key][1].size ** 3) for key in formed]
-        owners = dict(zip(formed, assign(costs, group.size), strict=True))
+        large = [key for key, (_, part) in factors.items() if not part.is_thin]
+        costs = [float(factors[key][1].groups * factors[key][1].size ** 3) for key in large]
+        owners = dict(zip(large, assign(costs, group.size), strict=True))
     else:
         known = {(lay.key, name): part for lay, block in before for name, part in _factors(block).items()}
         owners = {key: part.owner for key, part in known.items() if isinstance(part, OwnedSum)}

@@ -89,9 +89,7 @@ class Jittered(lp.Posterior):
         pass
 
 
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    monkeypatch.setitem(registry._registered, "Jittered", Jittered)
+lp.register("Jittered", Jittered)
 
 
 class TestThirdParty(PosteriorConformance):
@@ -109,16 +107,17 @@ def test_registered_names_are_found():
 
 
 def test_entry_points_are_found(monkeypatch):
+    class FromElsewhere(Jittered):
+        pass
+
     class Point:
         name = "FromElsewhere"
 
         def load(self):
-            return Jittered
+            return FromElsewhere
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == registry.ENTRY_POINTS else [])
-    monkeypatch.delitem(registry._registered, "Jittered")
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    assert lp.get_posterior("FromElsewhere") is Jittered
+    assert lp.get_posterior("FromElsewhere") is FromElsewhere
 
 
 def test_unregistered_classes_cannot_be_saved(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus import io
 from laplace_plus.errors import CheckpointError
 
 KINDS = {
@@ -113,6 +114,16 @@ def test_the_fitted_likelihood_may_be_given(noise, tmp_path: Path) -> None:
     assert_same(loaded, posterior)
     lp.Full(net, "classification").fit([(x, y)]).save(tmp_path / "it")
     assert lp.load(tmp_path / "it", net, likelihood="classification").likelihood == lp.Categorical()
+
+
+def test_a_block_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    net = network()
+    lp.KFAC(net, "classification").fit(data(20)).save(tmp_path / "it")
+    header, tensors = io.read(tmp_path / "it")
+    header["state"]["blocks"][0]["kind"] = "somebody's own"
+    io.write(tmp_path / "it", header, tensors)
+    with pytest.raises(CheckpointError, match="somebody's own"):
+        lp.load(tmp_path / "it", net)
 
 
 OLD = Path(__file__).parent.parent / "data" / "checkpoints_0_1_0"
