@@ -27,7 +27,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConvergenceWarning
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.network import Network
-from laplace_plus.posteriors.sampled.sample_then_optimise import TangentCurvature
+from laplace_plus.posteriors.sampled.objective import TangentCurvature
 
 CLASSES = 100
 

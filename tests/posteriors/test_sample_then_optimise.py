@@ -16,15 +16,8 @@ from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension, group_sums, total_dimension
 from laplace_plus.posteriors.sampled.expectation_maximisation import LARGEST_STEP, updated_noise, updated_precision
-from laplace_plus.posteriors.sampled.iterations import ConjugateGradientIteration, NesterovIteration, largest_eigenvalue
-from laplace_plus.posteriors.sampled.sample_then_optimise import (
-    CGSolver,
-    PriorUnits,
-    SGDSolver,
-    TangentCurvature,
-    resolve_solver,
-    solver_config,
-)
+from laplace_plus.posteriors.sampled.objective import PriorUnits, TangentCurvature, largest_eigenvalue
+from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solver_config
 
 
 def generator(seed=0):
@@ -43,98 +36,84 @@ def system(n=12, k=4):
     return root @ root.T + torch.eye(n, dtype=torch.float64), randn(k, n, seed=1)
 
 
-def finished(iteration):
-    while not iteration.done:
-        iteration.step()
-    return iteration
+def descend(A, b, *, rate=0.0, **options):
+    names = ("start", "state", "keep")
+    solver = SGDSolver(**{name: value for name, value in options.items() if name not in names})
+    rest = {name: value for name, value in options.items() if name in names}
+    return solver.iterate(lambda: [lambda v: v @ A], 1, b, rate=rate, **rest)[0]
 
 
 def test_conjugate_gradients_solve_all_rows():
     A, b = system()
-    found = finished(ConjugateGradientIteration(lambda v: v @ A, b, tolerance=1e-12))
-    torch.testing.assert_close(found.x, torch.linalg.solve(A, b.T).T, rtol=1e-9, atol=1e-10)
-    assert found.iteration <= 2 * len(A)
+    x, iterations = CGSolver(tolerance=1e-12).iterate(lambda v: v @ A, b)
+    torch.testing.assert_close(x, torch.linalg.solve(A, b.T).T, rtol=1e-9, atol=1e-10)
+    assert iterations <= 2 * len(A)
 
 
 def test_conjugate_gradients_precondition_and_rest():
     A, b = system()
     inverse = torch.linalg.inv(A)
     b[0] = 0
-    found = finished(ConjugateGradientIteration(lambda v: v @ A, b, precondition=lambda v: v @ inverse, tolerance=1e-9))
-    assert found.iteration == 1
-    torch.testing.assert_close(found.x, b @ inverse, rtol=1e-8, atol=1e-10)
+    x, iterations = CGSolver(tolerance=1e-9).iterate(lambda v: v @ A, b, precondition=lambda v: v @ inverse)
+    assert iterations == 1
+    torch.testing.assert_close(x, b @ inverse, rtol=1e-8, atol=1e-10)
 
 
 def test_conjugate_gradients_start_from_a_guess():
     A, b = system()
     exact = torch.linalg.solve(A, b.T).T
-    assert finished(ConjugateGradientIteration(lambda v: v @ A, b, exact.clone(), tolerance=1e-8)).iteration == 0
+    assert CGSolver(tolerance=1e-8).iterate(lambda v: v @ A, b, start=exact.clone())[1] == 0
 
 
 def test_conjugate_gradients_refuse_what_is_not_finite():
-    iteration = ConjugateGradientIteration(lambda v: v * math.nan, randn(2, 3), tolerance=1e-3)
     with pytest.raises(NonFiniteError):
-        iteration.step()
+        CGSolver().iterate(lambda v: v * math.nan, randn(2, 3))
+
+
+def kept(states):
+    """Keeps copies of all states."""
+    return lambda state: states.append({name: value.clone() for name, value in state.items()})
 
 
 def test_iterations_resume_bit_for_bit():
     A, b = system()
-    first = ConjugateGradientIteration(lambda v: v @ A, b, tolerance=1e-12)
-    for _ in range(5):
-        first.step()
-    state = {name: value.clone() for name, value in first.state().items()}
-    second = ConjugateGradientIteration(lambda v: v @ A, b, tolerance=1e-12, state=state)
-    assert torch.equal(finished(first).x, finished(second).x)
+    states = []
+    solver = CGSolver(tolerance=1e-12, checkpoint_every=5)
+    whole, iterations = solver.iterate(lambda v: v @ A, b, keep=kept(states))
+    again = solver.iterate(lambda v: v @ A, b, state=states[0])
+    assert torch.equal(again[0], whole) and again[1] == iterations
+    ended = solver.iterate(lambda v: v @ A, b, state=states[-1])
+    assert torch.equal(ended[0], whole) and ended[1] == iterations
 
-    def descent(state=None):
-        return NesterovIteration(
-            b, learning_rate=0.02, total=50, final=0.1, momentum=0.9, clip=1.0, average=0.5, state=state
-        )
-
-    whole, half = descent(), descent()
-    for _ in range(50):
-        whole.step(lambda v: v @ A)
-    for _ in range(30):
-        half.step(lambda v: v @ A)
-    rest = descent({name: value.clone() for name, value in half.state().items()})
-    for _ in range(20):
-        rest.step(lambda v: v @ A)
-    assert torch.equal(whole.result, rest.result)
+    states, options = [], {"epochs": 50, "final_learning_rate": 0.1, "clip": 1.0, "average": 0.5}
+    whole = descend(A, b, rate=0.02, keep=kept(states), checkpoint_every=30, **options)
+    assert torch.equal(descend(A, b, state=states[0], **options), whole)
 
 
-def test_descent_finds_the_solution_and_its_rate_falls():
+def test_descent_finds_the_solution():
     A, b = system(5)
     step = 1 / largest_eigenvalue(lambda v: v @ A, randn(3, 5, seed=2), 50)
-    descent = NesterovIteration(b, learning_rate=step, total=2000, final=0.1, momentum=0.9, clip=1.0, average=0.0)
-    rates = []
-    for _ in range(2000):
-        rates.append(descent.rate)
-        descent.step(lambda v: v @ A)
-    assert rates[0] == step
-    assert rates[-1] == pytest.approx(step / 10)
-    torch.testing.assert_close(descent.result, torch.linalg.solve(A, b.T).T, rtol=1e-6, atol=1e-8)
+    x = descend(A, b, rate=step, epochs=2000, final_learning_rate=0.1, clip=1.0)
+    torch.testing.assert_close(x, torch.linalg.solve(A, b.T).T, rtol=1e-6, atol=1e-8)
+
+
+def test_the_learning_rate_falls_linearly():
+    b = randn(2, 4)
+    x = descend(torch.zeros(4, 4, dtype=torch.float64), b, rate=0.3, epochs=9, final_learning_rate=0.1, momentum=0.0)
+    torch.testing.assert_close(x, 0.3 * 9 * (1 + 0.1) / 2 * b)
 
 
 def test_descent_that_diverges_says_so():
     A, b = system(5)
-    descent = NesterovIteration(b, learning_rate=1e3, total=999, final=1.0, momentum=0.9, clip=None, average=0.0)
-
-    def run():
-        for _ in range(999):
-            descent.step(lambda v: v @ A)
-
     with pytest.raises(NonFiniteError, match="learning rate"):
-        run()
+        descend(A, b, rate=1e3, epochs=999, final_learning_rate=1.0, clip=None)
 
 
 def test_gradients_are_clipped_to_their_length_at_zero():
-    b = randn(2, 4)
-    descent = NesterovIteration(
-        b, randn(2, 4, seed=1), learning_rate=1.0, total=9, final=1.0, momentum=0.0, clip=1.0, average=0.0
-    )
-    before = descent.x.clone()
-    descent.step(lambda v: 1e6 * v)
-    torch.testing.assert_close((descent.x - before).norm(dim=-1), b.norm(dim=-1))
+    b, start = randn(2, 4), randn(2, 4, seed=1)
+    options = {"epochs": 1, "final_learning_rate": 1.0, "momentum": 0.0, "clip": 1.0}
+    x = descend(1e6 * torch.eye(4, dtype=torch.float64), b, rate=1.0, start=start.clone(), **options)
+    torch.testing.assert_close((x - start).norm(dim=-1), b.norm(dim=-1))
 
 
 def test_largest_eigenvalue_is_approached_from_below():
@@ -208,10 +187,9 @@ def test_both_objectives_have_the_same_minimiser(likelihood):
     first, second = minimiser(original), minimiser(reduced)
     assert (first - second).abs().max() < 1e-10
     units = PriorUnits(curvature, precision, weight)
-    from_code = finished(
-        ConjugateGradientIteration(units.system, xi + weight**0.5 * pulled / precision.sqrt(), tolerance=1e-13)
-    )
-    assert (from_code.x / precision.sqrt() - second).abs().max() < 1e-10
+    right = xi + weight**0.5 * pulled / precision.sqrt()
+    solution, _ = CGSolver(tolerance=1e-13).iterate(units.system, right)
+    assert (solution / precision.sqrt() - second).abs().max() < 1e-10
 
 
 def test_batches_and_their_noise_add_up():
@@ -221,7 +199,7 @@ def test_batches_and_their_noise_add_up():
     J = jacobian(network, x)
     vectors = randn(2, network.n_parameters)
     torch.testing.assert_close(curvature(vectors), vectors @ J.T @ J)  # at unit noise
-    parts = [factor * product(vectors) for factor, product in curvature.minibatches()]
+    parts = [product(vectors) for product in curvature.minibatches()]
     torch.testing.assert_close(torch.stack(parts).mean(0), curvature(vectors))  # though the last batch is smaller
     assert (curvature.n_batches, curvature.n_classes, curvature.n_data) == (4, 1, 20)
     estimate = curvature.estimated_diagonal(300, generator())

@@ -12,21 +12,23 @@ single sample; both are therefore averaged over samples before one is divided by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.linalg.arguments import require_choice
 from laplace_plus.linalg.probes import jackknife, standard_error
+from laplace_plus.network import Network
 
 Estimator = Literal["ratio", "function", "weight"]
 
 
 @dataclass(frozen=True)
 class EffectiveDimension:
-    """Effective dimensions and how well they are known.
+    """Effective dimensions with their standard errors.
 
     Attributes:
         value: γ, 0-d or ``[G]``, between 0 and the number of parameters.
@@ -74,14 +76,8 @@ def effective_dimension(
     Raises:
         ConfigurationError: Another estimator.
     """
-    size = size.to(function_space)
-    k = len(function_space)
-    if estimator == "function":
-        values = function_space
-    elif estimator == "weight":
-        values = size - weight_space
-    elif estimator != "ratio":
-        raise ConfigurationError("Unknown estimator.", expected='"ratio", "function" or "weight"', got=repr(estimator))
+    require_choice("estimator", estimator, Estimator)
+    size, k = size.to(function_space), len(function_space)
     if estimator == "ratio":
         value = _ratio(function_space.mean(0), weight_space.mean(0), size)
         sem = torch.full_like(value, torch.inf)
@@ -89,6 +85,7 @@ def effective_dimension(
             a, b = ((total.sum(0) - total) / (k - 1) for total in (function_space, weight_space))
             sem = jackknife(_ratio(a, b, size))
     else:
+        values = function_space if estimator == "function" else size - weight_space
         value, sem = values.mean(0).clamp_min(0.0).minimum(size), standard_error(values)
     energy = (function_space + weight_space).sum(1) / size.sum()
     return EffectiveDimension(value, sem, size, (float(energy.mean()), float(standard_error(energy))))
@@ -108,3 +105,35 @@ def _ratio(function_space: Tensor, weight_space: Tensor, size: Tensor) -> Tensor
     a = function_space.clamp_min(0.0)
     total = a + weight_space
     return torch.where(total > 0, size * a / torch.where(total > 0, total, 1.0), 0.0).minimum(size)
+
+
+@dataclass(frozen=True)
+class SamplingReport:
+    """How accurate the samples are, and the effective dimensions that they give.
+
+    Attributes:
+        residual: ``‖∇L′‖`` of each sample, relative to that at zero, in units of the prior's standard deviation, [k].
+        energy: ``E[zᵀ H z] / P``, which is 1 but for sampling where the solves have converged, and its standard error.
+        effective_dimension: γ of all parameters.
+        by_layer: γ of every layer.
+        iterations: Passes over the data that the solve took.
+        converged: Whether no residual exceeds the solver's tolerance.
+    """
+
+    residual: Tensor
+    energy: tuple[float, float]
+    effective_dimension: EffectiveDimension
+    by_layer: EffectiveDimension
+    iterations: int
+    converged: bool
+
+    @classmethod
+    def create(
+        cls, sums: Sequence[Tensor], network: Network, residual: Tensor, iterations: int, converged: bool
+    ) -> SamplingReport:
+        """A report from ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of every layer, ``[k, L]`` each."""
+        sizes = torch.bincount(network.layer_index(), minlength=len(network.layers))
+        function_space, weight_space = sums
+        total = total_dimension(function_space, weight_space, sizes)
+        by_layer = effective_dimension(function_space, weight_space, sizes)
+        return cls(residual, total.energy, total, by_layer, iterations, converged)

@@ -1,13 +1,14 @@
 """Sample-then-optimise Laplace: posterior samples of the tangent model without any factorisation.
 
 Antorán, Padhy, Barbano, Nalisnick, Janz and Hernández-Lobato, "Sampling-based inference for large linear models, with
-application to linearised Laplace", 2023. See ``sample_then_optimise`` for the objective and
+application to linearised Laplace", 2023. See ``objective`` for the linear systems and
 ``effective_dimension`` for the estimator behind the prior precision's updates.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from laplace_plus.curvature.linearization import Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.distributed import Distributed
-from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.io import digest
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.configuration import check_count, full_precision
@@ -30,22 +31,14 @@ from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
     Estimator,
+    SamplingReport,
     group_sums,
     total_dimension,
 )
 from laplace_plus.posteriors.sampled.expectation_maximisation import SampledMethod
+from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
-from laplace_plus.posteriors.sampled.report import SamplingReport, reported, warn_unless_converged
-from laplace_plus.posteriors.sampled.sample_then_optimise import (
-    CGSolver,
-    Draws,
-    PriorUnits,
-    SGDSolver,
-    Solved,
-    resolve_solver,
-    solve,
-    solver_config,
-)
+from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solve, solver_config
 from laplace_plus.posteriors.sampled.tuning import TuningOptions, tune_prior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
@@ -271,8 +264,17 @@ class SampledLaplace(SampleBased):
         index, n_layers = self.network.layer_index(), len(self.network.layers)
         self._parts = [group_sums(solved.u, other, index, n_layers) for other in (solved.image, solved.u)]
         self._z, self._solved_at = z, self._hyperparameters()
-        self._report = reported(self._parts, self.network, solved.residual, solved.iterations, solved.converged)
-        warn_unless_converged(self._report, self.solver.tolerance)
+        self._report = SamplingReport.create(
+            self._parts, self.network, solved.residual, solved.iterations, solved.converged
+        )
+        if not solved.converged:
+            warnings.warn(
+                f"The samples' residuals are up to {float(solved.residual.max()):.2g} after {solved.iterations} passes "
+                f"over the data (tolerance {self.solver.tolerance:.2g}). Allow for more of them, use a preconditioner, "
+                "or raise the tolerance.",
+                ConvergenceWarning,
+                stacklevel=5,
+            )
 
     def _hyperparameters(self) -> tuple[Tensor, ...]:
         precision = self._prior_precision.detach().clone()
@@ -479,6 +481,6 @@ class SampledLaplace(SampleBased):
         self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
         self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
         self._solved_at, self._data_sum = self._hyperparameters(), header.get("data_sum")
-        self._report = reported(
+        self._report = SamplingReport.create(
             self._parts, self.network, tensors["report.residual"], header["iterations"], header["converged"]
         )

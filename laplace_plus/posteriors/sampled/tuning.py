@@ -28,8 +28,9 @@ from laplace_plus.posteriors.sampled.expectation_maximisation import (
     TuningStep,
     tune_by_samples,
 )
+from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
-from laplace_plus.posteriors.sampled.sample_then_optimise import Draws, PriorUnits, Solved, Solver, solve
+from laplace_plus.posteriors.sampled.solvers import Solver, solve
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Alternation:
     def measured(self, precision: Tensor, noise_std: Tensor | None, z: Tensor) -> Sampled:
         """What samples that were solved for at these hyperparameters say; takes one pass."""
         system = self.system(precision, noise_std)
-        return self._described(system, system.check(z * system.root, self._draws, self._solver, 0))
+        return self._described(system, system.check(z * system.root, self._draws, self._solver.largest_residual, 0))
 
     def _described(self, system: PriorUnits, solved: Solved) -> Sampled:
         self.last = solved

@@ -1,0 +1,230 @@
+"""Posterior samples of the tangent model as solutions of linear systems: the objective.
+
+With features ``Φ = J``, output curvature B and prior precision A, the tangent model's posterior has the precision
+``H = Φᵀ B Φ + A``. Noise ``ε ~ N(0, B⁻¹)``, ``θ⁰ ~ N(0, A⁻¹)`` makes the minimiser of
+
+    L(z)  = ½ Σ ‖ε_i − φ_i z‖²_{B_i} + ½ ‖z − θ⁰‖²_A
+
+a draw from ``N(0, H⁻¹)``. So does the objective with the same minimiser and a fraction of the gradient noise,
+
+    L′(z) = ½ Σ ‖φ_i z‖²_{B_i} + ½ ‖z − θⁿ‖²_A,    θⁿ = θ⁰ + A⁻¹ Φᵀ B^½ η,    η ~ N(0, I),
+
+in which the noise is one fixed vector: one backward pass over the data, and no inverse of B, which is singular for
+classes (Antorán et al., "Sampling-based inference for large linear models, with application to linearised Laplace",
+2023). Everything here is in units of the prior's standard deviation, ``u = A^½ z``, where the system reads
+
+    (I + W) u = ξ + A^-½ Φᵀ B^½ η,    W = A^-½ Φᵀ B Φ A^-½,    ξ = A^½ θ⁰ ~ N(0, I),
+
+whose smallest eigenvalue is at least 1: an error is never larger than its residual. The draws ξ and ``Φᵀ B^½ η`` do not
+depend on the prior, and serve for any other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.batches import Batch
+from laplace_plus.curvature import GGNOperator
+from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.network import Network, exact_arithmetic
+
+Rows = Callable[[Tensor], Tensor]
+"""A linear function of row vectors ``[k, n]``."""
+
+_PROBED_BATCHES = 4
+_POWER_ITERATIONS = 8
+"""Batches, and power iterations on each, that decide on a learning rate; measured to find at least 80 % of the largest
+eigenvalue of all batches, for which :meth:`PriorUnits.learning_rate` allows."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The noise that makes a solution a sample: drawn once, for any prior and any weight of the data.
+
+    Attributes:
+        prior: ``ξ ~ N(0, I)``, ``[k, P]``, independent for every entry of every parameter.
+        data: ``Φᵀ B₁^½ η`` with the output curvature B₁ at unit noise and temperature, ``[k, P]``.
+    """
+
+    prior: Tensor
+    data: Tensor
+
+
+class TangentCurvature(GGNOperator):
+    """``M₁ = Σ_i φ_iᵀ B_i φ_i`` at unit observation noise, with the noise ``Φᵀ B₁^½ η`` and products by batches.
+
+    Args:
+        network: The network.
+        likelihood: The likelihood, of one noise level at most.
+        data: An iterable of batches that can be started again.
+        chunk_size: Number of vectors that are pushed through the network at a time.
+
+    Attributes:
+        n_batches: Number of batches.
+        n_classes: C, the number of outputs for each example or position.
+    """
+
+    n_batches = 0
+    n_classes = 0
+
+    def __init__(self, network: Network, likelihood: Likelihood, data: Iterable[Any], *, chunk_size: int = CHUNK_SIZE):
+        noise = likelihood.noise_std
+        unit = likelihood if noise is None else likelihood.with_noise(torch.ones_like(noise))
+        super().__init__(network, unit, data, chunk_size=chunk_size)
+
+    @override
+    def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
+        super()._look_at(batch, outputs, n_seen)
+        self.n_batches += 1
+        self.n_classes = outputs.shape[-1]
+
+    @property
+    def data_sum(self) -> float:
+        """A number by which data are recognised, whatever batches they are cut into and in whatever order."""
+        return self._stream.checksum
+
+    def pulled_noise(self, count: int, generator: torch.Generator | None) -> Tensor:
+        """``Φᵀ B₁^½ η`` for fresh ``η ~ N(0, I)``, ``[count, P]``: one pass of backward passes."""
+        total = torch.zeros(count, self.shape[1], dtype=self.dtype, device=self.device)
+        with exact_arithmetic(self.network), torch.no_grad():
+            for line, noise in self._output_noise("sampling noise", count, generator):
+                line.pull.add_to(total, noise)
+        return total
+
+    def estimated_diagonal(self, count: int, generator: torch.Generator) -> Tensor:
+        """``diag M₁`` as the mean of squares of every batch's own ``Φ_bᵀ B₁^½ η``, ``[P]``: one pass.
+
+        Its relative error is ``(2 / (count · batches))^½`` at most where all batches contribute alike.
+
+        Args:
+            count: Number of random vectors for each batch.
+            generator: Source of randomness.
+        """
+        total = torch.zeros(self.shape[1], dtype=self.dtype, device=self.device)
+        with exact_arithmetic(self.network), torch.no_grad():
+            for line, noise in self._output_noise("diagonal", count, generator):
+                for cotangent in noise:
+                    pulled = line.pull.one(cotangent)
+                    total.addcmul_(pulled, pulled, value=1 / count)
+        return total
+
+    def _output_noise(
+        self, description: str, count: int, generator: torch.Generator | None
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """Each batch's linearisation with ``B₁^½ η``, ``[count, B, *, C]``, in one pass."""
+        for batch, line in self._stream.linearizations(description, ordered=False):
+            root = self._output_root(batch, line.outputs, 0)
+            eta = draw_probes("gaussian", count, root.size, generator=generator, dtype=self.dtype, device=self.device)
+            yield line, root.up(eta).to(self.dtype)
+
+    def minibatches(self) -> Iterator[Rows]:
+        """For each batch the product with its part of ``M₁``, times the number of batches.
+
+        Their mean is ``M₁``; with a factor ``N / B`` a smaller last batch would count for too much.
+        """
+        for batch, line in self._stream.linearizations("minibatches", ordered=False):
+            root = self._output_root(batch, line.outputs, 0)
+
+            def product(vectors: Tensor, line: Any = line, root: Any = root) -> Tensor:
+                result = torch.zeros_like(vectors)
+                for start in range(0, len(vectors), self._stream.chunk_size):
+                    some = slice(start, start + self._stream.chunk_size)
+                    line.pull.add_to(result[some], root.up(root.down(line.push(vectors[some]))).to(result.dtype))
+                return result.mul_(self.n_batches)
+
+            yield product
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Solutions of ``(I + W) u = b``.
+
+    Attributes:
+        u: ``[k, P]``.
+        image: ``W u``, ``[k, P]``.
+        residual: ``‖b − u − W u‖ / ‖b‖``, ``[k]``: the gradient of ``L′`` in the prior's units.
+        iterations: Passes over the data.
+        converged: Whether no residual exceeds the tolerance.
+    """
+
+    u: Tensor
+    image: Tensor
+    residual: Tensor
+    iterations: int
+    converged: bool
+
+
+class PriorUnits:
+    """The system ``(I + W) u = b`` at one prior precision and one weight of the data.
+
+    Args:
+        curvature: ``M₁``.
+        precision: A's diagonal, ``[P]``.
+        weight: The factor on ``M₁`` from noise and temperature, ``1/(σ² T)``.
+
+    Attributes:
+        root: ``A^½``, ``[P]``.
+    """
+
+    def __init__(self, curvature: TangentCurvature, precision: Tensor, weight: float):
+        self.curvature, self.weight = curvature, weight
+        self.root = precision.to(curvature.device).sqrt().to(curvature.dtype)
+
+    def right_hand_side(self, draws: Draws) -> Tensor:
+        """``b = ξ + A^-½ Φᵀ B^½ η``, ``[k, P]``."""
+        return torch.addcdiv(draws.prior, draws.data, self.root, value=self.weight**0.5)
+
+    def image(self, u: Tensor, product: Rows | None = None) -> Tensor:
+        """``W u``; with the product of a minibatch its estimate."""
+        result = (self.curvature if product is None else product)(u / self.root)
+        return result.mul_(self.weight).div_(self.root)
+
+    def system(self, u: Tensor, product: Rows | None = None) -> Tensor:
+        """``(I + W) u``; arguments as for :meth:`image`."""
+        return self.image(u, product).add_(u)
+
+    def check(self, u: Tensor, draws: Draws, tolerance: float, iterations: int) -> Solved:
+        """How near to the solution u is, from one product."""
+        with exact_arithmetic(self.curvature.network), torch.no_grad():
+            b, image = self.right_hand_side(draws), self.image(u)
+            size = b.norm(dim=-1)
+            residual = b.sub_(u).sub_(image).norm(dim=-1) / size
+        return Solved(u, image, residual.double(), iterations, bool((residual <= tolerance).all()))
+
+    def learning_rate(self, draws: Draws, momentum: float) -> float:
+        """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.
+
+        A single batch is the system itself: ``1/(1 + λ)``. Of several, gradient noise in proportion to the iterate
+        is amplified by the momentum μ, and ``(1 − μ)/(1 + λ)`` keeps its growth below the contraction.
+        """
+        largest, few = 0.0, draws.prior[:2]
+        with exact_arithmetic(self.curvature.network), torch.no_grad():
+            for _, product in zip(range(_PROBED_BATCHES), self.curvature.minibatches()):  # noqa: B905
+                largest = max(largest, largest_eigenvalue(partial(self.image, product=product), few, _POWER_ITERATIONS))
+        return (1 if self.curvature.n_batches == 1 else 1 - momentum) / (1 + 1.2 * largest)
+
+
+def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:
+    """A lower bound of the largest eigenvalue of a positive semi-definite matrix, by power iterations on a few rows.
+
+    Args:
+        product: The matrix.
+        start: Random rows ``[m, n]``.
+        iterations: Number of products.
+    """
+    vectors = start / start.norm(dim=-1, keepdim=True)
+    found = torch.zeros(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    for _ in range(iterations):
+        vectors = product(vectors)
+        found = vectors.norm(dim=-1)
+        vectors = vectors / found.clamp_min(1e-30)[:, None]
+    return float(found.max())
