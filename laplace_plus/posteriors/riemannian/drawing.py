@@ -1,4 +1,4 @@
-"""Samples along the loss surface, in groups that an interruption leaves intact: by geodesics or by diffusion."""
+"""Samples along the loss surface, by geodesics or by diffusion, in groups that an interruption leaves intact."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.resuming import Checkpoint
 
 _GROUP = 32
-"""Geodesics that advance together, if memory allows."""
+"""Geodesics that advance together, if memory allows; an interruption loses at most so many."""
 
 _VECTORS = 80
 """Vectors of the parameters' length that one geodesic takes, as measured: positions and velocities in the stages of a
-step and what they are combined to, gradients, and, in double precision, velocities behind a crease."""
+step and their combinations, gradients, and, in double precision, velocities behind a crease."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ExponentialMap:
         given = self.training_prior_precision
         if given is not None and not (0 <= given < math.inf):
             raise ConfigurationError(
-                "This is no precision of a prior.", expected="training_prior_precision >= 0", got=repr(given)
+                "Bad precision of training's prior.", expected="training_prior_precision >= 0", got=repr(given)
             )
 
 
@@ -81,32 +81,28 @@ def resolve_method(method: Any) -> Manifold:
     """
     if isinstance(method, ExponentialMap | Diffusion):
         return method
-    if isinstance(method, str) and method in METHODS:
-        return METHODS[method]()
-    if isinstance(method, dict) and method.get("name") in METHODS:
-        options = {name: value for name, value in method.items() if name != "name"}
-        try:
-            return METHODS[method["name"]](**options)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"The method {method['name']!r} has no such option.", got=", ".join(options)
-            ) from error
-    raise ConfigurationError(
-        "There is no such way of sampling.",
-        expected='"exponential", "diffusion", lp.ExponentialMap(...) or lp.Diffusion(...)',
-        got=repr(method),
-    )
+    options = dict(method) if isinstance(method, dict) else {"name": method}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in METHODS:
+        raise ConfigurationError(
+            "Unknown method.",
+            expected='"exponential", "diffusion", lp.ExponentialMap(...) or lp.Diffusion(...)',
+            got=repr(method),
+        )
+    try:
+        return METHODS[name](**options)
+    except TypeError as error:
+        raise ConfigurationError(f"Unknown option of the method {name!r}.", got=", ".join(options)) from error
 
 
 def method_config(method: Manifold) -> dict[str, Any]:
     """A method in JSON's terms."""
-    name = next(name for name, cls in METHODS.items() if isinstance(method, cls))
-    return {"name": name, **asdict(method)}
+    return {"name": "exponential" if isinstance(method, ExponentialMap) else "diffusion", **asdict(method)}
 
 
 @dataclass(frozen=True)
 class PathReport:
-    """How the samples of a :class:`~laplace_plus.Riemannian` posterior were come by, failed ones included.
+    """How the samples of a :class:`~laplace_plus.Riemannian` posterior were found, failed ones included.
 
     Attributes:
         statuses: ``[n]`` integers, :class:`~laplace_plus.geometry.PathStatus`.
@@ -134,32 +130,33 @@ class PathReport:
         return int((self.statuses != PathStatus.ARRIVED).sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is for each sample."""
-        return {"statuses": self.statuses, "n_evaluations": self.n_evaluations, "energy_drift": self.energy_drift}
+        """The entries that each sample has."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def numbers(self) -> dict[str, float]:
-        """What there is for all of them."""
-        return {"tail": self.tail, "gradient_norm": self.gradient_norm, "decrement": self.decrement}
+        """The entries for all samples together."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> PathReport:
-        """What :meth:`tensors`, among others, and :meth:`numbers` gave."""
+        """From :meth:`tensors`, among others, and :meth:`numbers`."""
         return cls(tensors["statuses"], tensors["n_evaluations"], tensors["energy_drift"], **numbers)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples ``[n, P]``, NaN for those that failed, and how each of them was come by."""
+    """Samples ``[n, P]``, NaN for those that failed, and their report."""
 
     points: Tensor
     report: PathReport
 
     @classmethod
-    def joined(cls, parts: list[Drawn]) -> Drawn:
+    def joined(cls, groups: list[Drawn]) -> Drawn:
         """Several groups as one."""
-        columns = {key: torch.cat([part.report.tensors()[key] for part in parts]) for key in parts[0].report.tensors()}
-        report = PathReport.read(columns, {"tail": max(part.report.tail for part in parts)})
-        return cls(torch.cat([part.points for part in parts]), report)
+        reports = [group.report for group in groups]
+        tensors = {name: torch.cat([report.tensors()[name] for report in reports]) for name in reports[0].tensors()}
+        report = PathReport.read(tensors, {"tail": max(report.tail for report in reports)})
+        return cls(torch.cat([group.points for group in groups]), report)
 
 
 def draw(
@@ -183,52 +180,56 @@ def draw(
         tangents: Draws tangent samples, ``θ − θ̂``.
         n: Number of samples.
         seed: Where all randomness starts.
-        checkpoint: Where to go on from.
+        checkpoint: Where to continue from.
         progress: Whether to show a progress bar.
         name: The words before it.
     """
     source = torch.Generator().manual_seed(seed)
-    device = start.device
-    saved = None if checkpoint is None else checkpoint.read("draws", device)
+    saved = None if checkpoint is None else checkpoint.read("draws", start.device)
     if saved is not None:
-        given = saved[1]
+        noise = saved[1]
     else:
-        given = {"seeds": torch.randint(2**62, (n,), generator=source)}
+        noise = {"seeds": torch.randint(2**62, (n,), generator=source)}
         if isinstance(method, ExponentialMap):
-            given["velocities"] = tangents(n, source)
+            noise["velocities"] = tangents(n, source)
         if checkpoint is not None:
-            checkpoint.write("draws", {}, given)
-    size = 1 if isinstance(method, Diffusion) else _together(start, n)
-    parts = []
-    groups = torch.arange(n).split(size)
-    for number, some in enumerate(progress_bar(groups, enabled=progress, description=name)):
+            checkpoint.write("draws", {}, noise)
+    size = 1
+    if isinstance(method, ExponentialMap):
+        room = budget(start.device) // 2
+        size = max(1, min(n, _GROUP, room // max(1, _VECTORS * start.numel() * start.element_size())))
+    groups = []
+    parts = torch.arange(n).split(size)
+    for number, some in enumerate(progress_bar(parts, enabled=progress, description=name)):
         stage = f"samples-{number:05d}"
-        before = None if checkpoint is None else checkpoint.read(stage, device)
+        before = None if checkpoint is None else checkpoint.read(stage, start.device)
         if before is not None:
-            parts.append(Drawn(before[1]["points"], PathReport.read(before[1], before[0])))
+            groups.append(Drawn(before[1]["points"], PathReport.read(before[1], before[0])))
             continue
-        seeds = given["seeds"].tolist()[int(some[0]) : int(some[-1]) + 1]
+        seeds = noise["seeds"][some.to(noise["seeds"].device)].tolist()
         if isinstance(method, ExponentialMap):
-            part = _by_geodesics(method, landscape, start, given["velocities"][some.to(device)], seeds)
+            group = _by_geodesics(method, landscape, start, noise["velocities"][some.to(start.device)], seeds)
         else:
-            part = _by_diffusion(method, landscape, start, seeds[0])
-        parts.append(part)
+            group = _by_diffusion(method, landscape, start, seeds[0])
+        groups.append(group)
         if checkpoint is not None:
-            checkpoint.write(stage, part.report.numbers(), {"points": part.points, **part.report.tensors()})
-    return Drawn.joined(parts)
-
-
-def _together(start: Tensor, n: int) -> int:
-    room = budget(start.device) // 2
-    return max(1, min(n, _GROUP, room // max(1, _VECTORS * start.numel() * start.element_size())))
+            checkpoint.write(stage, group.report.numbers(), {"points": group.points, **group.report.tensors()})
+    return Drawn.joined(groups)
 
 
 def _by_geodesics(
     method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
 ) -> Drawn:
     surface: LossLandscape | list[Landscape] = landscape
-    if method.minibatch is not None:
-        surface = list(_minibatches(landscape, method.minibatch, seeds))
+    if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
+        if method.minibatch > landscape.n_data:
+            raise ConfigurationError(
+                "A minibatch is larger than the data.",
+                expected=f"minibatch <= {landscape.n_data}",
+                got=repr(method.minibatch),
+            )
+        orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        surface = list(landscape.subsets([order[: method.minibatch] for order in orders]))
     found = exponential_map(
         surface,
         start,
@@ -239,16 +240,6 @@ def _by_geodesics(
         max_energy_change=method.max_energy_change,
     )
     return Drawn(found.endpoint, PathReport(found.statuses, found.n_evaluations, found.energy_drift))
-
-
-def _minibatches(landscape: LossLandscape, size: int, seeds: list[int]) -> list[LossLandscape]:
-    """One random subset for each seed, all of them gathered in one pass."""
-    if size > landscape.n_data:
-        raise ConfigurationError(
-            "There is no such subset.", expected=f"minibatch <= {landscape.n_data}", got=repr(size)
-        )
-    orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return landscape.subsets([order[:size] for order in orders])
 
 
 def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Drawn:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus import io
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import Linearization, Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
@@ -28,13 +27,12 @@ from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, Sm
 from laplace_plus.evidence import fitted_data
 from laplace_plus.geometry import LossLandscape, PathStatus, kinks
 from laplace_plus.geometry.integration import failures
-from laplace_plus.io import digest
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
-from laplace_plus.posteriors.resuming import Checkpoint, survey
+from laplace_plus.posteriors.resuming import Checkpoint, identity, survey
 from laplace_plus.posteriors.riemannian.drawing import (
     Drawn,
     ExponentialMap,
@@ -49,8 +47,8 @@ from laplace_plus.selection import Selection
 
 WHY = "Samples along the loss surface come from many passes over the data."
 
-_FEW = 16
-"""Tangent samples that tell how far the weights are from a stationary point."""
+_DECREMENT_SAMPLES = 16
+"""Tangent samples that estimate the decrement; their relative standard error is ``(2/16)^½ = 0.35``."""
 
 
 class Riemannian(AroundTangent):
@@ -139,7 +137,7 @@ class Riemannian(AroundTangent):
             self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
         super().__init__(model, likelihood, **options)
         self._drawn: Drawn | None = None
-        self._data_sum: float | None = None
+        self.data_sum: float | None = None
         self._drawn_at: tuple[Tensor, ...] = ()
         self._seed = 0
         self._share()
@@ -160,11 +158,14 @@ class Riemannian(AroundTangent):
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         tangent = self.tangent
-        found = self._kinks(data)
+        found: tuple[str, ...] = ()
+        if not self._linearized:
+            batch = next(iter(self.batches(data, progress=False, description="")), None)
+            found = () if batch is None else kinks(self.network, batch.inputs)
         n_data, _, data_summary = survey(self, data)
         data_sum = float(data_summary[0])
         if self._given:
-            self._check_data(n_data, data_sum, getattr(tangent, "_data_sum", None))
+            self._check_data(n_data, data_sum, getattr(tangent, "data_sum", None))
             if isinstance(tangent, GaussianPosterior):
                 fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
@@ -172,23 +173,16 @@ class Riemannian(AroundTangent):
         self._share()
         self._vector = tangent.mean
         self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs
-        self._drawn, self._data_sum = None, data_sum
-        self._seed = _new_seed(generator)
+        self._drawn, self.data_sum = None, data_sum
+        self._seed = int(torch.randint(2**62, (1,))) if generator is None else draw_seed(generator)
         if found:
             warnings.warn(
-                f"The network's {', '.join(found)} make its loss other than twice differentiable, which the theory of "
-                "this posterior assumes. Samples may be poor; prefer smooth activations such as tanh, GELU or SiLU, or "
+                f"The network's {', '.join(found)} keep its loss from being twice differentiable, as the theory "
+                "of this posterior assumes. Samples may be poor; prefer smooth activations such as tanh or GELU, or "
                 "lp.ExponentialMap(linearized=True).",
                 SmoothnessWarning,
                 stacklevel=5,
             )
-
-    def _kinks(self, data: Iterable[Any]) -> tuple[str, ...]:
-        if self._linearized:
-            return ()
-        for batch in self.batches(data, progress=False, description=""):
-            return kinks(self.network, batch.inputs)
-        return ()
 
     @property
     def _linearized(self) -> bool:
@@ -210,7 +204,7 @@ class Riemannian(AroundTangent):
         )
 
     def _check_data(self, n_data: int, data_sum: float, known: float | None) -> None:
-        """Refuse other data than those of the tangent's fit, as far as it is known what these add up to."""
+        """Raise :class:`DataError` for other data than those of the tangent's fit, as far as their sum is known."""
         others = known is not None and not same_sum(known, data_sum)
         if n_data != self.tangent.n_data or others:
             raise DataError(
@@ -234,10 +228,10 @@ class Riemannian(AroundTangent):
         Args:
             n: Number of samples; by default ``n_samples``.
             data: The training data; by default those of :meth:`fit`.
-            generator: Source of randomness; by default what :meth:`fit` had decided on.
+            generator: Source of randomness; by default the seed that :meth:`fit` drew.
             progress: Whether to show a progress bar.
-            checkpoint: A folder to which finished samples are written, a few at a time. A call that finds it there goes
-                on from it, to the same samples.
+            checkpoint: A folder to which finished samples are written, a few at a time. A call that finds it there
+                continues from it, to the same samples.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -253,8 +247,12 @@ class Riemannian(AroundTangent):
         count = self.n_samples if n is None else n
         check_count(count, "n")
         landscape = self._landscape(self.training_data.again(data, WHY))
-        self._check_data(landscape.n_data, landscape.checksum, self._data_sum)
+        self._check_data(landscape.n_data, landscape.checksum, self.data_sum)
         seed = self._seed if generator is None else draw_seed(generator)
+        folder = None
+        if checkpoint is not None:
+            more = {"data": f"{landscape.checksum:.6e}", "number of samples": count}
+            folder = Checkpoint(checkpoint, identity(self, landscape.n_data) | more)
         drawn = draw(
             self.method,
             landscape,
@@ -262,12 +260,14 @@ class Riemannian(AroundTangent):
             lambda n, source: self.tangent.sample(n, generator=source) - self.tangent.mean,
             count,
             seed,
-            self._checkpoint(checkpoint, landscape, count),
+            folder,
             progress=progress,
             name=type(self).__name__,
         )
         gradient = landscape.gradient(self.mean[None])[0]
-        slopes = (self.tangent.sample(_FEW, generator=torch.Generator().manual_seed(seed)) - self.mean) @ gradient
+        slopes = (
+            self.tangent.sample(_DECREMENT_SAMPLES, generator=torch.Generator().manual_seed(seed)) - self.mean
+        ) @ gradient
         report = replace(
             drawn.report, gradient_norm=float(gradient.norm()), decrement=float(slopes.square().mean()) / 2
         )
@@ -286,7 +286,7 @@ class Riemannian(AroundTangent):
         )
         if failed == total:
             raise SamplingError(
-                "Not one sample could be drawn.",
+                "No sample could be drawn.",
                 expected=f"{total} paths that arrive",
                 got=failures(report.statuses),
                 fix=fix,
@@ -296,28 +296,6 @@ class Riemannian(AroundTangent):
             ConvergenceWarning,
             stacklevel=4,
         )
-
-    def _checkpoint(
-        self, folder: str | os.PathLike[str] | None, landscape: LossLandscape, count: int
-    ) -> Checkpoint | None:
-        if folder is None:
-            return None
-        noise = self.noise_std
-        identity = {
-            "network": io.fingerprint(self.network.model)["sha256"],
-            "parameters": list(self.parameter_names),
-            "masks": {s.name: digest(s.mask) for s in self.network.selected if s.mask is not None},
-            "likelihood": self.likelihood.config(),
-            "number of data": landscape.n_data,
-            "data": f"{landscape.checksum:.6e}",
-            "options": self.options(),
-            "number of samples": count,
-            "prior precision": digest(self._prior_precision),
-            "prior mean": digest(self._prior_mean),
-            "temperature": digest(self._temperature),
-            "noise": None if noise is None else digest(noise),
-        }
-        return Checkpoint(folder, identity)
 
     def _hyperparameters(self) -> tuple[Tensor, ...]:
         noise = self.noise_std
@@ -345,7 +323,7 @@ class Riemannian(AroundTangent):
     @property
     @full_precision
     def report(self) -> PathReport:
-        """How all samples were come by; they are drawn if need be."""
+        """How all samples were found; they are drawn if need be."""
         return self._bank().report
 
     @override
@@ -397,7 +375,7 @@ class Riemannian(AroundTangent):
             "tangent": header,
             "report": drawn.report.numbers(),
             "seed": str(self._seed),
-            "data_sum": self._data_sum,
+            "data_sum": self.data_sum,
         }
         return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
 
@@ -409,10 +387,6 @@ class Riemannian(AroundTangent):
         self.tangent.remember_weights()
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
-        self._data_sum = header.get("data_sum")  # not in older files
+        self.data_sum = header.get("data_sum")  # not in older files
         self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
         self._drawn_at = self._hyperparameters()
-
-
-def _new_seed(generator: torch.Generator | None) -> int:
-    return int(torch.randint(2**62, (1,))) if generator is None else draw_seed(generator)

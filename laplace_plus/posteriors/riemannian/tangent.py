@@ -1,4 +1,4 @@
-"""Posteriors built around a tangent Gaussian: one network and one set of hyperparameters for both."""
+"""Posteriors around a tangent Gaussian, which share its network and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from laplace_plus.priors import GaussianPrior, Groups
 
 
 class AroundTangent(Posterior):
-    """A posterior whose hyperparameters are those of another one, its tangent, wherever they are set or tuned.
+    """A posterior with the hyperparameters of another one, its tangent, wherever they are set or tuned.
 
     Attributes:
         tangent: The other posterior.
@@ -102,7 +102,7 @@ class AroundTangent(Posterior):
 
 
 def no_tangent(got: Any) -> ConfigurationError:
-    """The error for a tangent that is none."""
+    """The error for a tangent of another kind."""
     return ConfigurationError(
         "The tangent is a Gaussian posterior.",
         expected="a class such as lp.Full, its name, or a fitted posterior of this network",
@@ -111,7 +111,7 @@ def no_tangent(got: Any) -> ConfigurationError:
 
 
 def check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: dict[str, Any]) -> None:
-    """Raise :class:`ConfigurationError` unless a posterior can be taken as it is, without further ``options``."""
+    """Raise :class:`ConfigurationError` unless a fitted posterior can serve as the tangent, without ``options``."""
     if isinstance(tangent, AroundTangent):
         raise no_tangent(tangent)
     if not tangent.is_fitted or tangent.network.model is not unwrap(model):

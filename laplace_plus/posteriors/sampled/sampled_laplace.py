@@ -128,7 +128,7 @@ class SampledLaplace(SampleBased):
         self._draws: Draws | None = None
         self._z: Tensor | None = None
         self._solved_at: tuple[Tensor, ...] = ()
-        self._data_sum: float | None = None
+        self.data_sum: float | None = None
         self._report: SamplingReport | None = None
         self._problem: TangentProblem | None = None
         self._checkpoint_folder: Path | None = None
@@ -191,7 +191,7 @@ class SampledLaplace(SampleBased):
         z, solved = self._solve(problem, draws, None, checkpoint, "fit", progress=progress)
         self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
         self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
-        self._data_sum = problem.curvature.data_sum
+        self.data_sum = problem.curvature.data_sum
         self._ways = Ways()
         self._take(z, solved)
 
@@ -314,7 +314,7 @@ class SampledLaplace(SampleBased):
                 expected=f"the {self.n_data} examples of fit()",
                 got=f"{problem.curvature.n_data}",
             )
-        if self._data_sum is not None and not same_sum(self._data_sum, problem.curvature.data_sum):
+        if self.data_sum is not None and not same_sum(self.data_sum, problem.curvature.data_sum):
             raise DataError(
                 "These are not the data that the noise was drawn for.",
                 expected=f"the {self.n_data} examples of fit(), in any order",
@@ -461,7 +461,7 @@ class SampledLaplace(SampleBased):
         z = self._deviations()
         draws, report = self._draws, self._report
         assert draws is not None and report is not None
-        header = {"iterations": report.iterations, "converged": report.converged, "data_sum": self._data_sum}
+        header = {"iterations": report.iterations, "converged": report.converged, "data_sum": self.data_sum}
         tensors = {
             "vector": self.mean,
             "samples": z,
@@ -480,7 +480,7 @@ class SampledLaplace(SampleBased):
         self._vector, self._z, self._tangent_mean = tensors["vector"], tensors["samples"], tensors.get("tangent_mean")
         self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
         self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
-        self._solved_at, self._data_sum = self._hyperparameters(), header.get("data_sum")
+        self._solved_at, self.data_sum = self._hyperparameters(), header.get("data_sum")
         self._report = SamplingReport.create(
             self._parts, self.network, tensors["report.residual"], header["iterations"], header["converged"]
         )

@@ -1,4 +1,4 @@
-"""How a subnetwork is chosen: which entries of a network's parameters are worth a posterior.
+"""Selectors of a subnetwork: which entries of a network's parameters get a posterior.
 
 The squared 2-Wasserstein distance between a Gaussian posterior over all weights and one that keeps some of them and
 fixes the rest at their means is, with both taken as diagonal, the sum of the marginal variances that are left out. It
@@ -84,10 +84,10 @@ class Selector(ABC):
 
 
 def _count(size: float, total: int) -> int:
-    """How many of ``total`` entries: a number as it is, a fraction below one of them all."""
+    """Number of entries that an int, or a float as a fraction of ``total``, asks for."""
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
         raise ConfigurationError(
-            "There is no such size of a subnetwork.",
+            "Bad size of a subnetwork.",
             expected="a number of entries (int), or a fraction of them between 0 and 1 (float)",
             got=repr(size),
         )
@@ -108,7 +108,7 @@ def _count(size: float, total: int) -> int:
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """The mask of the entries of largest score; of equal ones, the first."""
+    """The mask of the entries with the largest scores; the first ones where scores are equal."""
     if not bool(torch.isfinite(scores).all()):
         raise NonFiniteError(
             "The entries cannot be ordered.", expected="finite magnitudes or variances", got="NaN or Inf"
@@ -125,8 +125,8 @@ class LargestVariance(Selector):
 
     Of all choices of that size these leave the smallest Wasserstein distance to the posterior over all candidates, both
     taken as diagonal. An entry that no prediction depends on has, in a Laplace approximation, the prior's variance, the
-    largest there is, and is chosen first; with many of these, predictions from the subnetwork are too sure. SGD does
-    not move such entries, and its variances leave them out.
+    largest there is, and is chosen first; with many of these, predictions from the subnetwork are overconfident. SGD
+    does not move such entries, and its variances leave them out.
 
     Args:
         size: Number of entries (int), or the fraction of all candidates (float, at most 1).
@@ -205,12 +205,10 @@ class Random(Selector):
     def choose(self, task: Task) -> Choice:
         total = task.candidates.n_parameters
         generator = torch.Generator()
-        if self.seed is not None:
-            generator.manual_seed(self.seed)
-        elif task.generator is not None:
-            generator.manual_seed(draw_seed(task.generator))
-        else:
-            generator.manual_seed(int(torch.randint(2**62, ())))
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if task.generator is None else draw_seed(task.generator)
+        generator.manual_seed(seed)
         mask = torch.zeros(total, dtype=torch.bool)
         mask[torch.randperm(total, generator=generator)[: _count(self.size, total)]] = True
         return Choice(mask)
@@ -241,15 +239,14 @@ class Chosen(Selector):
     def choose(self, task: Task) -> Choice:
         network = task.candidates.network
         chosen = {item.name: item for item in select(network.model, self.selection)}
-        pieces = []
+        parts = []
         for item in network.selected:
-            mine = chosen.get(item.name)
-            size = item.shape.numel()
-            mask = torch.zeros(size, dtype=torch.bool)
-            if mine is not None:
-                mask = torch.ones(size, dtype=torch.bool) if mine.mask is None else mine.mask.cpu()
-            pieces.append(mask if item.mask is None else mask[item.mask.cpu()])
-        mask = torch.cat(pieces)
+            mask = torch.zeros(item.shape.numel(), dtype=torch.bool)
+            if item.name in chosen:
+                own = chosen[item.name].mask
+                mask = torch.ones_like(mask) if own is None else own.cpu()
+            parts.append(mask if item.mask is None else mask[item.mask.cpu()])
+        mask = torch.cat(parts)
         if not mask.any():
             raise SelectionError(
                 "None of the named entries is a candidate.",
@@ -265,7 +262,7 @@ _SELECTORS: dict[str, type[Selector]] = {
 
 
 def selector_from_config(config: Mapping[str, Any]) -> Selector:
-    """Rebuild a selector from its :meth:`Selector.config`; one that is not ours comes back as the entries it chose."""
+    """Rebuild a selector from its :meth:`Selector.config`; an unknown one is replaced by the entries that it chose."""
     options = dict(config)
     cls = _SELECTORS.get(options.pop("name"))
     return Chosen() if cls is None else cls(**options)

@@ -1,4 +1,4 @@
-"""Subnetwork inference (Daxberger et al., 2021): a posterior over the weights that matter, all others fixed."""
+"""Subnetwork inference (Daxberger et al., 2021): a posterior over selected weights, all others fixed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Subnetwork(GaussianPosterior):
 
     Choose it where a last layer alone says too little and all weights are too many for a full covariance: a few
     thousand well-chosen weights anywhere in the network keep their correlations. Which ones matters more than how many:
-    what is fixed adds no uncertainty, so that a poor choice is overconfident, and its evidence does not tell. Begin
+    what is fixed adds no uncertainty, so that a poor choice is overconfident, which its evidence does not show. Begin
     with ``lp.LargestVariance(size, variances=lp.DiagonalSWAG())``, or :class:`LargestMagnitude`, which takes no data.
 
     After ``fit`` everything (``n_parameters``, ``parameter_names``, samples, layer-wise priors) is about the chosen
@@ -34,7 +34,7 @@ class Subnetwork(GaussianPosterior):
 
     A posterior that is fitted again chooses anew, a loaded one among the entries that it has. A layer-wise prior
     precision stays with its layers; :meth:`fit` raises :class:`ConfigurationError` where it, or any other that is not
-    one number, says nothing of entries that it is needed for.
+    one number, does not cover all chosen entries.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -106,7 +106,7 @@ class Subnetwork(GaussianPosterior):
         )
         if not loading and (self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1):
             raise ConfigurationError(
-                "Which entries a prior with many numbers belongs to is only known once the subnetwork is chosen.",
+                "A prior with many numbers needs a subnetwork that is already chosen.",
                 expected="one number for prior_precision and for prior_mean",
                 got=f"{self._prior_precision.numel()} and {self._prior_mean.numel()} of them",
                 fix="Set posterior.prior_precision after fit(), or tune it with structure='layerwise'.",
@@ -126,7 +126,7 @@ class Subnetwork(GaussianPosterior):
         }
 
     def squared_wasserstein(self, variances: Tensor | None = None) -> Tensor:
-        """What is lost by fixing the other entries: the squared 2-Wasserstein distance to the posterior over all.
+        """The squared 2-Wasserstein distance to the posterior over all candidates, lost by fixing the other entries.
 
         With both taken as diagonal, the sum of the marginal variances of the candidates that were not chosen (Daxberger
         et al., 2021), in squared units of the parameters.
@@ -215,7 +215,7 @@ class Subnetwork(GaussianPosterior):
         unknown = [name for name in layers if name not in known]
         if unknown:
             raise ConfigurationError(
-                "The prior precision says nothing of some entries that are, or may be, chosen.",
+                "The prior precision does not cover all entries that are, or may be, chosen.",
                 expected=f"one number, or one for each of the layers {', '.join(layers)}",
                 got=f"{self._prior_precision.numel()} numbers, none of them for {', '.join(unknown)}",
                 fix="Set posterior.prior_precision to one number before fitting again.",

@@ -44,7 +44,7 @@ class DiagonalSWAG:
     def __post_init__(self) -> None:
         check_count(self.n_snapshots, "n_snapshots")
         if self.n_snapshots < 2:
-            raise ConfigurationError("One snapshot has no variance.", expected="n_snapshots >= 2", got="1")
+            raise ConfigurationError("The variance of one snapshot is zero.", expected="n_snapshots >= 2", got="1")
         if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
             raise ConfigurationError(
                 "SGD cannot run with these settings.",
@@ -65,86 +65,48 @@ class DiagonalSWAG:
 
         Args:
             network: The network; only the selected entries are trained, the others keep their values.
-            likelihood: Whose negative log-likelihood is the loss.
+            likelihood: Its negative log-likelihood is the loss.
             data: Batches that can be started again.
             progress: Whether to show a progress bar.
-            generator: Where dropout and the like start from, which otherwise follow torch's own generators.
+            generator: Source of randomness for dropout and the like; by default torch's own generators.
 
         Raises:
             NonFiniteError: The loss diverged.
             EmptyDataError: There are no data.
         """
-        moving = copy.deepcopy(network.model).train()
-        selected = {item.name: item for item in network.selected}
-        for name, parameter in moving.named_parameters():
-            parameter.requires_grad_(name in selected)
-        trained = [parameter for parameter in moving.parameters() if parameter.requires_grad]
+        moving = copy.deepcopy(network.model).train().requires_grad_(False)
+        vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
         optimizer = torch.optim.SGD(
-            trained, lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
+            [vector], lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
         )
-        start = _vector(moving, network)
+        start = vector.detach().double()
         mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
         epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="DiagonalSWAG: epochs")
-        fixed = _fixed(moving, network)
         with global_randomness(network.device, generator), torch.enable_grad():
             for number, epoch in enumerate(epochs):
-                self._epoch(moving, network, likelihood, data, optimizer, fixed, epoch)
-                deviation = (_vector(moving, network) - start).double()
+                n_batches = 0
+                for batch in batches.iterate(data, device=network.device, progress=False, description=""):
+                    args, kwargs = batches.bind(moving, batch.inputs)
+                    raw = torch.func.functional_call(moving, network.substitute(vector), args, kwargs)
+                    outputs = likelihood.arrange(batches.output_tensor(raw))
+                    if not bool(torch.isfinite(outputs).all()):
+                        raise NonFiniteError(
+                            f"DiagonalSWAG diverged in epoch {epoch + 1}.",
+                            expected="finite outputs of the network",
+                            got="NaN or Inf",
+                            fix="Use a smaller learning_rate.",
+                        )
+                    likelihood.validate(outputs.detach(), batch.target)
+                    rows, targets, weight = likelihood.rows(outputs, batch.target)
+                    loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    n_batches += 1
+                if not n_batches:
+                    raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
+                deviation = vector.detach().double() - start
                 step = deviation - mean
                 mean += step / (number + 1)
                 square += step * (deviation - mean)
         return (square / self.n_snapshots).to(network.dtype)
-
-    def _epoch(
-        self,
-        moving: torch.nn.Module,
-        network: Network,
-        likelihood: Likelihood,
-        data: Iterable[Any],
-        optimizer: torch.optim.Optimizer,
-        fixed: list[tuple[Tensor, Tensor, Tensor]],
-        epoch: int,
-    ) -> None:
-        n_batches = 0
-        for batch in batches.iterate(data, device=network.device, progress=False, description=""):
-            outputs = likelihood.arrange(batches.output_tensor(batches.call(moving, batch.inputs)))
-            if not bool(torch.isfinite(outputs).all()):
-                raise NonFiniteError(
-                    f"DiagonalSWAG diverged in epoch {epoch + 1}.",
-                    expected="finite outputs of the network",
-                    got="NaN or Inf",
-                    fix="Use a smaller learning_rate.",
-                )
-            likelihood.validate(outputs.detach(), batch.target)
-            rows, targets, weight = likelihood.rows(outputs, batch.target)
-            loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            for parameter, mask, values in fixed:
-                parameter[mask] = values
-            n_batches += 1
-        if not n_batches:
-            raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
-
-
-def _fixed(moving: torch.nn.Module, network: Network) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The entries beside the selected ones of the same tensors: tensor, mask and values, which SGD would change."""
-    parameters = dict(moving.named_parameters())
-    found = []
-    for item in network.selected:
-        if item.mask is not None:
-            parameter = parameters[item.name].detach()  # shares its memory
-            mask = ~item.mask.to(parameter.device).view(parameter.shape)
-            found.append((parameter, mask, parameter[mask]))
-    return found
-
-
-def _vector(moving: torch.nn.Module, network: Network) -> Tensor:
-    """The selected entries of a copy of the network, in float64."""
-    parameters = dict(moving.named_parameters())
-    pieces = []
-    for item in network.selected:
-        flat = parameters[item.name].detach().flatten().double()
-        pieces.append(flat if item.mask is None else flat[item.mask.to(flat.device)])
-    return torch.cat(pieces)
