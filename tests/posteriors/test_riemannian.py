@@ -237,7 +237,7 @@ def test_a_fitted_tangent_is_taken_as_it_is():
     with pytest.raises(ConfigurationError, match="another likelihood"):
         lp.Riemannian(net, "regression", tangent=tangent)
     with pytest.raises(ConfigurationError, match="own settings"):
-        lp.Riemannian(net, "classification", tangent=tangent, prior_precision=1.0)
+        lp.Riemannian(net, "classification", tangent=tangent, prior_precision=2.0)
     (x, y), rest = data
     for others in (data[:1], [(x, 1 - y), rest], [(x + 1, y), rest]):
         with pytest.raises(DataError, match="not the data"):

@@ -126,7 +126,11 @@ class Riemannian(AroundTangent):
         self._given = isinstance(tangent, Posterior)
         if isinstance(tangent, Posterior):
             defaults = signature(Posterior).parameters
-            changed = {name: value for name, value in options.items() if value is not defaults[name].default}
+            changed = {
+                name: value
+                for name, value in options.items()
+                if isinstance(value, Tensor) or value != defaults[name].default
+            }
             check_given(tangent, model, likelihood, {**(tangent_options or {}), **changed})
             self.tangent = tangent
             likelihood = tangent.likelihood
