@@ -79,7 +79,7 @@ class DiagonalSWAG:
         optimizer = torch.optim.SGD(
             [vector], lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
         )
-        start = vector.detach().double()
+        start = vector.detach().clone().double()
         mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
         epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="DiagonalSWAG: epochs")
         with global_randomness(network.device, generator), torch.enable_grad():
