@@ -220,8 +220,8 @@ class SpectralField(NoiseField):
     def _lanczos(self, ggn: Operator, point: Tensor) -> tuple[Tensor, Tensor]:
         """Ritz pairs of up to ``rank`` steps.
 
-        One start vector finds one copy of a multiple eigenvalue. Where its Krylov space ends early, the search goes on
-        in the complement.
+        One start vector finds one copy of a multiple eigenvalue. Where its Krylov space ends early, the search
+        continues in the complement.
         """
         n = len(point)
         values, vectors = point.new_zeros(0), point.new_zeros(0, n)

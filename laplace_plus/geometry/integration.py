@@ -72,7 +72,7 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 """Difference of the solutions of order 5 and 4; the last stage of a step is the first one of the next."""
 
 _SAFETY, _LEAST, _MOST = 0.9, 0.2, 10.0
-"""Factors of the step size control; values within the ranges that Hairer, Nørsett and Wanner give (II.4)."""
+"""Safety factor, and least and largest factor between steps, as is usual for this pair (SciPy's, too)."""
 _TOWARDS_KINKS = 0.25
 """Factor of a step's length where a kink rejects it; the size of a jump does not tell where in the step it is."""
 _TINY = 1e-6

@@ -114,8 +114,8 @@ class SecondOrder:
         Raises:
             UnsupportedError: The function cannot be differentiated twice.
         """
-        # Measured: mapped is up to three times as fast on small networks. Point by point, two backward passes are up
-        # to twice as fast as a forward derivative on perceptrons, and a tenth slower on convolutional networks.
+        # Measured: two backward passes beat a forward derivative of the gradient by half on a perceptron, mapped by up
+        # to three times on small networks; on a convolutional network forward mode is a tenth faster.
         reason = ""
         for mode in (_mapped, _backward_twice, _forward) if len(points) > 1 else (_backward_twice, _forward):
             if self._checked.get(mode) is False:

@@ -3,7 +3,7 @@
     L(θ) = −1/T Σ_n log p(y_n | f(θ, x_n)) + ½ (θ − μ₀)ᵀ P₀ (θ − μ₀)
 
 the sum over all data, at the likelihood's current noise, without the prior's constant. Training with weight decay, the
-Laplace approximation and geodesics speak of the same L, whose stationary point the trained weights should be.
+Laplace approximation and geodesics share this L, and the trained weights should be its stationary point.
 
 With ``linearized=True`` the network is replaced by its tangent ``f(θ̂, x) + J(x) (θ − θ̂)``. :func:`kinks` tells
 whether a network is smooth enough for methods that differentiate its loss twice.
@@ -35,7 +35,7 @@ from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 256 * 2**20
-"""Size up to which the data, or a Jacobian of all of them, are kept: small beside the memory of any machine."""
+"""Largest size of data, or of a Jacobian of all of them, that stays in memory: little for any machine."""
 
 
 class LossLandscape(Landscape):
@@ -111,7 +111,7 @@ class LossLandscape(Landscape):
 
     @property
     def checksum(self) -> float:
-        """A sum over the data by which they can be told from others."""
+        """A sum over the data that differs for other data."""
         if self._checksum is None:
             sums = DataSums(self.network.device)
             for batch in self._batches():
@@ -172,7 +172,7 @@ class LossLandscape(Landscape):
 
     @staticmethod
     def _bytes_at_one_point(n_bytes: int) -> int:
-        """Memory of second derivatives, measured: four times what a plain backward pass keeps."""
+        """Memory of second derivatives: about four times what a plain backward pass keeps."""
         return 4 * n_bytes
 
     def _batches(self) -> Iterable[Batch]:

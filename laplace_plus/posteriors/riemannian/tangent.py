@@ -11,7 +11,20 @@ from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.priors import GaussianPrior, Groups
+from laplace_plus.priors import GaussianPrior
+
+
+def _of_both(name: str) -> property:
+    """A hyperparameter that is read from the tangent, and set there."""
+
+    def get(posterior: AroundTangent) -> Any:
+        return getattr(posterior.tangent, name)
+
+    def set_(posterior: AroundTangent, value: Any) -> None:
+        setattr(posterior.tangent, name, value)
+        posterior._share()
+
+    return property(get, set_, doc=getattr(Posterior, name).__doc__)
 
 
 class AroundTangent(Posterior):
@@ -38,45 +51,10 @@ class AroundTangent(Posterior):
         self._share()
         return super().prior()
 
-    @property
-    @override
-    def prior_groups(self) -> Groups:
-        return self.tangent.prior_groups
-
-    @prior_groups.setter
-    def prior_groups(self, groups: Groups) -> None:
-        self.tangent.prior_groups = groups
-        self._share()
-
-    @property
-    @override
-    def prior_precision(self) -> Tensor:
-        return self.tangent.prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        self.tangent.prior_precision = value
-        self._share()
-
-    @property
-    @override
-    def temperature(self) -> Tensor:
-        return self.tangent.temperature
-
-    @temperature.setter
-    def temperature(self, value: float | Tensor) -> None:
-        self.tangent.temperature = value
-        self._share()
-
-    @property
-    @override
-    def noise_std(self) -> Tensor | None:
-        return self.tangent.noise_std
-
-    @noise_std.setter
-    def noise_std(self, value: float | Tensor) -> None:
-        self.tangent.noise_std = value
-        self._share()
+    prior_groups = _of_both("prior_groups")
+    prior_precision = _of_both("prior_precision")
+    temperature = _of_both("temperature")
+    noise_std = _of_both("noise_std")
 
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """The tangent's evidence, in nats; see its own method."""

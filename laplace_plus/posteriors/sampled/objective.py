@@ -42,8 +42,8 @@ Rows = Callable[[Tensor], Tensor]
 
 _PROBED_BATCHES = 4
 _POWER_ITERATIONS = 8
-"""Batches, and power iterations on each, that decide on a learning rate; measured to find at least 80 % of the largest
-eigenvalue of all batches, for which :meth:`PriorUnits.learning_rate` allows."""
+"""Batches, and power iterations on each, that decide on a learning rate. They find most of the largest eigenvalue, and
+:meth:`PriorUnits.learning_rate` adds a fifth."""
 
 
 @dataclass(frozen=True)

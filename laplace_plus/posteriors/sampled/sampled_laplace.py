@@ -158,7 +158,7 @@ class SampledLaplace(SampleBased):
             generator: Source of the noise.
             distributed: As for :class:`Posterior`; this class is fitted by one process.
             checkpoint: A folder to which the draws and the state of the solver are written. A fit that finds it there
-                goes on from it, to the same samples, and draws nothing anew.
+                continues from it, to the same samples, and draws nothing anew.
 
         Raises:
             CheckpointError: The checkpoint is of another network, other data or settings.
@@ -260,7 +260,7 @@ class SampledLaplace(SampleBased):
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
 
     def _take(self, z: Tensor, solved: Solved) -> None:
-        """Keep samples, and what their solution says."""
+        """Store samples and the report of their solve."""
         index, n_layers = self.network.layer_index(), len(self.network.layers)
         self._parts = [group_sums(solved.u, other, index, n_layers) for other in (solved.image, solved.u)]
         self._z, self._solved_at = z, self._hyperparameters()
