@@ -1,13 +1,14 @@
 """Covariances and precisions with structure: positive semi-definite matrices that are stored as blocks.
 
-``stacks`` holds batched per-example gradients as sums of outer products, ``bases`` the bases in which a structured
-matrix is diagonal, ``blocks``, ``kronecker`` and ``low_rank`` the matrices themselves, ``factor`` the inverse of such a
-matrix plus a diagonal one, and ``softmax_output`` the exact curvature of a softmax output layer with many classes.
+``gradients`` holds batched per-example gradients as sums of outer products; ``blocks``, ``dense``, ``kronecker`` and
+``low_rank`` the matrices; ``factor`` the inverse of such a matrix plus a diagonal one, with the bases in which it is
+diagonal; ``gram_sum`` and ``log_determinants`` what blocks are made of; and ``softmax_output`` the exact curvature of a
+softmax output layer with many classes.
 """
 
-from laplace_plus.structured.bases import Basis, DenseBasis, IdentityBasis, KroneckerBasis
-from laplace_plus.structured.blocks import Block, DenseBlock, DiagonalBlock
-from laplace_plus.structured.factor import Factor
+from laplace_plus.structured.blocks import Block, DiagonalBlock, EigenBlock, register_block
+from laplace_plus.structured.dense import DenseBlock
+from laplace_plus.structured.factor import Basis, DenseBasis, EigenFactor, Factor, IdentityBasis, KroneckerBasis
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.gram_sum import GramSum
 from laplace_plus.structured.kronecker import KroneckerBlock
@@ -21,14 +22,17 @@ __all__ = [
     "DenseBlock",
     "DenseGradients",
     "DiagonalBlock",
+    "EigenBlock",
+    "EigenFactor",
+    "EmbeddingGradients",
+    "ExampleGradients",
     "Factor",
     "GramSum",
     "IdentityBasis",
     "KroneckerBasis",
     "KroneckerBlock",
     "LowRankBlock",
-    "EmbeddingGradients",
     "OuterGradients",
     "SampledSpectrum",
-    "ExampleGradients",
+    "register_block",
 ]

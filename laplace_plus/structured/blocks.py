@@ -1,64 +1,63 @@
 """Structured positive semi-definite matrices over the entries of a ``[G, o, i]`` array.
 
 A block is a sum of K *components*, ``H(w) = Σ_k w_k H_k``, so that a curvature whose outputs carry different noise
-levels can be reweighted without being computed again; K = 1 in all other cases. Blocks add up in place while data
-stream by, are diagonalised once, and never know which network they came from.
+levels can be reweighted without being computed again; K = 1 in all other cases. Blocks are summed in place while data
+stream by, are diagonalised once, and do not know their network.
+
+A block of another kind is a subclass of :class:`Block` with a ``storage`` kind and a ``from_tensors`` of its own;
+:func:`register_block` makes it known, so that posteriors which hold it can be loaded and updated.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.errors import UnsupportedError
-from laplace_plus.structured import inverse_roots
-from laplace_plus.structured.bases import Basis, DenseBasis, IdentityBasis
-from laplace_plus.structured.factor import EigenFactor, Factor, not_positive_definite
-from laplace_plus.structured.gram_sum import (
-    STACKED_UP_TO,
-    EigenPairs,
-    GramSum,
-    combine,
-    eigen_together,
-    require_finite,
-    stored,
-    symmetric_eigen,
-)
+from laplace_plus.errors import CheckpointError, ConfigurationError, UnsupportedError
+from laplace_plus.structured.factor import Basis, EigenFactor, Factor, IdentityBasis
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant
-from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor
-from laplace_plus.structured.low_rank_factor import log_determinant as low_rank_log_determinant
-
-# Rounding makes eigenvalues of a semi-definite matrix slightly negative, by about n · eps of the largest one.
-ROUNDING = 64.0
-
-
-def clamp_rounding(values: Tensor) -> Tensor:
-    """Zero out the negative eigenvalues that rounding produces in a semi-definite matrix; leave real ones."""
-    n = values.shape[-1]
-    scale = values.abs().amax(-1, keepdim=True) if n else values
-    tolerance = ROUNDING * n * torch.finfo(values.dtype).eps * scale
-    return torch.where(values.abs() <= tolerance, values.clamp(min=0), values)
 
 
 class Block(ABC):
-    """A structured matrix ``Σ_k w_k H_k`` over the entries of a ``[G, o, i]`` array."""
+    """A structured matrix ``Σ_k w_k H_k`` over the entries of a ``[G, o, i]`` array.
+
+    Attributes:
+        storage: Names the kind of block in checkpoints.
+        kind: What the block is, for summaries and errors.
+        shape: ``(G, o, i)``.
+        n_components: K.
+    """
 
     storage: ClassVar[str]
     kind: str
     shape: tuple[int, int, int]
     n_components: int
 
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Block:
+        """Rebuild a block of this shape from its :meth:`tensors`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that make up the block, for storage."""
+
     @abstractmethod
     def add_(self, other: Block) -> None:
         """Add another block of the same structure in place."""
+
+    @abstractmethod
+    def clone(self) -> Block:
+        """A copy that further data may be added to."""
 
     @abstractmethod
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
@@ -86,25 +85,63 @@ class Block(ABC):
     def dense(self, weights: Tensor) -> Tensor:
         """``H(w)`` written out, ``[G, n, n]`` with n = o·i."""
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """What makes up the block, for storage."""
-
-    @abstractmethod
-    def clone(self) -> Block:
-        """A copy that further data may be added to."""
-
     def parts(self) -> list[Tensor]:
         """The tensors that hold the block as it is now, whatever their form."""
         return list(self.tensors().values())
 
     def is_finite(self) -> bool:
         """Whether there are no NaNs or infinities."""
-        return all(kernels.all_finite(tensor) for tensor in self.parts())
+        return all(map(kernels.all_finite, self.parts()))
 
     def n_bytes(self) -> int:
         """Memory that the block takes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.parts())
+        return sum(tensor.nbytes for tensor in self.parts())
+
+
+B = TypeVar("B", bound=type[Block])
+_KINDS: dict[str, type[Block]] = {}
+
+
+def register_block(cls: B) -> B:
+    """Make a kind of block known by its ``storage``, so that saved posteriors which hold such blocks can be loaded.
+
+    May be used as a decorator.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigurationError: Another class has this kind.
+    """
+    known = _KINDS.setdefault(cls.storage, cls)
+    if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
+        raise ConfigurationError(
+            f"Blocks of kind {cls.storage!r} are registered already.",
+            expected="a storage kind of its own for each class of blocks",
+            got=f"{cls.__qualname__} beside {known.__qualname__}",
+            fix="Choose another value of storage.",
+        )
+    _KINDS[cls.storage] = cls
+    return cls
+
+
+def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: Mapping[str, Tensor]) -> Block:
+    """Rebuild a block from its kind, its shape, and what :meth:`Block.tensors` returned.
+
+    Raises:
+        CheckpointError: No block of this kind has been registered.
+    """
+    if storage not in _KINDS:
+        raise CheckpointError(
+            f"A saved curvature holds a block of the unknown kind {storage!r}.",
+            expected=", ".join(sorted(_KINDS)),
+            got=storage,
+            fix="Import the package that registers this kind with lp.structured.register_block.",
+        )
+    return _KINDS[storage].from_tensors(tensors, shape)
 
 
 class EigenBlock(Block):
@@ -121,9 +158,9 @@ class EigenBlock(Block):
                 only where K = 1.
         """
 
+    @abstractmethod
     def eigenvalues(self, weights: Tensor) -> Tensor:
-        """The diagonal ``[G, o, i]`` alone, which takes less than :meth:`eigen` where no basis is asked for."""
-        return self.eigen(weights)[1]
+        """The diagonal ``[G, o, i]`` alone, which takes less than :meth:`eigen` where no basis is needed."""
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
@@ -147,20 +184,21 @@ class EigenBlock(Block):
 
     def spectrum(self, weights: Tensor) -> Spectrum:
         """Where K = 1, the eigenvalues at a weight of one, prepared for determinants; kept until the block changes."""
-        kept = self._kept_eigenvalues(weights)
-        version = -1 if kept.is_inference() else kept._version
-        if self._spectrum is None or self._spectrum[0] is not kept or self._spectrum[1] != version:
-            self._spectrum = kept, version, self._make_spectrum(kept)
+        values = self._unit_eigenvalues(weights)
+        version = -1 if values.is_inference() else values._version
+        if self._spectrum is None or self._spectrum[0] is not values or self._spectrum[1] != version:
+            self._spectrum = values, version, self._make_spectrum(values)
         return self._spectrum[2]
 
     @abstractmethod
-    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
+    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
         """Where K = 1, the diagonal at a weight of one: the same tensor until the block changes."""
 
     def _make_spectrum(self, values: Tensor) -> Spectrum:
         return Spectrum(values)
 
 
+@register_block
 @dataclass
 class DiagonalBlock(EigenBlock):
     """A diagonal matrix.
@@ -178,19 +216,39 @@ class DiagonalBlock(EigenBlock):
         self.n_components = self.values.shape[0]
         self.shape = tuple(self.values.shape[1:])  # type: ignore[assignment]
 
+    @classmethod
+    @override
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> DiagonalBlock:
+        return cls(tensors["values"])
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
     @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, DiagonalBlock)
         self.values += other.values
 
     @override
+    def clone(self) -> DiagonalBlock:
+        return DiagonalBlock(self.values.clone())
+
+    @override
     def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        return IdentityBasis(), torch.einsum("k,kgoi->goi", weights, self.values.to(weights.dtype))
+        return IdentityBasis(), self.eigenvalues(weights)
+
+    @override
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        return torch.einsum("k,kgoi->goi", weights, self.values.to(weights.dtype))
+
+    @override
+    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
+        return self.values
 
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        basis, values = self.eigen(weights)
-        return EigenFactor(basis, values + diagonal)
+        return EigenFactor(IdentityBasis(), self.eigenvalues(weights) + diagonal)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
@@ -199,240 +257,91 @@ class DiagonalBlock(EigenBlock):
         return log_determinant(self.values.flatten(1), weights, diagonal.flatten() if diagonal.ndim else diagonal)
 
     @override
-    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
-        return self.values
-
-    @override
     def dense(self, weights: Tensor) -> Tensor:
-        return torch.diag_embed(self.eigen(weights)[1].flatten(1))
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        return {"values": self.values}
-
-    @override
-    def clone(self) -> DiagonalBlock:
-        return DiagonalBlock(self.values.clone())
+        return torch.diag_embed(self.eigenvalues(weights).flatten(1))
 
 
+@dataclass
 class Diagonalised:
-    """The diagonal form of a matrix, with a basis that is only written out when it is asked for.
+    """The diagonal form of a matrix, with a basis that is only written out when it is needed.
 
-    Args:
-        values: ``[G, o, i]``.
-        make_basis: Gives the basis.
+    Attributes:
+        key: The component weights that it belongs to, or None for all.
+        pairs: The eigendecompositions that it follows from.
+        values: The diagonal ``[G, o, i]``.
+        make_basis: Gives the basis from ``pairs``.
     """
 
-    def __init__(self, values: Tensor, make_basis: Callable[[], Basis]):
-        self.values = values
-        self._make_basis = make_basis
+    key: Tensor | None
+    pairs: Sequence[EigenPairs]
+    values: Tensor
+    make_basis: Callable[[Sequence[EigenPairs]], Basis]
 
     @cached_property
     def basis(self) -> Basis:
         """The basis."""
-        return self._make_basis()
+        return self.make_basis(self.pairs)
 
 
-class OnceDiagonalised(EigenBlock):
-    """Shared by the blocks whose eigendecomposition is worth keeping."""
+class DecomposedBlock(EigenBlock):
+    """A block that keeps its eigendecomposition until it changes."""
 
-    _cache: tuple[Tensor, Diagonalised] | None = None
     dtype: torch.dtype
-
-    @override
-    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        return self._diagonalised(weights).basis, self.eigenvalues(weights)
-
-    @override
-    def eigenvalues(self, weights: Tensor) -> Tensor:
-        values = self._diagonalised(weights).values.to(weights.dtype)
-        return values * weights[0] if self.n_components == 1 else values
-
-    @override
-    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
-        return self._diagonalised(weights).values
+    _cache: Diagonalised | None = None
 
     @abstractmethod
     def factors(self, weights: Tensor) -> list[GramSum]:
-        """The sums whose eigendecompositions :meth:`eigen` is made of; with one component, at a weight of one."""
+        """The sums whose eigendecompositions are needed; with one component, at a weight of one."""
 
     @abstractmethod
-    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
-        """The diagonal form that follows from the eigendecompositions of :meth:`factors`."""
+    def diagonal_of(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Tensor:
+        """The diagonal ``[G, o, i]`` that follows from the eigendecompositions of :meth:`factors`."""
+
+    @abstractmethod
+    def basis_of(self, pairs: Sequence[EigenPairs]) -> Basis:
+        """The basis that follows from them."""
+
+    def key(self, weights: Tensor) -> Tensor | None:
+        """The weights ``[K]`` that an eigendecomposition belongs to; None where one serves all weights."""
+        return None if self.n_components == 1 else weights.detach().to(self.dtype)
 
     def is_diagonalised(self, weights: Tensor) -> bool:
-        """Whether the eigendecomposition at these weights is there already."""
-        return self._cache is not None and torch.equal(self._cache[0], self._key(weights))
+        """Whether the eigendecomposition at these weights is known."""
+        if self._cache is None:
+            return False
+        key = self.key(weights)
+        return key is None or (self._cache.key is not None and torch.equal(self._cache.key, key))
 
     def adopt_eigen(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> None:
-        """Take the eigendecompositions of :meth:`factors`, as if they had been computed here."""
-        self._cache = (self._key(weights), self.diagonalise(self._key(weights), pairs))
+        """Take over the eigendecompositions of :meth:`factors`."""
+        key = self.key(weights)
+        at = torch.ones_like(weights, dtype=self.dtype) if key is None else key
+        self._cache = Diagonalised(key, pairs, self.diagonal_of(at, pairs), self.basis_of)
 
     def changed(self) -> None:
         """Forget the eigendecomposition, after something was added to a sum."""
         self._cache = None
 
-    def _key(self, weights: Tensor) -> Tensor:
-        # With one component the weight only scales the eigenvalues, so the decomposition is that of the bare matrix.
-        return (torch.ones_like(weights) if self.n_components == 1 else weights.detach()).to(self.dtype)
-
-    def _diagonalised(self, weights: Tensor) -> Diagonalised:
-        if not self.is_diagonalised(weights):
-            self.adopt_eigen(weights, [factor.eigen() for factor in self.factors(self._key(weights))])
-        assert self._cache is not None
-        return self._cache[1]
-
-
-def _dense_basis(pairs: EigenPairs) -> Basis:
-    return DenseBasis(pairs.vectors)
-
-
-def diagonalise_together(blocks: Iterable[Block], weights: Tensor) -> None:
-    """Diagonalise the small blocks that are not yet; matrices of equal size are decomposed in one call.
-
-    Blocks with a large matrix wait until they are asked, since some questions take eigenvalues alone.
-    """
-    unknown = [b for b in blocks if isinstance(b, OnceDiagonalised) and not b.is_diagonalised(weights)]
-    factors = [(block, block.factors(block._key(weights))) for block in unknown]
-    small = [(block, own) for block, own in factors if all(factor.size <= STACKED_UP_TO for factor in own)]
-    pairs = iter(eigen_together([factor for _, own in small for factor in own]))
-    for block, own in small:
-        block.adopt_eigen(weights, [next(pairs) for _ in own])
-
-
-class DenseBlock(OnceDiagonalised):
-    """G dense matrices.
-
-    Args:
-        matrix: ``[K, G, n, n]``, or for each component the sum that makes it up.
-        shape: ``[G, o, i]`` with o·i = n.
-    """
-
-    storage: ClassVar[str] = "dense"
-
-    def __init__(self, matrix: Tensor | Sequence[GramSum], shape: tuple[int, int, int]):
-        self.sums = [GramSum.of(m) for m in matrix] if isinstance(matrix, Tensor) else list(matrix)
-        self.shape = shape
-        self.kind = "dense"
-        self.dtype = self.sums[0].dtype
-        self.n_components = len(self.sums)
-        self.changed()
-
-    @property
-    def matrix(self) -> Tensor:
-        """The components ``[K, G, n, n]``."""
-        if self.n_components == 1:
-            return self.sums[0].dense()[None]
-        return torch.stack([part.dense() for part in self.sums])
+    def diagonalised(self, weights: Tensor) -> Diagonalised:
+        """The diagonal form; with one component, at a weight of one."""
+        if self._cache is None or (self.n_components > 1 and not self.is_diagonalised(weights)):
+            key = self.key(weights)
+            sums = self.factors(torch.ones_like(weights, dtype=self.dtype) if key is None else key)
+            self.adopt_eigen(weights, [own.eigen() for own in sums])
+            assert self._cache is not None
+        return self._cache
 
     @override
-    def add_(self, other: Block) -> None:
-        assert isinstance(other, DenseBlock)
-        for mine, theirs in zip(self.sums, other.sums, strict=True):
-            mine.add_(theirs)
-        self.changed()
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        form = self.diagonalised(weights)
+        values = form.values.to(weights.dtype)
+        return form.basis, values * weights[0] if self.n_components == 1 else values
 
     @override
-    def changed(self) -> None:
-        self._cache = None
-        self._semi_definite: Tensor | None = None
-        self._values_alone: Tensor | None = None
-        self._n_roots = 0
-
-    def _avoids_vectors(self, weights: Tensor) -> bool:
-        """Whether eigenvectors would cost much more than what can be had without."""
-        n = self.shape[1] * self.shape[2]
-        thin = self.n_components == 1 and self.sums[0].is_thin
-        return n >= inverse_roots.LARGE and not thin and not self.is_diagonalised(weights)
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        values = self.diagonalised(weights).values.to(weights.dtype)
+        return values * weights[0] if self.n_components == 1 else values
 
     @override
-    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
-        if self._values_alone is None and not self._avoids_vectors(weights):
-            return OnceDiagonalised._kept_eigenvalues(self, weights)
-        if self._values_alone is None:
-            matrix = self.sums[0].matrix()
-            require_finite(matrix)
-            values = inverse_roots.eigenvalues(matrix)
-            self._values_alone = clamp_rounding(values).view(self.shape)
-        return self._values_alone
-
-    @override
-    def factors(self, weights: Tensor) -> list[GramSum]:
-        return [self.sums[0] if self.n_components == 1 else combine(self.sums, weights)]
-
-    @override
-    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
-        (only,) = pairs
-        return Diagonalised(clamp_rounding(only.values).view(self.shape), partial(_dense_basis, only))
-
-    def _without_rounding(self) -> Tensor:
-        """The components in float64, without the slightly negative eigenvalues that rounding gave them.
-
-        A Cholesky decomposition of H plus a tiny diagonal would stumble over them.
-        """
-        if self._semi_definite is None:
-            values, vectors = symmetric_eigen(self.matrix.double())
-            limit = ROUNDING * values.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)
-            values = torch.where(values.abs() <= limit, values.clamp(min=0), values)
-            self._semi_definite = (vectors * values[..., None, :]) @ vectors.mT
-        return self._semi_definite
-
-    def _combined(self, weights: Tensor) -> Tensor:
-        return torch.einsum("k,kgnm->gnm", weights, self.matrix.to(weights.dtype))
-
-    def _few_rows(self) -> Tensor | None:
-        """The rows X ``[m, n]`` of ``H = XᵀX``, where writing out a basis of all n directions would take far more."""
-        n = self.shape[1] * self.shape[2]
-        if self.n_components > 1 or self.shape[0] > 1 or n < inverse_roots.LARGE or not self.sums[0].is_thin:
-            return None
-        return self.sums[0].scaled_rows(1.0)[0]
-
-    @override
-    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
-        rows = self._few_rows()
-        if rows is not None:
-            values = weights[0].double().expand(len(rows))
-            return LowRankFactor(LowRankCoordinates(rows), values, diagonal.double())
-        if self._avoids_vectors(weights) and (diagonal.ndim or self._n_roots < inverse_roots.PATIENCE):
-            root = inverse_roots.inverse_root(self._combined(weights), diagonal, self.shape)
-            if root is not None:
-                self._n_roots += 1
-                return root
-        if diagonal.ndim == 0:
-            return EigenBlock.factor(self, weights, diagonal)
-        # H + D = D^½ (D^-½ H D^-½ + I) D^½; the inner matrix is diagonalised for this D.
-        scale = diagonal.flatten(1).rsqrt()
-        values, vectors = symmetric_eigen(scale[..., None] * self._combined(weights) * scale[:, None, :])
-        values = clamp_rounding(values).view(self.shape) + 1
-        return EigenFactor(DenseBasis(vectors, scale), values, scale.log().sum() * -2)
-
-    @override
-    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        if diagonal.ndim == 0 and self.n_components == 1:
-            return EigenBlock.log_determinant(self, weights, diagonal)
-        rows = self._few_rows()
-        if rows is not None:
-            return low_rank_log_determinant(weights[0].double().expand(len(rows)), rows, diagonal.double())
-        full = torch.einsum("k,kgnm->gnm", weights.double(), self._without_rounding())
-        full = full + torch.diag_embed(diagonal.double().expand(self.shape).flatten(1))
-        lower, failed = torch.linalg.cholesky_ex(full)
-        if failed.any():
-            smallest = torch.linalg.eigvalsh(full.detach()).min().item()
-            raise not_positive_definite(smallest)
-        return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
-
-    @override
-    def dense(self, weights: Tensor) -> Tensor:
-        return self._combined(weights)
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        return stored(self.sums, "matrix")
-
-    @override
-    def clone(self) -> DenseBlock:
-        return DenseBlock([part.clone() for part in self.sums], self.shape)
-
-    @override
-    def parts(self) -> list[Tensor]:
-        return [tensor for part in self.sums for tensor in part.parts()]
+    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
+        return self.diagonalised(weights).values

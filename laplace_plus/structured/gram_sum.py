@@ -1,17 +1,16 @@
-"""Sums of outer products ``Σ x xᵀ`` whose products are put off until they pay.
+"""Sums of outer products ``Σ x xᵀ`` whose products are postponed until they pay.
 
-A symmetric update with few rows reads and writes the whole d × d matrix for little arithmetic, and a matrix of fewer
-rows than columns holds less than its rows do. So rows stay rows until there are as many as the matrix has columns, and
-are multiplied together then; where there never are as many, the matrix is never formed, and its eigendecomposition is
-that of the rows' small Gram matrix. What comes out is the same sum.
+A symmetric update with few rows reads and writes the whole d × d matrix for little arithmetic, and few rows take less
+memory than their product. So rows stay rows until there are d of them, and are multiplied together then. Where there
+never are as many, the matrix is never formed, and its eigendecomposition is that of the rows' small Gram matrix: of
+n rows it takes ``O(n² d)`` operations in place of ``O(d³)``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,73 +18,39 @@ from torch import Tensor
 from laplace_plus import kernels
 from laplace_plus.linalg.symmetric import require_finite, symmetric_eigen
 
-STACKED_UP_TO = 256
-"""Larger matrices are decomposed one by one."""
-
 _THIN = 0.75
-"""A matrix of up to so many rows for each column is decomposed through its rows' Gram matrix."""
+"""Rows for each column up to which the Gram matrix of the rows is decomposed. At more, completing its eigenvectors takes
+as long as the eigenvectors of the sum."""
 
 
 @dataclass
-class ThinEigen:
-    """The eigenvectors of ``XᵀX`` with eigenvalues λ > 0, as they follow from those of ``XXᵀ``: ``XᵀV Λ^{-1/2}``.
+class EigenPairs:
+    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns."""
+
+    values: Tensor
+    vectors: Tensor
+
+
+class ThinEigenPairs(EigenPairs):
+    """Eigenpairs of a matrix of low rank, whose vectors are completed when they are asked for.
+
+    Householder reflections complete the leading vectors, and correct their rounding. The completed basis does not depend
+    on the order of the data.
 
     Attributes:
-        rows: X ``[G, n, d]``.
-        inner: V ``[G, n, r]``, float64.
-        roots: ``λ^{1/2} [G, r]``, float64; zeros where a group has less than r.
+        values: ``[G, d]``, of which all but the first r are zero.
+        leading: Orthonormal vectors ``[G, d, r]`` of the first r values.
     """
 
-    rows: Tensor
-    inner: Tensor
-    roots: Tensor
+    def __init__(self, values: Tensor, leading: Tensor):
+        self.values, self.leading = values, leading
 
-    def leading(self) -> Tensor:
-        """The vectors ``[G, d, r]``, up to rounding orthonormal, with columns of zeros for eigenvalues of zero."""
-        scale = torch.where(self.roots > 0, self.roots, 1.0).reciprocal() * (self.roots > 0)
-        return ((self.rows.double().mT @ self.inner) * scale[:, None, :]).to(self.rows.dtype)
-
-
-class EigenPairs:
-    """An eigendecomposition whose vectors are only written out when they are asked for.
-
-    A few leading vectors are completed by a basis of their complement through Householder reflections, which also make
-    up for their rounding. That basis follows from the leading vectors: it does not depend on the order of the data.
-
-    Args:
-        values: ``[G, d]``.
-        leading: Orthonormal vectors ``[G, d, r]`` of the r first values, where all other values are zero; or None.
-        vectors: All vectors ``[G, d, d]``, or None.
-        thin: What leading vectors are made of when they are needed, or None.
-    """
-
-    def __init__(
-        self,
-        values: Tensor,
-        leading: Tensor | None = None,
-        vectors: Tensor | None = None,
-        thin: ThinEigen | None = None,
-    ):
-        self.values = values
-        self._given, self._vectors, self._thin = leading, vectors, thin
-
-    @property
-    def vectors(self) -> Tensor:
-        """Orthogonal ``[G, d, d]`` with eigenvectors as columns."""
-        if self._vectors is None:
-            groups, size = self.values.shape
-            leading = self._leading
-            assert leading is not None
-            identity = torch.eye(size, dtype=leading.dtype, device=leading.device).expand(groups, size, size)
-            self._vectors = torch.ormqr(*torch.geqrf(leading), identity)
-            self._given = self._thin = None
-        return self._vectors
-
-    @property
-    def _leading(self) -> Tensor | None:
-        if self._given is None and self._thin is not None:
-            self._given = self._thin.leading()
-        return self._given
+    @cached_property
+    def vectors(self) -> Tensor:  # type: ignore[override]
+        """Orthogonal eigenvectors ``[G, d, d]``, as columns."""
+        groups, size = self.values.shape
+        identity = torch.eye(size, dtype=self.leading.dtype, device=self.leading.device).expand(groups, size, size)
+        return torch.ormqr(*torch.geqrf(self.leading), identity)
 
 
 class GramSum:
@@ -107,14 +72,14 @@ class GramSum:
 
     @classmethod
     def of(cls, matrix: Tensor) -> GramSum:
-        """The sum that a matrix ``[G, d, d]`` holds already; the matrix is taken over, not copied."""
+        """The sum that is a matrix ``[G, d, d]`` already; the matrix is not copied."""
         result = cls(matrix.shape[0], matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
         result._total = matrix
         return result
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> GramSum:
-        """The sum over rows ``[G, n, d]``, which are taken over, not copied, and stay rows."""
+        """The sum over rows ``[G, n, d]``, which are not copied."""
         result = cls(rows.shape[0], rows.shape[2], dtype=rows.dtype, device=rows.device)
         result._rows, result._n_rows = [rows], rows.shape[1]
         return result
@@ -143,7 +108,7 @@ class GramSum:
             self.add_rows(rows)
 
     def matrix(self) -> Tensor:
-        """The sum as symmetric matrices ``[G, d, d]``, kept from now on as such."""
+        """The sum as symmetric matrices ``[G, d, d]``; from now on it is kept as such."""
         if self._rows or self._total is None:
             self._multiply()
         assert self._total is not None
@@ -158,34 +123,32 @@ class GramSum:
 
     @property
     def is_formed(self) -> bool:
-        """Whether a matrix is there; otherwise only rows are."""
+        """Whether a matrix has been formed; otherwise there are only rows."""
         return self._total is not None
-
-    def scaled_rows(self, weight: float | Tensor) -> Tensor:
-        """The rows ``[G, n, d]`` times ``√weight``, where no matrix has been formed."""
-        assert self._total is None
-        empty = torch.zeros(self.groups, 0, self.size, dtype=self.dtype, device=self.device)
-        rows = torch.cat([empty, *self._rows], 1)
-        return rows if isinstance(weight, float) and weight == 1.0 else rows * weight**0.5
-
-    def eigen(self) -> EigenPairs:
-        """The eigendecomposition; where only rows are there, eigenvalues are not negative."""
-        if self.is_thin:
-            return _eigen_of_rows(self.scaled_rows(1.0))
-        values, vectors = symmetric_eigen(self.matrix())
-        return EigenPairs(values, None, vectors)
 
     @property
     def is_thin(self) -> bool:
-        """Whether the rows are so few that it is quicker to decompose them than the matrix."""
+        """Whether there are so few rows that decomposing their Gram matrix is faster."""
         return self._total is None and self._n_rows <= _THIN * self.size
+
+    def rows(self) -> Tensor:
+        """The rows ``[G, n, d]``, where no matrix has been formed."""
+        assert self._total is None
+        if len(self._rows) != 1:
+            empty = torch.zeros(self.groups, 0, self.size, dtype=self.dtype, device=self.device)
+            self._rows = [torch.cat([empty, *self._rows], 1)]
+        return self._rows[0]
+
+    def eigen(self) -> EigenPairs:
+        """The eigendecomposition; where there are only rows, no eigenvalue is negative."""
+        return _eigen_of_rows(self.rows()) if self.is_thin else EigenPairs(*symmetric_eigen(self.matrix()))
 
     def clone(self) -> GramSum:
         """A copy that may be added to."""
         result = GramSum(self.groups, self.size, dtype=self.dtype, device=self.device)
         result._total = None if self._total is None else self._total.clone()
-        # rows are never written to
-        result._is_symmetric, result._rows, result._n_rows = self._is_symmetric, list(self._rows), self._n_rows
+        result._is_symmetric, result._n_rows = self._is_symmetric, self._n_rows
+        result._rows = list(self._rows)  # rows are never written to
         return result
 
     def parts(self) -> list[Tensor]:
@@ -207,13 +170,13 @@ class GramSum:
 
 def stored(sums: Sequence[GramSum], name: str) -> dict[str, Tensor]:
     """The sums as they are: matrices ``[K, G, d, d]`` under ``name``, or rows under ``name_rows.0`` and so on."""
-    if not any(part.is_formed for part in sums):
-        return {f"{name}_rows.{number}": part.scaled_rows(1.0) for number, part in enumerate(sums)}
-    return {name: sums[0].dense()[None] if len(sums) == 1 else torch.stack([part.dense() for part in sums])}
+    if not any(own.is_formed for own in sums):
+        return {f"{name}_rows.{number}": own.rows() for number, own in enumerate(sums)}
+    return {name: torch.stack([own.dense() for own in sums]) if len(sums) > 1 else sums[0].dense()[None]}
 
 
 def restored(tensors: Mapping[str, Tensor], name: str) -> list[GramSum]:
-    """What :func:`stored` stored."""
+    """The sums from what :func:`stored` returned."""
     if name in tensors:
         return [GramSum.of(matrix) for matrix in tensors[name]]
     count = sum(key.startswith(f"{name}_rows.") for key in tensors)
@@ -222,49 +185,30 @@ def restored(tensors: Mapping[str, Tensor], name: str) -> list[GramSum]:
 
 def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
     """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum."""
-    first = sums[0]
-    if all(not part.is_formed for part in sums):
-        result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device)
-        for part, weight in zip(sums, weights.to(first.dtype), strict=True):
-            result.add_rows(part.scaled_rows(weight))
-        return result
-    return GramSum.of(torch.einsum("k,kgop->gop", weights.to(first.dtype), torch.stack([s.matrix() for s in sums])))
+    first, weights = sums[0], weights.to(sums[0].dtype)
+    if any(own.is_formed for own in sums):
+        return GramSum.of(torch.einsum("k,kgop->gop", weights, torch.stack([own.matrix() for own in sums])))
+    result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device)
+    for own, weight in zip(sums, weights, strict=True):
+        result.add_rows(own.rows() * weight.sqrt())
+    return result
 
 
-def eigen_together(sums: Sequence[GramSum]) -> list[EigenPairs]:
-    """The eigendecompositions of several sums; small matrices of equal size are decomposed in one call.
+def _eigen_of_rows(rows: Tensor) -> ThinEigenPairs:
+    """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from ``XXᵀ = V Λ Vᵀ``: vectors ``XᵀV Λ^-½``.
 
-    Larger ones keep a device busy by themselves.
-    """
-    found: dict[int, EigenPairs] = {}
-    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for number, part in enumerate(sums):
-        if part.is_thin or part.size > STACKED_UP_TO:
-            found[number] = part.eigen()
-        else:
-            alike[part.size, part.dtype, part.device].append(number)
-    for numbers in alike.values():
-        counts = [sums[number].groups for number in numbers]
-        values, vectors = symmetric_eigen(torch.cat([sums[number].matrix() for number in numbers]))
-        for number, its_values, its_vectors in zip(numbers, values.split(counts), vectors.split(counts), strict=True):
-            found[number] = EigenPairs(its_values, None, its_vectors)
-    return [found[number] for number in range(len(sums))]
-
-
-def _eigen_of_rows(rows: Tensor) -> EigenPairs:
-    """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from that of ``XXᵀ``.
-
-    Eigenvalues below n roundings of the largest one (in float64) are rounding, and count as zero.
+    Eigenvalues below ``n ε`` times the largest one, with float64's ε, are rounding errors, and count as zero.
     """
     require_finite(rows)
     groups, n, size = rows.shape
     wide = rows.double()
     gram = kernels.symmetric_update(wide.new_zeros(groups, n, n), wide.mT)
-    values, inner = kernels.symmetric_eigen(gram)  # which only looks at the lower triangle
+    values, inner = kernels.symmetric_eigen(gram)  # which reads only the lower triangle
     values, inner = values.flip(-1), inner.flip(-1)  # the largest first: they are the most accurate
     kept = values > max(1, n) * torch.finfo(torch.float64).eps * values[..., :1].clamp(min=0)
     values = torch.where(kept, values, 0.0)
     rank = int(kept.sum(-1).max()) if n else 0
+    scales = torch.where(kept, values, torch.inf).rsqrt()[..., None, :rank]  # zero columns where a group has less
     full = rows.new_zeros(groups, size)
     full[:, :rank] = values[..., :rank]
-    return EigenPairs(full, thin=ThinEigen(rows, inner[..., :rank].contiguous(), values[..., :rank].sqrt()))
+    return ThinEigenPairs(full, ((wide.mT @ inner[..., :rank]) * scales).to(rows.dtype))

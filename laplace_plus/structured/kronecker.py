@@ -1,31 +1,32 @@
-"""Kronecker-factored blocks, with and without corrected eigenvalues."""
+"""Kronecker-factored blocks: with corrected eigenvalues (EKFAC), and with a diagonal output factor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.bases import Basis, ColumnBasis, KroneckerBasis
-from laplace_plus.structured.blocks import Block, Diagonalised, EigenBlock, OnceDiagonalised
+from laplace_plus.structured.blocks import Block, DecomposedBlock, EigenBlock, register_block
+from laplace_plus.structured.factor import Basis, KroneckerBasis
 from laplace_plus.structured.gradients import ExampleGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant
 
 
-class _KroneckerForm(Diagonalised):
-    """The diagonal form of a Kronecker product, with the eigendecompositions that it comes from."""
+def _product_spectrum(values: Tensor) -> Spectrum:
+    """The spectrum of eigenvalues ``[G, o, i]`` that are an outer product in each group."""
+    largest = values.amax()
+    if len(values) > 1 or not bool(largest > 0):
+        return Spectrum(values)
+    # The two sides are the largest row and column.
+    return Spectrum.of_products(values[0].amax(1).double(), values[0].amax(0).double() / largest.double())
 
-    def __init__(self, values: Tensor, left: EigenPairs, right: EigenPairs | None):
-        super().__init__(values, partial(_basis, left, right))
-        self.left, self.right = left, right
 
-
-class KroneckerBlock(OnceDiagonalised):
+@register_block
+class KroneckerBlock(DecomposedBlock):
     """Kronecker products ``H_k = left_k ⊗ right / count``, group by group.
 
     With ``corrected`` the eigenvalues are those measured in the Kronecker eigenbasis instead (EKFAC, George et al.,
@@ -38,6 +39,9 @@ class KroneckerBlock(OnceDiagonalised):
         count: 0-d float64: the number of rows in ``right``'s sum.
         corrected: ``[K, G, o, i]`` or None.
         basis_weights: The weights at which the eigenbasis of ``corrected`` was fixed, ``[K]``.
+
+    Attributes:
+        corrected: The corrected eigenvalues, or None.
     """
 
     storage: ClassVar[str] = "Kronecker"
@@ -50,7 +54,7 @@ class KroneckerBlock(OnceDiagonalised):
         corrected: Tensor | None = None,
         basis_weights: Tensor | None = None,
     ):
-        self.left_sums = [GramSum.of(part) for part in left] if isinstance(left, Tensor) else list(left)
+        self.left_sums = [GramSum.of(own) for own in left] if isinstance(left, Tensor) else list(left)
         self.right_sum = right if isinstance(right, GramSum) or right.ndim == 2 else GramSum.of(right)
         self.count, self.corrected, self.basis_weights = count, corrected, basis_weights
         self.kind = "Kronecker" if corrected is None else "eigenvalue-corrected Kronecker"
@@ -60,12 +64,53 @@ class KroneckerBlock(OnceDiagonalised):
         columns = self.right_sum.shape[1] if isinstance(self.right_sum, Tensor) else self.right_sum.size
         self.shape = (first.groups, first.size, columns)
 
+    @classmethod
+    @override
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> KroneckerBlock:
+        right = GramSum.of_rows(tensors["right_rows"]) if "right_rows" in tensors else tensors["right"]
+        corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
+        block = cls(restored(tensors, "left"), right, tensors["count"], corrected, weights)
+        if corrected is not None and weights is not None:
+            # Corrected eigenvalues replace those of the factors, which were not saved.
+            bases = [tensors[name] for name in ("left_vectors", "right_vectors") if name in tensors]
+            block.adopt_eigen(weights, [EigenPairs(u.new_zeros(u.shape[:2]), u) for u in bases])
+        return block
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        result = stored(self.left_sums, "left") | {"count": self.count}
+        if isinstance(self.right_sum, GramSum) and not self.right_sum.is_formed:
+            result["right_rows"] = self.right_sum.rows()
+        else:
+            result["right"] = self.right
+        if self.corrected is None or self.basis_weights is None:
+            return result
+        # Corrected eigenvalues belong to this very basis; another decomposition could give another order.
+        result |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
+        for name, own in zip(("left_vectors", "right_vectors"), self.diagonalised(self.basis_weights).pairs, strict=False):
+            result[name] = own.vectors
+        return result
+
+    @override
+    def parts(self) -> list[Tensor]:
+        result = [] if self.corrected is None else [self.corrected]
+        for own in (*self.left_sums, self.right_sum):
+            result += [own] if isinstance(own, Tensor) else own.parts()
+        return result
+
+    @override
+    def clone(self) -> KroneckerBlock:
+        corrected = None if self.corrected is None else self.corrected.clone()
+        left, right = [own.clone() for own in self.left_sums], self.right_sum.clone()
+        result = KroneckerBlock(left, right, self.count.clone(), corrected, self.basis_weights)
+        if corrected is not None:
+            result._cache = self._cache  # corrected eigenvalues belong to this very basis
+        return result
+
     @property
     def left(self) -> Tensor:
         """The sums of ``g gᵀ``, ``[K, G, o, o]``."""
-        if self.n_components == 1:
-            return self.left_sums[0].dense()[None]
-        return torch.stack([part.dense() for part in self.left_sums])
+        return torch.stack([own.dense() for own in self.left_sums])
 
     @property
     def right(self) -> Tensor:
@@ -75,7 +120,7 @@ class KroneckerBlock(OnceDiagonalised):
     @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, KroneckerBlock)
-        if self.corrected is not None:  # the basis stays what it is; what is measured in it comes by add_corrected_
+        if self.corrected is not None:  # the basis stays; what is measured in it comes by add_corrected_
             return
         for mine, theirs in zip(self.left_sums, other.left_sums, strict=True):
             mine.add_(theirs)
@@ -87,54 +132,42 @@ class KroneckerBlock(OnceDiagonalised):
         self.count = self.count + other.count
         self.changed()
 
-    def add_corrected_(self, squares: Tensor) -> None:
-        """Add squared gradients ``[K, G, o, i]``, measured in :meth:`kronecker_basis`, to the corrected eigenvalues."""
-        assert self.corrected is not None
-        self.corrected += squares
-
-    def correct_(self, stack: ExampleGradients, components: Tensor) -> None:
-        """Add the squares of a stack's matrices in :meth:`kronecker_basis` to the corrected eigenvalues.
-
-        Args:
-            stack: Matrices ``[G, o, i]``.
-            components: ``[V]``: the component that each direction belongs to.
-        """
-        assert self.corrected is not None
-        rotated = self.kronecker_basis().coordinates(stack)
-        for number, total in enumerate(self.corrected):
-            part = rotated
-            if self.n_components > 1:
-                part = rotated.select((components == number).nonzero().squeeze(-1))
-            if part.dtype == total.dtype:
-                part.add_squares_(total)
-            else:
-                total += part.squares()
-
     def with_correction(self, weights: Tensor) -> KroneckerBlock:
         """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
         empty = torch.zeros(self.n_components, *self.shape, dtype=self.dtype, device=self.left_sums[0].device)
         return KroneckerBlock(self.left_sums, self.right_sum, self.count, empty, weights.detach().to(empty))
 
+    def add_corrected_(self, squares: Tensor) -> None:
+        """Add squared gradients ``[K, G, o, i]``, measured in :meth:`kronecker_basis`, to the corrected eigenvalues."""
+        assert self.corrected is not None
+        self.corrected += squares
+
+    def correct_(self, gradients: ExampleGradients, components: Tensor) -> None:
+        """Add the squares of gradients in :meth:`kronecker_basis` to the corrected eigenvalues.
+
+        Args:
+            gradients: Matrices ``[G, o, i]``.
+            components: ``[V]``: the component that each cotangent belongs to.
+        """
+        assert self.corrected is not None
+        coordinates = self.kronecker_basis().coordinates(gradients)
+        for number, total in enumerate(self.corrected):
+            own = coordinates
+            if self.n_components > 1:
+                own = coordinates.select((components == number).nonzero().squeeze(-1))
+            if own.dtype == total.dtype:
+                own.add_squares_(total)
+            else:
+                total += own.squares()
+
     def kronecker_basis(self) -> Basis:
-        """The eigenbasis of the Kronecker factors, fixed where the eigenvalues are corrected."""
-        return self._form().basis
-
-    def _form(self) -> _KroneckerForm:
+        """The eigenbasis of the Kronecker factors, which is fixed where the eigenvalues are corrected."""
         assert self.basis_weights is not None
-        form = self._diagonalised(self.basis_weights)
-        assert isinstance(form, _KroneckerForm)
-        return form
+        return self.diagonalised(self.basis_weights).basis
 
     @override
-    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
-        basis = self.kronecker_basis() if self.corrected is not None else self._diagonalised(weights).basis
-        return basis, self.eigenvalues(weights)
-
-    @override
-    def eigenvalues(self, weights: Tensor) -> Tensor:
-        if self.corrected is None:
-            return OnceDiagonalised.eigenvalues(self, weights)
-        return torch.einsum("k,kgoi->goi", weights, self.corrected.to(weights.dtype))
+    def key(self, weights: Tensor) -> Tensor | None:
+        return super().key(weights) if self.basis_weights is None else self.basis_weights
 
     @override
     def factors(self, weights: Tensor) -> list[GramSum]:
@@ -142,16 +175,34 @@ class KroneckerBlock(OnceDiagonalised):
         return [left, self.right_sum] if isinstance(self.right_sum, GramSum) else [left]
 
     @override
-    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
-        left, right = pairs[0], pairs[1] if len(pairs) > 1 else None
-        right_values = self.right if right is None else right.values
-        right_values = right_values.clamp(min=0)[:, None, :] / self.count.to(self.dtype)
-        return _KroneckerForm(left.values.clamp(min=0)[:, :, None] * right_values, left, right)
+    def diagonal_of(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Tensor:
+        right = self.right if len(pairs) == 1 else pairs[1].values
+        right = right.clamp(min=0)[:, None, :] / self.count.to(self.dtype)
+        return pairs[0].values.clamp(min=0)[:, :, None] * right
 
     @override
-    def _key(self, weights: Tensor) -> Tensor:
-        # A corrected block's basis stays where it was fixed, whatever the weights are now.
-        return OnceDiagonalised._key(self, weights) if self.basis_weights is None else self.basis_weights
+    def basis_of(self, pairs: Sequence[EigenPairs]) -> Basis:
+        return KroneckerBasis(pairs[0].vectors, pairs[1].vectors if len(pairs) > 1 else None)
+
+    @override
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        if self.corrected is None:
+            return DecomposedBlock.eigen(self, weights)
+        return self.kronecker_basis(), self.eigenvalues(weights)
+
+    @override
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        if self.corrected is None:
+            return DecomposedBlock.eigenvalues(self, weights)
+        return torch.einsum("k,kgoi->goi", weights, self.corrected.to(weights.dtype))
+
+    @override
+    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
+        return self.diagonalised(weights).values if self.corrected is None else self.corrected
+
+    @override
+    def _make_spectrum(self, values: Tensor) -> Spectrum:
+        return _product_spectrum(values) if self.corrected is None else Spectrum(values)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
@@ -166,18 +217,6 @@ class KroneckerBlock(OnceDiagonalised):
         return torch.log(left[:, :, None] * right[:, None, :] / self.count.to(left) + diagonal).sum()
 
     @override
-    def _kept_eigenvalues(self, weights: Tensor) -> Tensor:
-        return OnceDiagonalised._kept_eigenvalues(self, weights) if self.corrected is None else self.corrected
-
-    @override
-    def _make_spectrum(self, values: Tensor) -> Spectrum:
-        largest = values.amax()
-        if self.corrected is not None or len(values) > 1 or not bool(largest > 0):
-            return Spectrum(values)
-        # One outer product, whose sides are its largest row and column.
-        return Spectrum.of_products(values[0].amax(1).double(), values[0].amax(0).double() / largest.double())
-
-    @override
     def dense(self, weights: Tensor) -> Tensor:
         basis, values = self.eigen(weights)
         n = self.shape[1] * self.shape[2]
@@ -185,59 +224,9 @@ class KroneckerBlock(OnceDiagonalised):
         vectors = basis.expand(identity.expand(n, *self.shape)).flatten(2)  # [n, G, n]: rows are basis vectors
         return torch.einsum("ngi,gn,ngj->gij", vectors, values.flatten(1), vectors)
 
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        result = stored(self.left_sums, "left") | {"count": self.count}
-        if isinstance(self.right_sum, GramSum) and not self.right_sum.is_formed:
-            result["right_rows"] = self.right_sum.scaled_rows(1.0)
-        else:
-            result["right"] = self.right
-        if self.corrected is None or self.basis_weights is None:
-            return result
-        # What was measured belongs to this very basis, which another decomposition would give in another order.
-        form = self._form()
-        result |= {"corrected": self.corrected, "basis_weights": self.basis_weights, "left_vectors": form.left.vectors}
-        return result if form.right is None else result | {"right_vectors": form.right.vectors}
 
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-        """Rebuild a block from its :meth:`tensors`."""
-        right = GramSum.of_rows(tensors["right_rows"]) if "right_rows" in tensors else tensors["right"]
-        diagonal = isinstance(right, Tensor) and right.ndim == 2
-        corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
-        block = cls(restored(tensors, "left"), right, tensors["count"], corrected, weights)
-        if corrected is not None and weights is not None:
-            block.adopt_eigen(
-                weights, [_basis_alone(tensors[f"{side}_vectors"]) for side in ("left", "right")[: 1 + (not diagonal)]]
-            )
-        return block
-
-    @override
-    def clone(self) -> KroneckerBlock:
-        corrected = None if self.corrected is None else self.corrected.clone()
-        left, right = [part.clone() for part in self.left_sums], self.right_sum.clone()
-        result = KroneckerBlock(left, right, self.count.clone(), corrected, self.basis_weights)
-        if corrected is not None:
-            result._cache = self._cache  # what was measured belongs to this very basis
-        return result
-
-    @override
-    def parts(self) -> list[Tensor]:
-        result = [tensor for part in self.left_sums for tensor in part.parts()]
-        result += [self.right_sum] if isinstance(self.right_sum, Tensor) else self.right_sum.parts()
-        return result if self.corrected is None else [*result, self.corrected]
-
-
-def _basis_alone(vectors: Tensor) -> EigenPairs:
-    """Eigenvectors whose values nobody asks for, corrected ones standing in for them."""
-    return EigenPairs(vectors.new_zeros(vectors.shape[:2]), None, vectors)
-
-
-def _basis(left: EigenPairs, right: EigenPairs | None) -> Basis:
-    return KroneckerBasis(left.vectors, None if right is None else right.vectors)
-
-
-class DiagonalOutputBlock(OnceDiagonalised):
+@register_block
+class DiagonalOutputBlock(DecomposedBlock):
     """``H_k = diag(left_k) ⊗ right / count``, group by group: KFAC without the covariances between outputs.
 
     For softmax the dense output factor ``G = Σ_n diag p_n − p_n p_nᵀ`` has rows that sum to zero, so that
@@ -259,6 +248,23 @@ class DiagonalOutputBlock(OnceDiagonalised):
         self.n_components, self.dtype = len(left), left.dtype
         self.shape = (left.shape[1], left.shape[2], self.right_sum.size)
 
+    @classmethod
+    @override
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> DiagonalOutputBlock:
+        return cls(tensors["left"], tensors["right"], tensors["count"])
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "right": self.right_sum.matrix(), "count": self.count}
+
+    @override
+    def parts(self) -> list[Tensor]:
+        return [self.left, *self.right_sum.parts()]
+
+    @override
+    def clone(self) -> DiagonalOutputBlock:
+        return DiagonalOutputBlock(self.left.clone(), self.right_sum.clone(), self.count.clone())
+
     @override
     def add_(self, other: Block) -> None:
         assert isinstance(other, DiagonalOutputBlock)
@@ -272,24 +278,22 @@ class DiagonalOutputBlock(OnceDiagonalised):
         return [self.right_sum]
 
     @override
-    def diagonalise(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Diagonalised:
-        (right,) = pairs
+    def diagonal_of(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Tensor:
         left = torch.einsum("k,kgo->go", weights, self.left)
-        values = left[:, :, None] * (right.values.clamp(min=0) / self.count.to(self.dtype))[:, None, :]
-        return Diagonalised(values, partial(_column_basis, right))
+        return left[:, :, None] * (pairs[0].values.clamp(min=0) / self.count.to(self.dtype))[:, None, :]
+
+    @override
+    def basis_of(self, pairs: Sequence[EigenPairs]) -> Basis:
+        return KroneckerBasis(None, pairs[0].vectors)
 
     @override
     def _make_spectrum(self, values: Tensor) -> Spectrum:
-        largest = values.amax()
-        if len(values) > 1 or not bool(largest > 0):
-            return Spectrum(values)
-        # One outer product, whose sides are its largest row and column.
-        return Spectrum.of_products(values[0].amax(1).double(), values[0].amax(0).double() / largest.double())
+        return _product_spectrum(values)
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if self.n_components == 1 or not weights.requires_grad:
-            return OnceDiagonalised.log_determinant(self, weights, diagonal)
+            return EigenBlock.log_determinant(self, weights, diagonal)
         left = torch.einsum("k,kgo->go", weights, self.left.to(weights.dtype))
         right = self.right_sum.eigen().values.to(left).clamp(min=0) / self.count.to(left)
         return torch.log(left[:, :, None] * right[:, None, :] + diagonal).sum()
@@ -299,19 +303,3 @@ class DiagonalOutputBlock(OnceDiagonalised):
         left = torch.einsum("k,kgo->go", weights, self.left.to(weights.dtype))
         right = self.right_sum.matrix().to(weights.dtype) / self.count.to(weights.dtype)
         return torch.einsum("go,op,gij->goipj", left, torch.eye(left.shape[1]).to(left), right).flatten(1, 2).flatten(2)
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        return {"left": self.left, "right": self.right_sum.matrix(), "count": self.count}
-
-    @override
-    def clone(self) -> DiagonalOutputBlock:
-        return DiagonalOutputBlock(self.left.clone(), self.right_sum.clone(), self.count.clone())
-
-    @override
-    def parts(self) -> list[Tensor]:
-        return [self.left, *self.right_sum.parts()]
-
-
-def _column_basis(right: EigenPairs) -> ColumnBasis:
-    return ColumnBasis(right.vectors)

@@ -27,24 +27,24 @@ from typing_extensions import override
 from laplace_plus.structured.factor import not_positive_definite
 
 HALF_WIDTH = 1.0
-"""Half the length of an interval of logarithms of eigenvalues."""
+"""Half the length of an interval of logarithms of eigenvalues; :data:`POINTS` follows from it."""
 
 POINTS = 18
-"""Interpolation points on each. The ellipse around an interval that reaches ±iπ has ρ = π + √(π² + 1) = 6.4, and
-ρ⁻¹⁸ = 3e-15."""
+"""Interpolation points on each interval. Its Bernstein ellipse that reaches ±iπ has ρ = π + √(π² + 1) = 6.4, and the
+error is about ρ⁻¹⁸ = 3e-15."""
 
 WORTHWHILE = 16
-"""Evaluations of a long spectrum after which its nodes are made, which costs about 25 of them."""
+"""Evaluations of a long spectrum after which its nodes are computed, which takes as long as about 25 evaluations."""
 
 CHUNK = 2**16
-"""Entries that a pass works on at a time: in float64 they stay in the cache."""
+"""Entries that a pass takes at a time: in float64 they fill half a core's own cache (EPYC, Zen 4)."""
 
 
 class Spectrum:
     """The function ``(w, δ) ↦ log det(w H + δ I)`` of a symmetric H.
 
     Args:
-        values: The eigenvalues of H, of any shape and real type; kept, not copied. With negative ones, every evaluation
+        values: The eigenvalues of H, of any shape and real type; kept, not copied. If one is negative, every evaluation
             takes a pass over all of them.
 
     Attributes:
@@ -68,16 +68,13 @@ class Spectrum:
 
     @classmethod
     def of_products(cls, rows: Tensor, columns: Tensor) -> Spectrum:
-        """That of the eigenvalues ``rows_i · columns_j``, none negative, as Kronecker products have them.
-
-        Each side is replaced by its nodes first, so that the products are never written out.
-        """
+        """The spectrum of eigenvalues ``rows_i · columns_j``, none negative, without writing out these products."""
         result = cls.__new__(cls)
         result.size = rows.numel() * columns.numel()
         result._values, result._evaluations, result.is_definite = None, 0, True
         (left, left_weights), (right, right_weights) = _nodes_of(rows.detach()), _nodes_of(columns.detach())
-        places = (left[:, None] + right).flatten()
-        result._nodes = _condense(places, (left_weights[:, None] * right_weights).flatten())
+        nodes = (left[:, None] + right).flatten()
+        result._nodes = _condense(nodes, (left_weights[:, None] * right_weights).flatten())
         return result
 
     def log_determinant(self, weight: Tensor, shift: Tensor) -> Tensor:
@@ -102,15 +99,15 @@ class Spectrum:
             return log_determinant(self._values.flatten()[None], weight[None], shift)
         if not bool(shift.detach() > 0):
             raise not_positive_definite(shift.item())
-        places, multiplicities = self._nodes
+        nodes, node_weights = self._nodes
         level = shift.log()
         ratio = weight.log() - level
-        return self.size * level + multiplicities @ torch.logaddexp(places + ratio, torch.zeros_like(ratio))
+        return self.size * level + node_weights @ torch.logaddexp(nodes + ratio, torch.zeros_like(ratio))
 
     def nodes(self) -> tuple[Tensor, Tensor] | None:
-        """Logarithms of eigenvalues and how often they count, ``[m]`` float64; None if there are negative eigenvalues.
+        """Quadrature nodes (logarithms of eigenvalues) and weights, ``[m]`` float64; None if an eigenvalue is negative.
 
-        They stand for all positive eigenvalues in sums of smooth functions.
+        They replace all positive eigenvalues in sums of smooth functions.
         """
         if self._nodes is None and self.is_definite:
             self._compress()
@@ -130,20 +127,19 @@ class JoinedSpectra:
     """
 
     def __init__(self, spectra: Sequence[Spectrum], groups: Sequence[int]):
-        parts, sizes = [], []
+        nodes, weights, sizes = [], [], []
         for group in range(max(groups) + 1):
             members = [spectrum for spectrum, own in zip(spectra, groups, strict=True) if own == group]
-            nodes = [pair for pair in (spectrum.nodes() for spectrum in members) if pair is not None]
-            assert len(nodes) == len(members)
-            parts.append(
-                _condense(torch.cat([places for places, _ in nodes]), torch.cat([often for _, often in nodes]))
-            )
+            pairs = [pair for pair in (spectrum.nodes() for spectrum in members) if pair is not None]
+            assert len(pairs) == len(members)
+            own_nodes, own_weights = _condense(*(torch.cat(both) for both in zip(*pairs, strict=True)))
+            nodes.append(own_nodes)
+            weights.append(own_weights)
             sizes.append(sum(spectrum.size for spectrum in members))
-        self._places = torch.cat([places for places, _ in parts])
-        self._multiplicities = torch.cat([often for _, often in parts])
-        lengths = torch.tensor([len(places) for places, _ in parts])
-        self._group = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(self._places.device)
-        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self._places.device)
+        self._nodes, self._weights = torch.cat(nodes), torch.cat(weights)
+        lengths = torch.tensor([len(own) for own in nodes])
+        self._group = torch.repeat_interleave(torch.arange(len(nodes)), lengths).to(self._nodes.device)
+        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self._nodes.device)
 
     def log_determinant(self, weight: Tensor, shifts: Tensor) -> Tensor:
         """``Σ_b log det(w H_b + δ_g(b) I)``, 0-d float64.
@@ -157,8 +153,7 @@ class JoinedSpectra:
         """
         levels = shifts.log()
         ratios = (weight.log() - levels)[self._group]
-        sums = torch.logaddexp(self._places + ratios, torch.zeros_like(ratios))
-        return self._sizes @ levels + self._multiplicities @ sums
+        return self._sizes @ levels + self._weights @ torch.logaddexp(self._nodes + ratios, torch.zeros_like(ratios))
 
 
 def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,27 +169,27 @@ def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:
     return _condense(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
 
-def _condense(places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Chebyshev points and weights that integrate smooth functions as the given points ``[n]`` and weights do."""
-    if not len(places):
-        return places, weights
-    # The grid of intervals is one for all spectra, so that nodes fall upon nodes when they are condensed again.
-    interval = (places / (2 * HALF_WIDTH)).floor()
-    local = (places / HALF_WIDTH - 2 * interval - 1).clamp(-1, 1)
+def _condense(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Chebyshev points and weights that integrate smooth functions as the given nodes ``[n]`` and weights do."""
+    if not len(nodes):
+        return nodes, weights
+    # All spectra share one grid of intervals, so that nodes coincide when they are condensed again.
+    interval = (nodes / (2 * HALF_WIDTH)).floor()
+    local = (nodes / HALF_WIDTH - 2 * interval - 1).clamp(-1, 1)
     first = interval.min()
     interval = (interval - first).long()
     occupied, interval = interval.unique(return_inverse=True)
-    if len(occupied) * POINTS >= len(places):
-        return places, weights
+    if len(occupied) * POINTS >= len(nodes):
+        return nodes, weights
     # Moments of the Chebyshev polynomials on each interval, by their three-term recurrence.
-    moments = places.new_zeros(POINTS, len(occupied))
+    moments = nodes.new_zeros(POINTS, len(occupied))
     previous, current = torch.ones_like(local), local
     for degree in range(POINTS):
         moments[degree].index_add_(0, interval, weights * previous)
         previous, current = current, 2 * local * current - previous
-    angles = math.pi * (torch.arange(POINTS, dtype=places.dtype, device=places.device) + 0.5) / POINTS
+    angles = math.pi * (torch.arange(POINTS, dtype=nodes.dtype, device=nodes.device) + 0.5) / POINTS
     moments[1:] *= 2
-    polynomials = torch.cos(angles[:, None] * torch.arange(POINTS, dtype=places.dtype, device=places.device))
+    polynomials = torch.cos(angles[:, None] * torch.arange(POINTS, dtype=nodes.dtype, device=nodes.device))
     centres = (occupied + first) * (2 * HALF_WIDTH) + HALF_WIDTH
     return (centres + HALF_WIDTH * angles.cos()[:, None]).flatten(), (polynomials @ moments / POINTS).flatten()
 
@@ -247,7 +242,7 @@ class _LogDeterminant(torch.autograd.Function):
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         by_weights, by_shift = ctx.gradients
-        if torch.is_grad_enabled():  # further derivatives are wanted: leave the formula to autograd
+        if torch.is_grad_enabled():  # for second derivatives autograd has to see the formula
             values, weights, shift = ctx.saved_tensors
             inverse = (weights @ values.double() + shift).reciprocal()
             if by_weights is not None:

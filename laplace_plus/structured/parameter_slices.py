@@ -1,7 +1,7 @@
-"""Where the entries of a ``[G, o, i]`` array lie in a long vector, as views wherever that is possible.
+"""Where the entries of a ``[G, o, i]`` array lie in the parameter vector, as views wherever that is possible.
 
 A layer's weight fills one contiguous range of the parameter vector and its bias another one, so that the array of both
-is two views side by side: no list of positions has to be read to reach them.
+is two views side by side. No list of positions, three times the size of the values, has to be read to reach them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-_MOST_PIECES = 4
-"""Arrays that fall into more pieces are reached by their list of positions."""
+_MOST_SLICES = 4
+"""A weight, a bias and their like; arrays in more slices are reached by their list of positions."""
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Some columns of the array, which fill a contiguous range in some order of the axes.
+class _Slice:
+    """Some columns of the array, which fill a contiguous range of the vector in some order of the axes.
 
     Attributes:
         columns: Which.
@@ -29,22 +29,15 @@ class _Piece:
 
     columns: slice
     start: int
-    shape: tuple[int, int, int]
-    order: tuple[int, int, int]
+    shape: tuple[int, ...]
+    order: list[int]
 
     def view(self, vector: Tensor) -> Tensor:
-        """The piece of ``[…, P]`` vectors, ``[…, G, o, i']``."""
+        """The columns of ``[…, P]`` vectors, ``[…, G, o, i']``."""
         lead = vector.ndim - 1
-        groups, rows, columns = self.shape
-        inner = vector.narrow(-1, self.start, groups * rows * columns).unflatten(
-            -1, [self.shape[a] for a in self.order]
-        )
-        return inner.permute(*range(lead), *(lead + self.order.index(axis) for axis in range(3)))
-
-    def positions(self) -> Tensor:
-        """The positions that it stands for, ``[G, o, i']``."""
-        groups, rows, columns = self.shape
-        return self.view(torch.arange(self.start + groups * rows * columns))
+        size = self.shape[0] * self.shape[1] * self.shape[2]
+        inner = vector.narrow(-1, self.start, size).unflatten(-1, [self.shape[axis] for axis in self.order])
+        return inner.permute(*range(lead), *[lead + self.order.index(axis) for axis in range(3)])
 
 
 class ParameterSlices:
@@ -65,62 +58,52 @@ class ParameterSlices:
 
     def __init__(self, index: Tensor):
         self.shape: tuple[int, int, int] = (index.shape[0], index.shape[1], index.shape[2])
-        self._pieces = _pieces_of(index)
-        self._index = None if self._pieces is not None else index
+        self._slices = _slices_of(index)
+        self._index = None if self._slices else index
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether :meth:`views` gives views."""
+        """Whether the entries are reached by views."""
         return self._index is None
-
-    def views(self, vector: Tensor) -> list[tuple[slice, Tensor]]:
-        """Columns and the view of them, ``[…, G, o, i']``, for all pieces; only where :attr:`is_contiguous`."""
-        assert self._pieces is not None
-        return [(piece.columns, piece.view(vector)) for piece in self._pieces]
 
     def gather(self, vector: Tensor) -> Tensor:
         """The array's entries of ``[…, P]`` vectors, ``[…, G, o, i]``, perhaps as a view; differentiable."""
         if self._index is not None:
             return vector[..., self._index.to(vector.device)]
-        views = [view for _, view in self.views(vector)]
+        views = [part.view(vector) for part in self._slices]
         return views[0] if len(views) == 1 else torch.cat(views, -1)
 
     def scatter_(self, vector: Tensor, values: Tensor) -> None:
         """Write ``[…, G, o, i]`` values to their places in ``[…, P]`` vectors."""
         if self._index is not None:
             vector[..., self._index.to(vector.device)] = values.to(vector.dtype)
-            return
-        for columns, view in self.views(vector):
-            view.copy_(values[..., columns])
+        for part in self._slices:
+            part.view(vector).copy_(values[..., part.columns])
 
     def add_(self, vector: Tensor, values: Tensor) -> None:
         """Add ``[…, G, o, i]`` values to their places in ``[…, P]`` vectors."""
         if self._index is not None:
             vector.index_add_(-1, self._index.flatten().to(vector.device), values.flatten(-3))
-            return
-        for columns, view in self.views(vector):
-            view += values[..., columns]
+        for part in self._slices:
+            part.view(vector).add_(values[..., part.columns])
 
 
-def _pieces_of(index: Tensor) -> tuple[_Piece, ...] | None:
-    columns = index.shape[2]
+def _slices_of(index: Tensor) -> list[_Slice]:
+    """The contiguous ranges that make up the array; none where there are too many."""
     if not index.numel():
-        return None
-    # A piece ends where the distance from one column to the next is not the usual one.
+        return []
+    # A slice ends where the distance from one column to the next is not the usual one.
     steps = index[0, 0].diff()
     borders = (steps != steps.mode().values).nonzero().flatten() + 1 if len(steps) else steps
-    if len(borders) >= _MOST_PIECES:
-        return None
-    edges = [0, *borders.tolist(), columns]
-    pieces = [_piece_of(index[..., start:stop], slice(start, stop)) for start, stop in pairwise(edges)]
-    found = tuple(piece for piece in pieces if piece is not None)
-    return found if len(found) == len(pieces) else None
-
-
-def _piece_of(index: Tensor, columns: slice) -> _Piece | None:
-    shape = (index.shape[0], index.shape[1], index.shape[2])
-    start = int(index[0, 0, 0])
-    stride = [int(index.select(axis, 1)[0, 0]) - start if shape[axis] > 1 else 0 for axis in range(3)]
-    order = sorted(range(3), key=lambda axis: -stride[axis])
-    piece = _Piece(columns, start, shape, (order[0], order[1], order[2]))
-    return piece if start >= 0 and torch.equal(piece.positions(), index.cpu()) else None
+    if len(borders) >= _MOST_SLICES:
+        return []
+    found = []
+    for start, stop in pairwise([0, *borders.tolist(), index.shape[2]]):
+        own = index[..., start:stop].cpu()
+        shape, first = tuple(own.shape), int(own[0, 0, 0])
+        stride = [int(own.select(axis, 1)[0, 0]) - first if shape[axis] > 1 else 0 for axis in range(3)]
+        part = _Slice(slice(start, stop), first, shape, sorted(range(3), key=lambda axis: -stride[axis]))
+        if first < 0 or not torch.equal(part.view(torch.arange(first + own.numel())), own):
+            return []
+        found.append(part)
+    return found

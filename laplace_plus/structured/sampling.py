@@ -1,12 +1,10 @@
-"""Draws from factorised Gaussians, written straight to their places.
+"""Draws from factorised Gaussians, added to their slices of parameter vectors.
 
 White noise is drawn in *tiles* of a fixed size and in a fixed order, so that seeded draws do not depend on how many of
-them are worked on at a time.
+them are computed at a time.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,44 +14,36 @@ from laplace_plus.structured.factor import Factor
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
 TILE = 2**20
-"""Numbers that are drawn at a time, or one draw's where it has more."""
+"""Numbers that are drawn at a time, or one draw's where it has more. Seeded draws depend on this value."""
 
 _AT_ONCE = 256
-"""Draws after which reading a matrix that is larger than a draw costs nothing beside the arithmetic."""
+"""With so many draws at a time, reading a matrix larger than a draw takes little time beside the arithmetic."""
 
 
 def add_draws_(
-    result: Tensor, factor: Factor, placement: ParameterSlices, generator: torch.Generator | None = None
+    result: Tensor, factor: Factor, parameter_slices: ParameterSlices, generator: torch.Generator | None = None
 ) -> None:
     """Add draws from N(0, M⁻¹) to vectors.
 
     Args:
         result: ``[n, P]``, to which n draws are added.
         factor: M.
-        placement: Where the entries of M lie among the P.
+        parameter_slices: Where the entries of M lie among the P.
         generator: Source of randomness; may live on another device.
     """
-    factor.add_draws_(_noise(result, factor, torch.Size(placement.shape), generator), placement)
-
-
-def _noise(
-    result: Tensor, factor: Factor, shape: torch.Size, generator: torch.Generator | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Standard normal ``[m, G, o, i]``, in memory that is used again, beside the rows ``[m, P]`` that it is for."""
-    n, size = len(result), shape.numel()
-    tile = min(n, max(1, TILE // max(1, size)))
+    n, shape = len(result), torch.Size(parameter_slices.shape)
+    size = max(1, shape.numel())
+    tile = min(n, max(1, TILE // size))
     at_once = tile
     if factor.reads_matrices:
-        # The noise, the draws and what comes between them, in float64 perhaps.
-        affordable = _memory.budget(result.device) // max(1, 4 * 8 * size)
+        affordable = _memory.budget(result.device) // (4 * 8 * size)  # four float64 arrays: noise, draws, what is between
         at_once = min(n, max(1, min(_AT_ONCE, affordable) // tile) * tile)
     noise = torch.empty(at_once, *shape, dtype=result.dtype, device=result.device)
-    elsewhere = generator is not None and generator.device != result.device
     for start in range(0, n, at_once):
-        part = noise[: min(at_once, n - start)]
-        for piece in part.split(tile):
-            if elsewhere and generator is not None:
-                piece.copy_(torch.randn(piece.shape, dtype=piece.dtype, device=generator.device, generator=generator))
+        drawn = noise[: min(at_once, n - start)]
+        for part in drawn.split(tile):
+            if generator is not None and generator.device != result.device:
+                part.copy_(torch.randn(part.shape, dtype=part.dtype, device=generator.device, generator=generator))
             else:
-                piece.normal_(generator=generator)
-        yield part, result[start : start + len(part)]
+                part.normal_(generator=generator)
+        parameter_slices.add_(result[start : start + len(drawn)], factor.sample(drawn))

@@ -1,4 +1,4 @@
-"""What random vectors know of a matrix's spectrum: enough for the trace of any function of it without a product."""
+"""Stochastic Lanczos quadrature of a matrix, kept: the trace of any function of it without another product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SampledSpectrum:
     J. Chen and Y. Saad, "Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature", 2017).
 
     Attributes:
-        nodes: ``[2, m, K]`` float64: after K Lanczos steps, and after three quarters of them, filled up with zeros.
+        nodes: ``[2, m, K]`` float64: after K Lanczos steps, and after three quarters of them, padded with zeros.
         weights: ``[2, m, K]`` float64.
     """
 
@@ -29,7 +29,7 @@ class SampledSpectrum:
 
     @classmethod
     def unknown(cls, device: torch.device | None = None) -> SampledSpectrum:
-        """That of no vectors at all."""
+        """Quadratures without any random vector."""
         none = torch.zeros(2, 0, 0, dtype=torch.float64, device=device)
         return cls(none, none)
 
@@ -37,7 +37,7 @@ class SampledSpectrum:
     def of(cls, decomposition: LanczosDecomposition, *, floor: float = 0.0) -> SampledSpectrum:
         """From Lanczos decompositions for random vectors ``[m, n]`` with ``E[v vᵀ] = I``.
 
-        Nodes up to ``floor`` are rounding, and count as zero.
+        Nodes up to ``floor`` are rounding errors, and count as zero.
         """
         matrix = decomposition.tridiagonal().double()
         depth = matrix.shape[-1]
@@ -46,8 +46,8 @@ class SampledSpectrum:
         for steps in (depth, depth - max(1, depth // 4)):
             values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])
             first = vectors[:, 0] if steps else values
-            nodes.append(_filled(torch.where(values > floor, values, 0.0), depth))
-            weights.append(_filled(first.square() * norms[:, None], depth))
+            nodes.append(_padded(torch.where(values > floor, values, 0.0), depth))
+            weights.append(_padded(first.square() * norms[:, None], depth))
         return cls(torch.stack(nodes), torch.stack(weights))
 
     def __len__(self) -> int:
@@ -60,20 +60,17 @@ class SampledSpectrum:
         return self.nodes.shape[2]
 
     def trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """``tr f(H)``, differentiable in what f depends on; not for m = 0.
+        """``tr f(H)``, differentiable in what f depends on; m must be positive.
 
         Returns:
-            0-d float64 each: the estimate, its standard error over the vectors (infinite for a single one), and by how
-            much the last quarter of the Lanczos steps changed it.
+            0-d float64 each: the estimate, its standard error over the vectors (infinite for a single one), and the
+            change by the last quarter of the Lanczos steps.
         """
         full, earlier = (self.weights * f(self.nodes)).sum(-1)
         return full.mean(), standard_error(full), (full - earlier).detach().mean().abs()
 
     def plus(self, other: SampledSpectrum) -> SampledSpectrum:
-        """That of two matrices: traces add.
-
-        Where one has fewer vectors, each of them counts more often.
-        """
+        """The quadratures of a sum of traces. Where one has fewer vectors, each of them has a larger weight."""
         parts = [part for part in (self, other) if len(part)]
         if len(parts) < 2:
             return parts[0] if parts else self
@@ -86,5 +83,5 @@ class SampledSpectrum:
         return SampledSpectrum(torch.cat(nodes, -1), torch.cat(weights, -1))
 
 
-def _filled(values: Tensor, length: int) -> Tensor:
+def _padded(values: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[-1]))

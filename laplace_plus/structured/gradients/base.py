@@ -1,4 +1,4 @@
-"""The abstract stack, and stacks that are written out already."""
+"""Batched per-example gradients: the interface, and gradients that are written out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from typing_extensions import override
 
 from laplace_plus.structured.chunks import chunk_bytes, slices
 
-_WRITTEN = 4
-"""How many times the caches a chunk takes that is written out for what others do with it."""
+_WRITTEN_CACHES = 4
+"""Size of a chunk that is written out, in caches. Smaller chunks make many small products."""
 
-_JOINT = 64
-"""How many times the caches a chunk takes that is multiplied with all others: each of them is written out anew."""
+_JOINT_CACHES = 64
+"""The same for products of all examples with each other, in which each chunk is written out once for every other."""
 
 
 class ExampleGradients(ABC):
-    """V × B matrices of shape ``[G, o, i]``."""
+    """V × B matrices ``P_vn`` of shape ``[G, o, i]``: the gradients of V cotangents for B examples.
+
+    Attributes:
+        n_cotangents: V.
+        n_examples: B.
+        shape: ``(G, o, i)``.
+        dtype: The type in which sums are taken.
+        device: Where they are.
+    """
 
     n_cotangents: int
     n_examples: int
@@ -32,6 +40,14 @@ class ExampleGradients(ABC):
     def dense(self, examples: slice) -> Tensor:
         """The matrices of some examples, written out: ``[V, b, G, o, i]``."""
 
+    @abstractmethod
+    def select(self, cotangents: Tensor) -> ExampleGradients:
+        """The gradients of some cotangents, given by their indices."""
+
+    @abstractmethod
+    def in_dtype(self, dtype: torch.dtype) -> ExampleGradients:
+        """The same matrices with sums taken in another type."""
+
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
         """Some entries of the matrices of some examples, ``[V, b, n]``.
 
@@ -40,34 +56,29 @@ class ExampleGradients(ABC):
             positions: ``[n]`` positions in the flattened ``[G, o, i]`` array.
         """
         start, stop, _ = examples.indices(self.n_examples)
-        each, limit = self.n_bytes() // max(1, self.n_examples), chunk_bytes(self.device, of_caches=_WRITTEN)
-        parts = [slice(start + part.start, start + part.stop) for part in slices(stop - start, each, limit)]
-        return torch.cat([self.dense(part).flatten(2)[..., positions] for part in parts or [examples]], 1)
+        limit = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES)
+        cuts = [slice(start + cut.start, start + cut.stop) for cut in slices(stop - start, self.bytes_each(), limit)]
+        return torch.cat([self.dense(cut).flatten(2)[..., positions] for cut in cuts or [examples]], 1)
 
-    @abstractmethod
-    def select(self, directions: Tensor) -> ExampleGradients:
-        """The stack of some of the directions only."""
-
-    def n_bytes(self) -> int:
-        """Memory that all matrices take when they are written out."""
+    def bytes_each(self) -> int:
+        """Memory that the matrices of one example take when they are written out."""
         groups, rows, columns = self.shape
-        item = torch.finfo(self.dtype).bits // 8
-        return self.n_cotangents * self.n_examples * groups * rows * columns * item
+        return self.n_cotangents * groups * rows * columns * self.dtype.itemsize
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Pairs of a slice of the examples and their matrices ``[V, b, G, o, i]``, a bounded number at a time."""
-        limit = chunk_bytes(self.device, of_caches=_WRITTEN)
-        for examples in slices(self.n_examples, self.n_bytes() // max(1, self.n_examples), limit):
+        limit = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES)
+        for examples in slices(self.n_examples, self.bytes_each(), limit):
             yield examples, self.dense(examples)
 
     def squares(self) -> Tensor:
-        """The sum over directions and examples of the squared entries, ``[G, o, i]``."""
+        """``Σ_vn P_vn²``, entry by entry, ``[G, o, i]``."""
         total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         self.add_squares_(total)
         return total
 
     def add_squares_(self, total: Tensor) -> None:
-        """Add the sum over directions and examples of the squared entries to ``total [G, o, i]``."""
+        """Add ``Σ_vn P_vn²``, entry by entry, to ``total [G, o, i]``."""
         for _, values in self.chunks():
             total += values.square().sum((0, 1))
 
@@ -81,30 +92,25 @@ class ExampleGradients(ABC):
         """
         if mode == "joint":
             return self._joint(weights)
-        parts = []
+        results = []
         for _, values in self.chunks():
             flat = values.flatten(2).transpose(0, 1)  # [b, V, p]
             if mode == "diagonal":
-                parts.append(flat.square() @ weights.flatten())
+                results.append(flat.square() @ weights.flatten())
             else:
-                parts.append((flat * weights.flatten()) @ flat.mT)
-        return torch.cat(parts)
+                results.append((flat * weights.flatten()) @ flat.mT)
+        return torch.cat(results)
 
     def project(self, matrices: Tensor) -> Tensor:
         """Inner products ``⟨P_vn, U_r⟩`` with some matrices ``U [r, G, o, i]``, ``[V, B, r]``."""
         flat = matrices.flatten(1).mT.to(self.dtype)
         return torch.cat([values.flatten(2) @ flat for _, values in self.chunks()], 1)
 
-    @abstractmethod
-    def in_dtype(self, dtype: torch.dtype) -> ExampleGradients:
-        """The same matrices with sums taken in another type."""
-
     def _joint(self, weights: Tensor) -> Tensor:
-        # Pairs of chunks, so that no more than two chunks are ever written out; one of each pair is known by symmetry.
+        # No more than two chunks are written out at a time; symmetry gives the other half of the pairs.
         v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
-        each = self.n_bytes() // max(1, b)
-        cuts = list(slices(b, each, chunk_bytes(self.device, of_caches=_JOINT)))
+        cuts = list(slices(b, self.bytes_each(), chunk_bytes(self.device, of_caches=_JOINT_CACHES)))
         for number, own in enumerate(cuts):
             weighted = (self.dense(own) * weights).flatten(2).flatten(0, 1)  # [vb, p]
             for other in cuts[: number + 1]:
@@ -117,7 +123,7 @@ class ExampleGradients(ABC):
 
 @dataclass
 class DenseGradients(ExampleGradients):
-    """Matrices that are written out already.
+    """Gradients that are written out.
 
     Attributes:
         values: ``[V, B, G, o, i]``.
@@ -135,8 +141,8 @@ class DenseGradients(ExampleGradients):
         return self.values[:, examples]
 
     @override
-    def select(self, directions: Tensor) -> DenseGradients:
-        return DenseGradients(self.values[directions])
+    def select(self, cotangents: Tensor) -> DenseGradients:
+        return DenseGradients(self.values[cotangents])
 
     @override
     def in_dtype(self, dtype: torch.dtype) -> DenseGradients:

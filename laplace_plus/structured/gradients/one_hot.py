@@ -13,18 +13,19 @@ from laplace_plus.structured.chunks import chunk_bytes, require_room, slices
 from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients
 from laplace_plus.structured.gradients.outer import OuterGradients
 
-_COMPACT = 16
-"""How many times the caches the compact form of a chunk takes."""
+_COMPACT_CACHES = 16
+"""Size of a chunk of an embedding's gradients, in caches."""
 
 
 @dataclass
 class EmbeddingGradients(ExampleGradients):
-    """Matrices whose right sides are unit vectors, as an embedding's are: column ``index_ns`` receives ``left_vns``.
+    """Matrices ``[1, o, i]`` whose right sides are unit vectors: column ``index_ns`` receives ``left_vns``.
 
     Attributes:
         index: ``[B, S]`` integers below ``n_columns``.
         left: ``[V, B, S, o]``.
-        n_columns: i, the number of columns.
+        n_columns: i, the size of the vocabulary.
+        compute_dtype: The type in which sums are taken, at least float32.
     """
 
     index: Tensor
@@ -46,17 +47,6 @@ class EmbeddingGradients(ExampleGradients):
         target = position[None, :, None, :].expand(left.shape[0], -1, left.shape[3], -1)
         return values.scatter_add(3, target, left.transpose(2, 3))[:, :, None], columns
 
-    def compact_chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slices of the examples with their :meth:`compact` form, of bounded size."""
-        item = torch.finfo(self.dtype).bits // 8
-        positions = self.index.shape[1]
-        # u grows with the number of examples in a chunk, hence the square root.
-        each = self.n_cotangents * self.shape[1] * positions * item
-        step = max(1, int((chunk_bytes(self.device, of_caches=_COMPACT) / max(1, each)) ** 0.5))
-        for start in range(0, self.n_examples, step):
-            examples = slice(start, start + step)
-            yield examples, *self.compact(examples)
-
     @override
     def dense(self, examples: slice) -> Tensor:
         compact, columns = self.compact(examples)
@@ -64,8 +54,8 @@ class EmbeddingGradients(ExampleGradients):
         return values.index_copy(-1, columns, compact)
 
     @override
-    def select(self, directions: Tensor) -> EmbeddingGradients:
-        return EmbeddingGradients(self.index, self.left[directions], self.n_columns, self.compute_dtype)
+    def select(self, cotangents: Tensor) -> EmbeddingGradients:
+        return replace(self, left=self.left[cotangents])
 
     @override
     def in_dtype(self, dtype: torch.dtype) -> EmbeddingGradients:
@@ -73,13 +63,17 @@ class EmbeddingGradients(ExampleGradients):
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
-        parts = [DenseGradients(values).project(matrices[..., columns]) for _, values, columns in self.compact_chunks()]
-        return torch.cat(parts, 1)
+        by_column = matrices[:, 0].permute(2, 1, 0)  # [i, o, r]
+        results = []
+        for examples in self._chunks(len(matrices)):
+            rows = by_column[self.index[examples]].to(self.dtype).flatten(1, 2)  # [b, S·o, r]
+            results.append(self.left[:, examples].to(self.dtype).transpose(0, 1).flatten(2) @ rows)
+        return torch.cat(results).transpose(0, 1)
 
     @override
     def add_squares_(self, total: Tensor) -> None:
-        for examples in self._merged_chunks():
-            values = self.merged(examples).square().sum(0)  # [b, S, o]
+        for examples in self._chunks():
+            values = self._merged(examples).square().sum(0)  # [b, S, o]
             total[0].index_add_(1, self.index[examples].flatten(), values.flatten(0, 1).T.to(total.dtype))
 
     @override
@@ -87,38 +81,38 @@ class EmbeddingGradients(ExampleGradients):
         if mode == "joint":
             values, columns = self.compact(slice(None))
             return DenseGradients(values).quadratic(weights[:, :, columns], "joint")
-        parts = []
+        results = []
         by_column = weights[0].T  # [i, o]
-        for examples in self._merged_chunks():
-            flat = self.merged(examples).flatten(2).transpose(0, 1)  # [b, V, S·o]
+        for examples in self._chunks():
+            flat = self._merged(examples).flatten(2).transpose(0, 1)  # [b, V, S·o]
             own = by_column[self.index[examples]].flatten(1)  # [b, S·o]
             if mode == "diagonal":
-                parts.append(torch.bmm(flat.square(), own[:, :, None])[..., 0])
+                results.append(torch.bmm(flat.square(), own[:, :, None])[..., 0])
             else:
-                parts.append((flat * own[:, None]) @ flat.mT)
-        return torch.cat(parts)
+                results.append((flat * own[:, None]) @ flat.mT)
+        return torch.cat(results)
 
-    def merged(self, examples: slice) -> Tensor:
+    def _merged(self, examples: slice) -> Tensor:
         """Left sides ``[V, b, S, o]``, those of one column added up at the first of its positions, zero elsewhere."""
-        index = self.index[examples]
-        left = self.left[:, examples].to(self.dtype)
+        index, left = self.index[examples], self.left[:, examples].to(self.dtype)
         first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(-1)  # [b, S]
         target = first[None, :, :, None].expand_as(left)
         return torch.zeros_like(left).scatter_add(2, target, left)
 
-    def _merged_chunks(self) -> Iterator[slice]:
-        positions, item = self.index.shape[1], torch.finfo(self.dtype).bits // 8
-        each = positions * (self.n_cotangents * self.shape[1] * item + positions)
+    def _chunks(self, count: int = 0) -> Iterator[slice]:
+        """Slices of the examples with so many vectors besides their left sides."""
+        positions = self.index.shape[1]
+        each = positions * ((self.n_cotangents + count) * self.shape[1] * self.dtype.itemsize + positions)
         require_room(each, "the output gradients of one example at an embedding", self.device)
-        return slices(self.n_examples, each, chunk_bytes(self.device, of_caches=_COMPACT))
+        return slices(self.n_examples, each, chunk_bytes(self.device, of_caches=_COMPACT_CACHES))
 
 
 @dataclass
 class OutputLayerGradients(ExampleGradients):
-    """Matrices ``e_c φ_nᵀ`` of shape ``[1, C, i]``, one for each chosen output c and example n.
+    """Matrices ``e_c φ_nᵀ [1, C, i]``: the gradient of a linear output layer's output c for example n.
 
     Attributes:
-        features: ``φ [B, i]``.
+        features: The layer's inputs ``φ [B, i]``.
         outputs: Chosen outputs ``[V]``, or ``[B, V]`` where each example has its own.
         n_outputs: C.
     """
@@ -133,20 +127,30 @@ class OutputLayerGradients(ExampleGradients):
         self.dtype, self.device = self.features.dtype, self.features.device
 
     @classmethod
-    def of(cls, stack: OuterGradients) -> OutputLayerGradients | None:
-        """The same stack, where its left sides are unit vectors that all examples share; None for any other stack."""
-        if stack.n_positions != 1 or stack.shape[0] != 1 or not (stack.is_shared or stack.n_examples == 1):
+    def of(cls, gradients: OuterGradients) -> OutputLayerGradients | None:
+        """The same gradients, where their left sides are unit vectors that all examples share; otherwise None."""
+        is_shared = gradients.is_shared or gradients.n_examples == 1
+        if gradients.n_positions != 1 or gradients.shape[0] != 1 or not is_shared:
             return None
-        left = stack.expand_left(stack.raw_left[:, :1]).flatten(1)  # [V, C]
+        left = gradients.expand_left(gradients.raw_left[:, :1]).flatten(1)  # [V, C]
         outputs = left.argmax(-1)
         if not bool(((left != 0).sum(-1) == 1).all() and (left.gather(1, outputs[:, None]) == 1).all()):
             return None
-        return cls(stack.right(slice(0, stack.n_examples))[:, 0, 0], outputs, left.shape[1])
+        return cls(gradients.right(slice(0, gradients.n_examples))[:, 0, 0], outputs, left.shape[1])
 
     @property
     def is_shared(self) -> bool:
         """Whether the examples share their outputs."""
         return self.outputs.ndim == 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every example has all outputs, in their order."""
+        return (
+            self.is_shared
+            and self.n_cotangents == self.n_outputs
+            and bool((self.outputs[1:] > self.outputs[:-1]).all())
+        )
 
     @override
     def dense(self, examples: slice) -> Tensor:
@@ -154,20 +158,20 @@ class OutputLayerGradients(ExampleGradients):
         values = features.new_zeros(self.n_cotangents, len(features), 1, *self.shape[1:])
         chosen = self.outputs if self.is_shared else self.outputs[examples]
         index = chosen.expand(len(features), -1).T  # [V, b]
-        direction, example = torch.arange(self.n_cotangents)[:, None], torch.arange(len(features))
-        values[direction, example, 0, index] = features
+        cotangent, example = torch.arange(self.n_cotangents)[:, None], torch.arange(len(features))
+        values[cotangent, example, 0, index] = features
         return values
 
     @override
-    def select(self, directions: Tensor) -> OutputLayerGradients:
-        return replace(self, outputs=self.outputs[..., directions])
+    def select(self, cotangents: Tensor) -> OutputLayerGradients:
+        return replace(self, outputs=self.outputs[..., cotangents])
 
     @override
     def in_dtype(self, dtype: torch.dtype) -> OutputLayerGradients:
         return replace(self, features=self.features.to(dtype))
 
-    def rotated(self, left: Tensor | None, right: Tensor) -> OutputLayerGradients | OuterGradients:
-        """``Lᵀ P N`` for a left side L ``[C, C]`` (None for the identity) and a right side N ``[i, i]``."""
+    def in_basis(self, left: Tensor | None, right: Tensor) -> OutputLayerGradients | OuterGradients:
+        """The gradients ``Lᵀ P R``, for ``L [C, C]`` (None for the identity) and ``R [i, i]``."""
         features = self.features @ right
         if left is None:
             return replace(self, features=features)
@@ -175,27 +179,22 @@ class OutputLayerGradients(ExampleGradients):
         rows = rows[:, None].expand(-1, self.n_examples, -1) if self.is_shared else rows.transpose(0, 1)
         return OuterGradients(features[:, None, None], rows[:, :, None, None])
 
-    def mapped(self, matrix: Tensor, examples: slice = slice(None)) -> Tensor:
-        """The flattened matrices times ``[C·i, m]``, ``[V, b, m]``."""
-        blocks = matrix.unflatten(0, self.shape[1:])
-        if self.is_shared:
-            return torch.einsum("bi,vim->vbm", self.features[examples], blocks[self.outputs])
-        return torch.einsum("bi,bvim->vbm", self.features[examples], blocks[self.outputs[examples]])
+    def times(self, matrix: Tensor) -> Tensor:
+        """The flattened gradients times ``[C·i, m]``, ``[V, B, m]``."""
+        blocks = matrix.unflatten(0, self.shape[1:])[self.outputs]
+        return torch.einsum("bi,vim->vbm" if self.is_shared else "bi,bvim->vbm", self.features, blocks)
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
-        flat = matrices[:, 0].to(self.dtype).permute(1, 2, 0).flatten(0, 1)  # [C·i, r]
-        return self.mapped(flat)
+        return self.times(matrices[:, 0].to(self.dtype).permute(1, 2, 0).flatten(0, 1))
 
     @override
-    def squares(self) -> Tensor:
-        total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        squares = self.features.square()
+    def add_squares_(self, total: Tensor) -> None:
+        squares = self.features.square().to(total.dtype)
         if self.is_shared:
             total[0].index_add_(0, self.outputs, squares.sum(0).expand(self.n_cotangents, -1))
         else:
             total[0].index_add_(0, self.outputs.flatten(), squares.repeat_interleave(self.n_cotangents, 0))
-        return total
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
@@ -203,21 +202,19 @@ class OutputLayerGradients(ExampleGradients):
         if mode == "joint":
             return self._joint_quadratic(weights)
         if self.is_shared:
-            every = self.n_cotangents == self.n_outputs and bool((self.outputs[1:] > self.outputs[:-1]).all())
-            values = self.features.square() @ (weights if every else weights[self.outputs]).T  # [B, V]
+            chosen = weights if self.is_complete else weights[self.outputs]
+            values = self.features.square() @ chosen.T  # [B, V]
         else:
             values = torch.einsum("bi,bvi->bv", self.features.square(), weights[self.outputs])
         if mode == "diagonal":
             return values
-        same = self.outputs[..., :, None] == self.outputs[..., None, :]
-        return values[:, :, None] * same
+        return values[:, :, None] * (self.outputs[..., :, None] == self.outputs[..., None, :])
 
     def _joint_quadratic(self, weights: Tensor) -> Tensor:
         n, v = self.n_examples, self.n_cotangents
         chosen = self.outputs.expand(n, v)
         result = weights.new_zeros(n, v, n, v)
-        for example in range(n):
-            # ⟨e_c φ_b, e_c' φ_b'⟩ is zero unless c = c'.
+        for example in range(n):  # ⟨e_c φ_b, e_c' φ_b'⟩ is zero unless c = c'
             weighted = self.features[example] * weights[chosen[example]]  # [V, i]
             same = chosen[example][:, None, None] == chosen  # [V, B, V]
             result[example] = (weighted @ self.features.T)[:, :, None] * same
