@@ -35,8 +35,8 @@ from laplace_plus.curvature.structures import (
     Layout,
     LowRankStructure,
     Structure,
-    register_block,
 )
+from laplace_plus.structured.blocks import register_block
 
 __all__ = [
     "Accumulation",

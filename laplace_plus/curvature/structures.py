@@ -11,13 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import CheckpointError, ConfigurationError, DataError
+from laplace_plus.errors import DataError
 from laplace_plus.network import Network
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock, SampledSpectrum
-from laplace_plus.structured.gram_sum import restored
-from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured import Block, KroneckerBlock
 from laplace_plus.structured.parameter_slices import ParameterSlices
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
 MATRIX, EMBEDDING, CHANNELS, GENERAL = "matrix", "embedding", "per channel", "general"
 
@@ -221,51 +218,3 @@ def used_differently(keys: Sequence[str]) -> DataError:
         got=f"differences in {', '.join(keys[:4])}",
         fix="Exclude these parameters from the selection, or feed batches of one kind.",
     )
-
-
-_BLOCKS: dict[str, Callable[[dict[str, Tensor], tuple[int, int, int]], Block]] = {
-    DiagonalBlock.storage: lambda tensors, _: DiagonalBlock(tensors["values"]),
-    DenseBlock.storage: lambda tensors, shape: DenseBlock(restored(tensors, "matrix"), shape),
-    KroneckerBlock.storage: lambda tensors, _: KroneckerBlock.from_tensors(tensors),
-    DiagonalOutputBlock.storage: lambda t, _: DiagonalOutputBlock(t["left"], t["right"], t["count"]),
-    SoftmaxOutputBlock.storage: SoftmaxOutputBlock.from_tensors,
-    LowRankBlock.storage: lambda t, _: LowRankBlock(
-        t["values"], t["vectors"], SampledSpectrum(t["nodes"], t["node_weights"])
-    ),
-}
-
-
-def register_block(block: type[Block]) -> None:
-    """Make a kind of block known to :func:`laplace_plus.load`.
-
-    Args:
-        block: A subclass with a ``storage`` name of its own and a class method ``from_tensors(tensors, shape)``, which
-            rebuilds a block from the result of :meth:`Block.tensors` and its shape ``(G, o, i)``.
-
-    Raises:
-        ConfigurationError: Another class has that storage name, or there is no ``from_tensors``.
-    """
-    make = getattr(block, "from_tensors", None)
-    if make is None or _BLOCKS.get(block.storage, make) != make:
-        raise ConfigurationError(
-            f"Cannot register the block {block.__name__}.",
-            expected="a class method from_tensors, and a storage name of its own",
-            got=f"storage = {block.storage!r}" + ("" if make else " and no from_tensors"),
-        )
-    _BLOCKS[block.storage] = make
-
-
-def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: dict[str, Tensor]) -> Block:
-    """Rebuild a block from the result of :meth:`Block.tensors`.
-
-    Raises:
-        CheckpointError: No block with that storage name is registered.
-    """
-    if storage not in _BLOCKS:
-        raise CheckpointError(
-            "A saved block is of an unknown kind.",
-            expected=", ".join(_BLOCKS),
-            got=repr(storage),
-            fix="Import the package that registers it with laplace_plus.curvature.register_block.",
-        )
-    return _BLOCKS[storage](tensors, shape)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from laplace_plus.distributed.buckets import broadcast_
 from laplace_plus.distributed.group import Group
 from laplace_plus.errors import DistributedError
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum, eigen_together
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum
 
 
 class OwnedSum(GramSum):
@@ -159,16 +159,16 @@ def balanced_eigen(group: Group, sums: Sequence[GramSum]) -> list[EigenPairs]:
     for number, owner in zip(free, assign([costs[n] for n in free], group.size, loads), strict=True):
         owners[number] = owner
     own = [number for number, owner in enumerate(owners) if owner in (group.rank, -1)]
-    pairs = dict(zip(own, eigen_together([sums[number] for number in own]), strict=True))
+    pairs = {number: sums[number].eigen() for number in own}
     messages: list[list[Tensor]] = [[] for _ in range(group.size)]
     for number, part in enumerate(sums):
         if owners[number] < 0:
             continue
         if number not in pairs:
             values = torch.empty(part.groups, part.size, dtype=part.dtype, device=part.device)
-            pairs[number] = EigenPairs(values, None, values.new_empty(part.groups, part.size, part.size))
+            pairs[number] = EigenPairs(values, values.new_empty(part.groups, part.size, part.size))
         pair = pairs[number]
-        pairs[number] = EigenPairs(pair.values.contiguous(), None, pair.vectors.contiguous())
+        pairs[number] = EigenPairs(pair.values.contiguous(), pair.vectors.contiguous())
         messages[owners[number]] += [pairs[number].values, pairs[number].vectors]
     for rank, tensors in enumerate(messages):
         broadcast_(group, tensors, rank)

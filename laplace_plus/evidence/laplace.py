@@ -25,7 +25,7 @@ from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import Factor
-from laplace_plus.structured.blocks import EigenBlock, diagonalise_together
+from laplace_plus.structured.blocks import EigenBlock
 from laplace_plus.structured.log_determinants import WORTHWHILE, JoinedSpectra
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
@@ -191,8 +191,6 @@ class LaplaceModel:
             return joined.log_determinant(weights[0], shifts.view(-1))
         total = torch.zeros((), dtype=torch.float64, device=self.vector.device)
         diagonals = self.diagonals(prior)
-        if len(weights) == 1:
-            diagonalise_together((block for _, block in self.curvature), weights)
         for layout, block in self.curvature:
             total = total + block.log_determinant(weights, diagonals[layout.key]).double()
         return total
@@ -258,7 +256,6 @@ class FactorsOnDemand(Mapping[str, Factor]):
         self._weights = weights.to(vector)
         self._diagonals = model.diagonals(model.prior(precision))
         self._blocks = {layout.key: block for layout, block in model.curvature}
-        diagonalise_together(self._blocks.values(), self._weights)
 
     @override
     def __getitem__(self, key: str) -> Factor:

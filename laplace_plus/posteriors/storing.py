@@ -9,12 +9,13 @@ from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus.curvature import Curvature
-from laplace_plus.curvature.structures import Layout, block_from_tensors
+from laplace_plus.curvature.structures import Layout
 from laplace_plus.distributed import Distributed, OwnedSum, gathered, resolve_group
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.posteriors.configuration import Configured, full_precision
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.posteriors.training_data import TrainingData
+from laplace_plus.structured.blocks import block_from_tensors
 
 
 class Stored(Configured):

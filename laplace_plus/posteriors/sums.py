@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from laplace_plus.curvature import Curvature
-from laplace_plus.curvature.structures import Layout, block_from_tensors
+from laplace_plus.curvature.structures import Layout
 from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, sum_
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
 from laplace_plus.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
-from laplace_plus.structured.blocks import OnceDiagonalised
+from laplace_plus.structured.blocks import DecomposedBlock, block_from_tensors
 from laplace_plus.structured.gram_sum import GramSum
 from laplace_plus.structured.kronecker import DiagonalOutputBlock
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
@@ -306,8 +306,8 @@ def diagonalise_over_ranks(group: Group, curvature: Curvature, weights: Tensor) 
         curvature: The same on every rank.
         weights: Component weights ``[K]``.
     """
-    waiting = [b for _, b in curvature if isinstance(b, OnceDiagonalised) and not b.is_diagonalised(weights)]
-    factors = [block.factors(weights) for block in waiting]
+    waiting = [b for _, b in curvature if isinstance(b, DecomposedBlock) and not b.is_diagonalised(weights)]
+    factors = [block.factors_at(weights) for block in waiting]
     pairs = iter(balanced_eigen(group, [factor for own in factors for factor in own]))
     for block, own in zip(waiting, factors, strict=True):
         block.adopt_eigen(weights, [next(pairs) for _ in own])

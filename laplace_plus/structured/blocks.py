@@ -119,9 +119,9 @@ def register_block(cls: B) -> B:
     known = _KINDS.setdefault(cls.storage, cls)
     if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
         raise ConfigurationError(
-            f"Blocks of kind {cls.storage!r} are registered already.",
-            expected="a storage kind of its own for each class of blocks",
-            got=f"{cls.__qualname__} beside {known.__qualname__}",
+            f"Cannot register the block {cls.__name__}.",
+            expected="a storage kind of its own",
+            got=f"storage = {cls.storage!r}, which belongs to {known.__name__}",
             fix="Choose another value of storage.",
         )
     _KINDS[cls.storage] = cls
@@ -305,6 +305,11 @@ class DecomposedBlock(EigenBlock):
         """The weights ``[K]`` that an eigendecomposition belongs to; None where one serves all weights."""
         return None if self.n_components == 1 else weights.detach().to(self.dtype)
 
+    def factors_at(self, weights: Tensor) -> list[GramSum]:
+        """:meth:`factors` at the weights of :meth:`key`."""
+        key = self.key(weights)
+        return self.factors(torch.ones_like(weights, dtype=self.dtype) if key is None else key)
+
     def is_diagonalised(self, weights: Tensor) -> bool:
         """Whether the eigendecomposition at these weights is known."""
         if self._cache is None:
@@ -325,9 +330,7 @@ class DecomposedBlock(EigenBlock):
     def diagonalised(self, weights: Tensor) -> Diagonalised:
         """The diagonal form; with one component, at a weight of one."""
         if self._cache is None or (self.n_components > 1 and not self.is_diagonalised(weights)):
-            key = self.key(weights)
-            sums = self.factors(torch.ones_like(weights, dtype=self.dtype) if key is None else key)
-            self.adopt_eigen(weights, [own.eigen() for own in sums])
+            self.adopt_eigen(weights, [own.eigen() for own in self.factors_at(weights)])
             assert self._cache is not None
         return self._cache
 

@@ -20,7 +20,7 @@ from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, resto
 from laplace_plus.structured.low_rank import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
 
 ROUNDING = 64.0
-"""Rounding makes eigenvalues of a semi-definite n × n matrix negative by up to this times ``n ε`` of the largest one."""
+"""Rounding makes eigenvalues of semi-definite n × n matrices negative, by this times ``n ε`` of the largest one."""
 
 LARGE = 1024
 """Smaller matrices are diagonalised at once, in less than a second."""
@@ -124,7 +124,7 @@ class DenseBlock(DecomposedBlock):
 
     def _few_rows(self) -> Tensor | None:
         """The rows X ``[m, n]`` of ``H = XᵀX``, where a basis of all n dimensions would take far more memory."""
-        large = self.shape[0] == 1 and self.shape[1] * self.shape[2] >= LARGE
+        large = self.shape[:2] == (1, 1) and self.shape[2] >= LARGE
         return self.sums[0].rows()[0] if large and self.n_components == 1 and self.sums[0].is_thin else None
 
     @override

@@ -86,7 +86,9 @@ class KroneckerBasis(Basis):
         if isinstance(gradients, OutputLayerGradients) and right is not None:
             return gradients.in_basis(None if left is None else left[0], right[0])
         if isinstance(gradients, EmbeddingGradients) and left is not None and right is None:
-            return EmbeddingGradients(gradients.index, gradients.left.to(gradients.dtype) @ left[0], gradients.n_columns)
+            return EmbeddingGradients(
+                gradients.index, gradients.left.to(gradients.dtype) @ left[0], gradients.n_columns
+            )
         values = gradients.dense(slice(0, gradients.n_examples))
         values = values if left is None else left.mT @ values
         return DenseGradients(values if right is None else values @ right)

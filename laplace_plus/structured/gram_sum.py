@@ -19,8 +19,8 @@ from laplace_plus import kernels
 from laplace_plus.linalg.symmetric import require_finite, symmetric_eigen
 
 _THIN = 0.75
-"""Rows for each column up to which the Gram matrix of the rows is decomposed. At more, completing its eigenvectors takes
-as long as the eigenvectors of the sum."""
+"""Rows for each column up to which the Gram matrix of the rows is decomposed. With more, completing its eigenvectors
+takes as long as the eigenvectors of the sum."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class EigenPairs:
 class ThinEigenPairs(EigenPairs):
     """Eigenpairs of a matrix of low rank, whose vectors are completed when they are asked for.
 
-    Householder reflections complete the leading vectors, and correct their rounding. The completed basis does not depend
-    on the order of the data.
+    Householder reflections complete the leading vectors, and correct their rounding. The completed basis does not
+    depend on the order of the data.
 
     Attributes:
         values: ``[G, d]``, of which all but the first r are zero.

@@ -87,7 +87,9 @@ class KroneckerBlock(DecomposedBlock):
             return result
         # Corrected eigenvalues belong to this very basis; another decomposition could give another order.
         result |= {"corrected": self.corrected, "basis_weights": self.basis_weights}
-        for name, own in zip(("left_vectors", "right_vectors"), self.diagonalised(self.basis_weights).pairs, strict=False):
+        for name, own in zip(
+            ("left_vectors", "right_vectors"), self.diagonalised(self.basis_weights).pairs, strict=False
+        ):
             result[name] = own.vectors
         return result
 

@@ -192,8 +192,8 @@ def low_rank_log_determinant(values: Tensor, vectors: Tensor, diagonal: Tensor) 
 class LowRankBlock(Block):
     """``H = Uᵀ diag(values) U + H_rest`` over a vector of n entries.
 
-    The rest only enters determinants. Random vectors orthogonal to U estimated its spectrum, so that it can be evaluated
-    for every prior precision without another product.
+    The rest only enters determinants. Random vectors orthogonal to U estimated its spectrum, so that it can be
+    evaluated for every prior precision without another product.
 
     Attributes:
         values: Positive ``[r]``, float64.

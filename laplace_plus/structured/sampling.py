@@ -36,7 +36,7 @@ def add_draws_(
     tile = min(n, max(1, TILE // size))
     at_once = tile
     if factor.reads_matrices:
-        affordable = _memory.budget(result.device) // (4 * 8 * size)  # four float64 arrays: noise, draws, what is between
+        affordable = _memory.budget(result.device) // (4 * 8 * size)  # a few float64 arrays of this size
         at_once = min(n, max(1, min(_AT_ONCE, affordable) // tile) * tile)
     noise = torch.empty(at_once, *shape, dtype=result.dtype, device=result.device)
     for start in range(0, n, at_once):

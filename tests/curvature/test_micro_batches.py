@@ -49,9 +49,7 @@ def test_the_budget_does_not_change_the_result(case: str, allowed: str) -> None:
         ours = micro.functional_posterior(batches[0][0], outputs=outputs)
         theirs = whole.functional_posterior(batches[0][0], outputs=outputs)
         torch.testing.assert_close(ours.covariance, theirs.covariance, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(
-        micro.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(micro.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-10, atol=1e-10)
 
 
 def test_smaller_budgets_make_more_micro_batches() -> None:

@@ -28,10 +28,10 @@ from laplace_plus.curvature import (
     register_backend,
     resolve_backend,
 )
-from laplace_plus.curvature.structures import block_from_tensors
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
+from laplace_plus.structured.blocks import block_from_tensors
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 
 RTOL = 1e-10

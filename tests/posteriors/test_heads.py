@@ -16,8 +16,8 @@ from laplace_plus.structured import DenseGradients, OuterGradients
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
 from laplace_plus.structured.kronecker import DiagonalOutputBlock
 from laplace_plus.structured.softmax_output import block as head_block
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows
-from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
+from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
 
 TIGHT = 1e-10
 D, C = 5, 4
@@ -181,8 +181,6 @@ def test_prepared_variances_follow_updates_storage_and_hyperparameters(tmp_path)
         for _ in range(2):
             got = posterior.functional_posterior(test, outputs="diagonal").covariance
             assert relative_error(got, want) < TIGHT
-        (factor,) = posterior.factors().values()
-        assert factor._variances is not None
         full = posterior.functional_posterior(test).covariance  # still answered exactly, from the same inverses
         assert relative_error(full.diagonal(dim1=1, dim2=2), want) < TIGHT
 
@@ -215,12 +213,12 @@ def factor_of(n: int, *, coupled: bool = True, dtype: torch.dtype = torch.float6
 
 @pytest.mark.parametrize("mode", ["full", "diagonal", "joint"])
 @pytest.mark.parametrize("coupled", [False, True])
-def test_every_kind_of_stack_is_weighed_alike(mode, coupled):
+def test_all_forms_of_gradients_give_the_same_covariances(mode, coupled):
     factor, rows = factor_of(7, coupled=coupled)
     phi = torch.randn(3, D, generator=generator(7), dtype=torch.float64)
     outputs = torch.tensor([3, 1])
-    stack = OutputLayerGradients(phi, outputs, C)
-    dense = DenseGradients(stack.dense(slice(None)))
+    gradients = OutputLayerGradients(phi, outputs, C)
+    dense = DenseGradients(gradients.dense(slice(None)))
     matrix = torch.linalg.inv(1.3 * rows.dense() + 0.5 * torch.eye(C * D, dtype=torch.float64))
     flat = dense.values.flatten(2)
     joint = torch.einsum("vbp,pq,wcq->bvcw", flat, matrix, flat)
@@ -229,47 +227,46 @@ def test_every_kind_of_stack_is_weighed_alike(mode, coupled):
     one_hot = torch.eye(C, dtype=torch.float64)[outputs][:, None, None, None].expand(-1, 3, -1, -1, -1)
     outer = OuterGradients(phi[:, None, None], one_hot)
     each = OutputLayerGradients(phi, outputs.expand(3, 2), C)
-    for same in (stack, dense, outer, each):
+    for same in (gradients, dense, outer, each):
         assert relative_error(factor.quadratic_form(factor.basis.coordinates(same), mode), want) < TIGHT
     # and a basis of its own in which a dense matrix is diagonal
     values, vectors = torch.linalg.eigh(matrix)
     weights = values.view(1, C, D)
-    for same in (stack, each, dense):
+    for same in (gradients, each, dense):
         rotated = lp.structured.DenseBasis(vectors[None]).coordinates(same)
         assert relative_error(rotated.quadratic(weights, mode), want) < TIGHT
 
 
 @pytest.mark.parametrize("mode", ["full", "diagonal", "joint"])
-def test_output_layer_gradientss_equal_their_dense_forms(mode):
+def test_output_layer_gradients_equal_their_dense_forms(mode):
     phi = torch.randn(3, D, generator=generator(7), dtype=torch.float64)
     weights = torch.rand(1, C, D, generator=generator(8), dtype=torch.float64)
     matrices = torch.randn(2, 1, C, D, generator=generator(9), dtype=torch.float64)
     left, right = (torch.linalg.qr(torch.randn(k, k, generator=generator(k), dtype=torch.float64)).Q for k in (C, D))
     basis = lp.structured.KroneckerBasis(left[None], right[None])
     for outputs in (torch.tensor([3, 1, 0]), torch.arange(C), torch.tensor([[0, 1], [2, 3], [1, 0]])):
-        stack = OutputLayerGradients(phi, outputs, C)
-        dense = DenseGradients(stack.dense(slice(None)))
-        assert relative_error(stack.quadratic(weights, mode), dense.quadratic(weights, mode)) < TIGHT
-        assert relative_error(stack.project(matrices), dense.project(matrices)) < TIGHT
-        assert relative_error(stack.squares(), dense.squares()) < TIGHT
-        got = basis.coordinates(stack).quadratic(weights, mode)
+        gradients = OutputLayerGradients(phi, outputs, C)
+        dense = DenseGradients(gradients.dense(slice(None)))
+        assert relative_error(gradients.quadratic(weights, mode), dense.quadratic(weights, mode)) < TIGHT
+        assert relative_error(gradients.project(matrices), dense.project(matrices)) < TIGHT
+        assert relative_error(gradients.squares(), dense.squares()) < TIGHT
+        got = basis.coordinates(gradients).quadratic(weights, mode)
         assert relative_error(got, basis.coordinates(dense).quadratic(weights, mode)) < TIGHT
-        picked = stack.select(torch.tensor([1]))
+        picked = gradients.select(torch.tensor([1]))
         assert relative_error(picked.dense(slice(1, 3)), dense.dense(slice(1, 3))[[1]]) < TIGHT
 
 
 @pytest.mark.parametrize("budget", [2000, 2**30])
 def test_the_memory_budget_changes_nothing(budget):
     want, _ = factor_of(9)
-    stack = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
+    gradients = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
     with memory_budget(budget):
         factor, _ = factor_of(9)
         for mode in ("full", "diagonal"):
             torch.testing.assert_close(
-                factor.quadratic_form(stack, mode), want.quadratic_form(stack, mode), rtol=TIGHT, atol=TIGHT
+                factor.quadratic_form(gradients, mode), want.quadratic_form(gradients, mode), rtol=TIGHT, atol=TIGHT
             )
         torch.testing.assert_close(factor.log_determinant(), want.log_determinant())
-    assert (factor._kept is None) == (budget < 2**20)
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -279,25 +276,23 @@ def test_rank_deficient_and_ill_conditioned_rows(coupled):
     assert factor.log_determinant().item() == pytest.approx(want.item(), rel=1e-6)
 
 
-def test_cholesky_decompositions_that_break_down():
+def test_a_cholesky_decomposition_that_fails_is_replaced():
     # In float32 the sum of a matrix of size 1e10 and of rank five, and of the identity, has no decomposition.
-    factor, _ = factor_of(12, precision=1.0, scale=1e5)
+    factor, rows = factor_of(12, precision=1.0, scale=1e5)
     single = SoftmaxOutputFactor(factor.rows, factor.weight, factor.diagonal, dtype=torch.float32)
-    shifted, _ = single._shifted(slice(0, C))
-    assert torch.linalg.cholesky_ex(shifted).info.any()
-    lower = single._lower(shifted)
-    assert bool((lower.diagonal(dim1=-2, dim2=-1) > 0).all())
-    assert relative_error(lower @ lower.mT, shifted) < 1e-5
-    torch.testing.assert_close(lower.triu(1), torch.zeros_like(lower), rtol=0, atol=0)
+    want = torch.linalg.slogdet(1.3 * rows.dense() + torch.eye(C * D, dtype=torch.float64)).logabsdet
+    assert single.log_determinant().item() == pytest.approx(want.item(), rel=0.2)
+    noise = torch.randn(4, 1, C, D, generator=generator(3), dtype=torch.float64)
+    assert bool(single.sample(noise).isfinite().all())
 
 
 def test_float32_where_it_suffices():
     assert factor_of(9, dtype=torch.float32)[0].dtype == torch.float32
     assert factor_of(9, dtype=torch.float32, precision=1e-6)[0].dtype == torch.float64
     single, double = factor_of(9, dtype=torch.float32)[0], factor_of(9)[0]
-    stack = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
-    got = single.quadratic_form(stack.in_dtype(torch.float32), "full").double()
-    assert relative_error(got, double.quadratic_form(stack, "full")) < 1e-5
+    gradients = OutputLayerGradients(torch.randn(3, D, generator=generator(7), dtype=torch.float64), torch.arange(C), C)
+    got = single.quadratic_form(gradients.in_dtype(torch.float32), "full").double()
+    assert relative_error(got, double.quadratic_form(gradients, "full")) < 1e-5
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):

@@ -13,7 +13,6 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.deviations import functional_samples, samples_rather
 from laplace_plus.structured import chunks as chunking
-from laplace_plus.structured.gradients import contractions
 
 EXACT = 1e-10
 CLASSES = 3
@@ -122,9 +121,7 @@ def test_structured_covariances_are_the_dense_ones(case):
     check_all(*case)
 
 
-@pytest.mark.parametrize("form", ["stream", "gram"])
-def test_they_are_in_every_form_and_in_tiny_chunks(case, form, monkeypatch):
-    monkeypatch.setattr(contractions, "cheapest", lambda costs: form)
+def test_they_are_in_tiny_chunks(case, monkeypatch):
     monkeypatch.setattr(chunking, "CACHE_BYTES", 1)
     monkeypatch.setattr(linearized, "QUICK_BYTES", 1)  # one example and two outputs at a time
     check_all(*case)

@@ -7,9 +7,16 @@ import math
 import pytest
 import torch
 
-from laplace_plus.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    UnsupportedError,
+)
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured import DenseBlock, DenseGradients, DiagonalBlock, KroneckerBlock
+from laplace_plus.structured import DenseBlock, DenseGradients, DiagonalBlock, KroneckerBlock, register_block
+from laplace_plus.structured.blocks import block_from_tensors
 
 GROUPS, ROWS, COLUMNS = SHAPE = 2, 3, 4
 N = ROWS * COLUMNS
@@ -167,3 +174,32 @@ def test_rounding_does_not_stop_tiny_diagonals():
     inner = torch.eye(5, dtype=torch.float64) + wide.T @ (wide / diagonal.view(-1, 1))
     expected = inner.logdet() + diagonal.log().sum()
     torch.testing.assert_close(block.log_determinant(one, diagonal), expected, rtol=0, atol=40 * 1e-6 / 1e-2)
+
+
+class ScaledIdentity(DiagonalBlock):
+    """A kind of block of another package."""
+
+    storage = "scaled identity"
+
+    @classmethod
+    def from_tensors(cls, tensors, shape):
+        return cls(tensors["values"].expand(1, *shape).clone())
+
+    def tensors(self):
+        return {"values": self.values.mean()}
+
+
+def test_registered_kinds_of_blocks_are_rebuilt():
+    block = ScaledIdentity(torch.full((1, *SHAPE), 3.0))
+    with pytest.raises(CheckpointError, match="unknown kind 'scaled identity'"):
+        block_from_tensors(block.storage, block.shape, block.tensors())
+    assert register_block(ScaledIdentity) is ScaledIdentity
+    again = block_from_tensors(block.storage, block.shape, block.tensors())
+    assert isinstance(again, ScaledIdentity)
+    torch.testing.assert_close(again.dense(torch.ones(1)), block.dense(torch.ones(1)))
+
+    class Other(ScaledIdentity):
+        storage = "dense"
+
+    with pytest.raises(ConfigurationError, match="Cannot register the block Other"):
+        register_block(Other)

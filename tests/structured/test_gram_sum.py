@@ -1,4 +1,4 @@
-"""Sums of outer products whose products are put off: the same sums, and the same eigendecompositions."""
+"""Sums of outer products with postponed products: the same sums, and the same eigendecompositions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import scipy.linalg
 import torch
 
 from laplace_plus.errors import NonFiniteError
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, eigen_together
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, ThinEigenPairs, combine
 
 SIZE = 12
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_large_factors_keep_their_accuracy(dtype):
     assert total.is_thin
     pairs, exact = total.eigen(), rows.double().mT @ rows.double()
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    require_decomposes(EigenPairs(pairs.values.double(), None, pairs.vectors.double()), exact, tolerance)
+    require_decomposes(EigenPairs(pairs.values.double(), pairs.vectors.double()), exact, tolerance)
     exact_values = torch.linalg.svdvals(rows.double())[0].square()
     rounding = torch.finfo(dtype).eps * exact_values + 1e-13 * exact_values[0]
     assert ((pairs.values[0, :90].double() - exact_values).abs() <= 2 * rounding).all()
@@ -126,7 +126,7 @@ def test_no_vector_depends_on_the_order_of_the_rows():
 
 def test_leading_vectors_are_enough():
     pairs = sum_of(rows_of(4)).eigen()
-    rebuilt = EigenPairs(pairs.values, pairs._leading)
+    rebuilt = ThinEigenPairs(pairs.values, pairs.leading)
     matrix = sum_of(rows_of(4)).matrix()
     require_decomposes(rebuilt, matrix)
 
@@ -176,21 +176,6 @@ def test_failing_divide_and_conquer_is_replaced(count, monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", refuse)  # on several threads it is torch's that comes first
     require_decomposes(sum_of(rows).eigen(), rows.mT @ rows)
     assert drivers[-1] == "ev"
-
-
-def test_together_as_one_by_one():
-    sums = [
-        sum_of(rows_of(20, groups=2)),
-        sum_of(rows_of(3)),
-        sum_of(rows_of(30, seed=1)),
-        sum_of(rows_of(300, size=280)),
-        sum_of(rows_of(40, size=7)),
-        empty(),
-    ]
-    for together, one in zip(eigen_together(sums), sums, strict=True):
-        alone = one.eigen()
-        torch.testing.assert_close(together.values, alone.values)
-        require_decomposes(together, one.clone().matrix())
 
 
 @pytest.mark.parametrize("counts", [(3, 4), (3, SIZE + 1), (SIZE, SIZE)])

@@ -1,7 +1,7 @@
 r"""Gradients that are sums of outer products, as those of linear layers and convolutions are.
 
-For one example ``P_v = Σ_s g_vs a_sᵀ`` with output gradients ``g [V, S, G, o]`` and inputs ``a [S, G, i]`` at S positions
-(tokens, pixels). Weighted inner products ``Q_vw = Σ_oi D_oi P_v,oi P_w,oi`` have two forms:
+For one example ``P_v = Σ_s g_vs a_sᵀ`` with output gradients ``g [V, S, G, o]`` and inputs ``a [S, G, i]`` at S
+positions (tokens, pixels). Weighted inner products ``Q_vw = Σ_oi D_oi P_v,oi P_w,oi`` have two forms:
 
 * *written*: write out the P, a few examples at a time; ``V S o i`` multiplications for the matrices and ``V² o i`` for
   their products (``V o i`` for the squares alone);
@@ -30,8 +30,8 @@ _SIDE_CACHES = 8
 _FEW = 16
 """Up to one entry in so many is computed by itself, faster than with whole matrices."""
 
-# Costs in multiply-adds of a large matrix product, measured on one core of an EPYC (Zen 4) in float32: an operation entry
-# by entry within the caches, and one in products of fewer than _WIDE vectors with each other.
+# Costs in multiply-adds of a large matrix product, measured on one core of an EPYC (Zen 4) in float32: an operation
+# entry by entry within the caches, and one in products of fewer than _WIDE vectors with each other.
 _ENTRY, _NARROW, _WIDE = 10, 3, 32
 
 

@@ -1,8 +1,9 @@
-"""A linear head's curvature as a block that holds the data's rows until a dense matrix is the smaller of the two."""
+"""The curvature of a linear output layer: its data rows, or a dense matrix where that is smaller."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.structured.blocks import Block, DenseBlock
+from laplace_plus.structured.blocks import Block, register_block
+from laplace_plus.structured.dense import DenseBlock
 from laplace_plus.structured.factor import Factor
 from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
 
@@ -35,6 +37,7 @@ def require_dense(n_entries: int, dtype: torch.dtype, device: torch.device) -> N
         )
 
 
+@register_block
 class SoftmaxOutputBlock(Block):
     """``H = Σ_n (diag p_n − p_n p_nᵀ) ⊗ φ_n φ_nᵀ``, exactly, or without the outer products ``p pᵀ``.
 
@@ -61,8 +64,8 @@ class SoftmaxOutputBlock(Block):
             self._settle()
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> SoftmaxOutputBlock:
-        """The block that :meth:`tensors` described."""
+    @override
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> SoftmaxOutputBlock:
         if "matrix" in tensors:
             return cls(DenseBlock(tensors["matrix"], shape), shape)
         return cls(SoftmaxOutputRows(tensors["features"], tensors["scales"], bool(tensors["coupled"])), shape)

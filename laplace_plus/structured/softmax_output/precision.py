@@ -1,17 +1,17 @@
-"""The exact curvature of a linear head with many outputs, block-diagonal minus a matrix of low rank.
+"""The precision of a linear output layer with many outputs: block-diagonal minus a matrix of low rank.
 
 With features ``φ_n ∈ R^i`` and output Hessians ``diag p_n − p_n p_nᵀ`` (softmax), the curvature of the layer is
 
     H = Σ_n (diag p_n − p_n p_nᵀ) ⊗ φ_n φ_nᵀ = blockdiag_c(Φᵀ P_c Φ) − U Uᵀ,   U_n = p_n ⊗ φ_n,
 
 with ``P_c = diag_n(p_nc)``. So ``H + D`` is inverted by Woodbury's identity from C matrices of N × N and one more,
-and never takes ``(C·i)²``. With ``G_c = Φ D_c⁻¹ Φᵀ`` and
+and never takes ``(C·i)²`` numbers. With ``G_c = Φ D_c⁻¹ Φᵀ``, ``S_c = P_c^½ G_c P_c^½`` and
 
-    E_c = (G_c + P_c⁻¹)⁻¹ = P_c^½ (I + P_c^½ G_c P_c^½)⁻¹ P_c^½,   K = Σ_c E_c,
+    T_c = (I + S_c)⁻¹,   E_c = (G_c + P_c⁻¹)⁻¹ = P_c^½ T_c P_c^½,   K = Σ_c E_c,
 
 the matrix that Woodbury's identity inverts is K, a sum of positive semi-definite terms without any cancellation, and
 
-    log det (H + D) = Σ_c [log det D_c + log det (I + P_c^½ G_c P_c^½)] + log det K,
+    log det (H + D) = Σ_c [log det D_c + log det (I + S_c)] + log det K,
     φᵀ [(H + D)⁻¹]_cc' φ' = δ_cc' φᵀ (D_c⁻¹ − D_c⁻¹ Φᵀ E_c Φ D_c⁻¹) φ' + (E_c k_c)ᵀ K⁻¹ (E_c' k'_c'),   k_c = Φ D_c⁻¹ φ.
 
 These are the formulas of Laplace's method for Gaussian process classification with a linear kernel (Williams and
@@ -31,22 +31,21 @@ from typing_extensions import override
 from laplace_plus import _memory
 from laplace_plus.kernels import symmetric_update, symmetrize_
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured.bases import CoordinateMap
-from laplace_plus.structured.blocks import clamp_rounding
-from laplace_plus.structured.factor import Factor, not_positive_definite
+from laplace_plus.structured.chunks import chunk_bytes, slices
+from laplace_plus.structured.dense import clamp_rounding
+from laplace_plus.structured.factor import Factor, IdentityBasis, not_positive_definite
 from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, OutputLayerGradients
-from laplace_plus.structured.softmax_output.variances import SoftmaxOutputVariances
 
 CACHE_BYTES = 4 * 2**20
-"""N × N matrices are worked on so many bytes at a time, which stay in a processor's caches."""
+"""Bytes of N × N matrices that are worked on at a time; larger chunks leave a processor's caches."""
 
 SINGLE_CONDITION = 2e3
-"""Up to this condition number matrices that need no more are inverted in float32."""
+"""Up to this condition number of ``I + S_c`` float32 is used: relative errors of variances are below 2e3 ε = 2.4e-4."""
 
 
 @dataclass(frozen=True)
 class SoftmaxOutputRows:
-    """What a head's curvature is made of.
+    """The data rows that make up the curvature of a linear output layer.
 
     Attributes:
         features: ``Φ [N, i]``.
@@ -82,13 +81,13 @@ class SoftmaxOutputRows:
 
 @dataclass(frozen=True)
 class _Inverses:
-    """For some classes c: ``E_c``, and what else came with it.
+    """For some classes c: ``E_c`` and what comes with it.
 
     Attributes:
         classes: Which.
         matrices: ``E_c [c, N, N]``.
-        log_determinant: ``Σ_c log det (I + S_c)`` with ``S_c = P_c^½ G_c P_c^½``, 0-d float64.
-        trace: ``Σ_c tr T_c`` with ``T_c = (I + S_c)⁻¹``, 0-d float64.
+        log_determinant: ``Σ_c log det (I + S_c)``, 0-d float64.
+        trace: ``Σ_c tr T_c``, 0-d float64.
         squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``, where derivatives are wanted; its lower triangle.
     """
 
@@ -99,23 +98,15 @@ class _Inverses:
     squares: Tensor | None
 
 
-class FeatureCoordinates(CoordinateMap):
-    """Leaves stacks as they are: a head works on features."""
-
-    @override
-    def coordinates(self, stack: ExampleGradients) -> ExampleGradients:
-        return stack
-
-
 class SoftmaxOutputFactor(Factor):
-    """``M = w H + D`` for a head's curvature H, inverted by Woodbury's identity.
+    """``M = w H + D`` for an output layer's curvature H, inverted by Woodbury's identity.
 
     Args:
-        rows: What H is made of.
+        rows: The data rows that H is made of.
         weight: w, 0-d.
         diagonal: D, 0-d or ``[1, C, i]``.
-        dtype: The type that inverses are computed in; by default float64, unless float32 is as good and what the rows
-            have.
+        dtype: The type that inverses are computed in; by default float64, unless float32 is accurate enough and what
+            the rows have.
         derivatives: Whether :meth:`trace_of_inverse` will be asked for.
 
     Raises:
@@ -134,7 +125,7 @@ class SoftmaxOutputFactor(Factor):
         smallest = diagonal.detach().min()
         if not smallest > 0:
             raise not_positive_definite(smallest.item())
-        self.basis = FeatureCoordinates()
+        self.basis = IdentityBasis()  # everything is computed from features
         self.rows, self.weight = rows, weight.detach().double()
         self.diagonal = (diagonal[0] if diagonal.ndim else diagonal).detach().double()
         self.n_rows, self.n_outputs = rows.scales.shape
@@ -142,7 +133,7 @@ class SoftmaxOutputFactor(Factor):
         self.dtype = self._sufficient() if dtype is None else dtype
         self.derivatives = derivatives
         self._kept: list[_Inverses] | None = None
-        self._variances: SoftmaxOutputVariances | None = None
+        self._packed: Tensor | None = None
         self._n_asked = 0
 
     # -- the matrices of each class ------------------------------------------------------------------------------------
@@ -158,85 +149,57 @@ class SoftmaxOutputFactor(Factor):
     def _features(self) -> Tensor:
         return self.rows.features.to(self.dtype)
 
+    def _own(self, classes: slice) -> Tensor:
+        """D of some classes, 0-d or ``[c, i]``."""
+        return (self.diagonal[classes] if self.diagonal.ndim else self.diagonal).to(self.dtype)
+
     def _scaled(self, classes: slice) -> Tensor:
         """``Φ D_c⁻¹`` for some classes, ``[c, N, i]`` (or ``[1, N, i]`` where they are all alike)."""
-        inverse = self.diagonal.reciprocal().to(self.dtype)
-        return self._features[None] * (inverse[classes][:, None] if inverse.ndim else inverse)
+        inverse = self._own(classes).reciprocal()
+        return self._features[None] * (inverse[:, None] if inverse.ndim else inverse)
 
     @cached_property
     def _gram(self) -> Tensor | None:
         """``Φ D⁻¹ Φᵀ [1, N, N]``, where all classes share it."""
         return None if self.diagonal.ndim else self._scaled(slice(0, 1)) @ self._features.T
 
-    def _roots(self, classes: slice) -> Tensor:
-        """``(w P_c)^½`` for some classes, ``[c, N, 1]``."""
-        return (self.weight * self.rows.scales[:, classes].double()).sqrt().to(self.dtype).T[:, :, None]
-
-    def _shifted(self, classes: slice) -> tuple[Tensor, Tensor]:
-        """``I + S_c [c, N, N]`` and :meth:`_roots`."""
-        gram, root = self._gram, self._roots(classes)
-        if gram is None:
-            gram = self._scaled(classes) @ self._features.T
-        shifted = gram * root
-        shifted *= root.mT
+    def _roots(self, classes: slice) -> tuple[Tensor, Tensor]:
+        """A root L of ``I + S_c = L Lᵀ [c, N, N]``, triangular, and ``(w P_c)^½ [c, N, 1]``."""
+        scale = (self.weight * self.rows.scales[:, classes].double()).sqrt().to(self.dtype).T[:, :, None]
+        gram = self._scaled(classes) @ self._features.T if self._gram is None else self._gram
+        shifted = gram * scale * scale.mT
         shifted.diagonal(dim1=-2, dim2=-1).add_(1)
-        return shifted, root
-
-    def _unscaled(self, classes: slice) -> tuple[Tensor, Tensor]:
-        """``G_c + (w P_c)⁻¹ [c, N, N]`` and the diagonals of ``w P_c [c, N]``, see :func:`raised`."""
-        gram = self._gram
-        if gram is None:
-            gram = self._scaled(classes) @ self._features.T
-        scales = raised(self.weight * self.rows.scales[:, classes].double(), gram, self.dtype)
-        matrices = gram.repeat(len(scales) // len(gram), 1, 1)
-        matrices.diagonal(dim1=-2, dim2=-1).add_(scales.reciprocal())
-        return matrices, scales
-
-    def _lower(self, shifted: Tensor) -> Tensor:
-        """A root L of ``I + S_c = L Lᵀ``: triangular, unless rounding has made S_c indefinite."""
         lower, failed = torch.linalg.cholesky_ex(shifted)
-        if not failed.any():
-            return lower
-        wrong = failed.nonzero().squeeze(-1)
-        values, vectors = symmetric_eigen(shifted[wrong].double())
-        values = clamp_rounding(values - 1).clamp(min=0) + 1
-        root = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
-        # Of a positive definite symmetric root the triangular one is the other factor of a QR decomposition.
-        upper = torch.linalg.qr(root, mode="r").R
-        signs = upper.diagonal(dim1=-2, dim2=-1).sign()
-        lower[wrong] = (upper * signs[..., None]).mT.to(lower.dtype)
-        return lower
+        if failed.any():  # rounding has made S_c indefinite
+            wrong = failed.nonzero().squeeze(-1)
+            values, vectors = symmetric_eigen(shifted[wrong].double())
+            values = clamp_rounding(values - 1).clamp(min=0) + 1
+            root = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
+            # The triangular root is a factor of the QR decomposition of the symmetric one.
+            upper = torch.linalg.qr(root, mode="r").R
+            lower[wrong] = (upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None]).mT.to(lower.dtype)
+        return lower, scale
 
     def _slices(self) -> Iterator[slice]:
-        item = torch.finfo(self.dtype).bits // 8
         ceiling = min(CACHE_BYTES, _memory.budget(self._features.device) // 8)
         width = max(self.n_rows, self.n_features) if self.diagonal.ndim else self.n_rows
-        step = max(1, ceiling // (item * self.n_rows * width))
-        for start in range(0, self.n_outputs, step):
-            yield slice(start, min(start + step, self.n_outputs))
+        return slices(self.n_outputs, self.dtype.itemsize * self.n_rows * width, ceiling)
 
     def _invert(self, classes: slice) -> _Inverses:
-        # G_c + (w P_c)⁻¹ is I + S_c but for a scaling of rows and columns, of which rounding knows nothing.
-        matrices, scales = self._unscaled(classes)
-        inverse, log_determinant, failed = inverse_by_blocks(matrices)
-        log_determinant += scales.log().sum()
-        if failed:
-            shifted, root = self._shifted(classes)
-            lower = self._lower(shifted)
-            inverse, log_determinant = torch.cholesky_inverse(lower) * root * root.mT, log_determinant_of(lower)
-        trace = (inverse.diagonal(dim1=-2, dim2=-1) / scales).sum()
+        lower, scale = self._roots(classes)
+        inverse = torch.cholesky_inverse(lower)  # T_c
         squares = None
         if self.derivatives:
-            flat = (inverse * scales.rsqrt().to(self.dtype)[:, :, None]).flatten(0, 1)  # T_c P_c^½, [c·N, N]
-            squares = symmetric_update(inverse.new_zeros(inverse.shape[1:]), flat)
-        return _Inverses(classes, inverse, log_determinant, trace, squares)
+            squares = symmetric_update(inverse.new_zeros(inverse.shape[1:]), (inverse * scale.mT).flatten(0, 1))
+        trace = inverse.diagonal(dim1=-2, dim2=-1).double().sum()
+        return _Inverses(classes, inverse * scale * scale.mT, _log_determinant(lower), trace, squares)
 
     def inverses(self) -> Iterator[_Inverses]:
         """``E_c`` of all classes, some at a time; kept where they fit into the memory budget."""
         if self._kept is not None:
             yield from self._kept
             return
-        size = self.n_outputs * self.n_rows**2 * torch.finfo(self.dtype).bits // 8
+        size = self.n_outputs * self.n_rows**2 * self.dtype.itemsize
         fits = not self.derivatives and size <= _memory.budget(self._features.device) // 2
         kept: list[_Inverses] | None = [] if fits else None
         for classes in self._slices():
@@ -251,12 +214,12 @@ class SoftmaxOutputFactor(Factor):
         """The sums over all classes, with K ``[N, N]`` in place of its terms, float64."""
         total = torch.zeros(self.n_rows, self.n_rows, dtype=torch.float64, device=self._features.device)
         log_determinant, trace, squares = total.new_zeros(()), total.new_zeros(()), torch.zeros_like(total)
-        for part in self.inverses():
-            total += part.matrices.sum(0)
-            log_determinant += part.log_determinant
-            trace += part.trace
-            if part.squares is not None:
-                squares += part.squares
+        for own in self.inverses():
+            total += own.matrices.sum(0)
+            log_determinant += own.log_determinant
+            trace += own.trace
+            if own.squares is not None:
+                squares += own.squares
         symmetrize_(squares)
         return _Inverses(slice(0, self.n_outputs), total, log_determinant, trace, squares)
 
@@ -267,39 +230,31 @@ class SoftmaxOutputFactor(Factor):
         return clamp_rounding(values), vectors
 
     @cached_property
-    def _exact_whitener(self) -> Tensor | None:
-        """``R [N, N]`` with ``R Rᵀ = K⁻¹``, float64 and mostly upper triangular; None without ``p pᵀ``."""
+    def _whitener(self) -> Tensor | None:
+        """``R [N, N]`` with ``R Rᵀ = K⁻¹``; None without ``p pᵀ``."""
         if not self.rows.coupled:
             return None
         lower, failed = torch.linalg.cholesky_ex(self._totals.matrices)
         if not failed:
             identity = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
-            return torch.linalg.solve_triangular(lower, identity, upper=False).mT
+            return torch.linalg.solve_triangular(lower, identity, upper=False).mT.to(self.dtype)
         values, vectors = self._spectrum
         kept = torch.where(values > 0, values, torch.inf)
-        return vectors * (self.weight * kept).rsqrt()
-
-    @cached_property
-    def _whitener(self) -> Tensor | None:
-        """R in the type that inverses are computed in."""
-        white = self._exact_whitener
-        return None if white is None else white.to(self.dtype)
+        return (vectors * (self.weight * kept).rsqrt()).to(self.dtype)
 
     # -- determinants --------------------------------------------------------------------------------------------------
 
     @override
     def log_determinant(self) -> Tensor:
-        size = self.n_outputs * self.n_features
-        own = self._totals.log_determinant + (
-            self.diagonal.log().sum() if self.diagonal.ndim else size * self.diagonal.log()
-        )
+        n_own = 1 if self.diagonal.ndim else self.n_outputs * self.n_features
+        own = self._totals.log_determinant + n_own * self.diagonal.log().sum()
         if not self.rows.coupled:
             return own
         lower, failed = torch.linalg.cholesky_ex(self._totals.matrices / self.weight)
         if failed:
             values = self._spectrum[0]
             return own + torch.where(values > 0, values, 1.0).log().sum()
-        return own + log_determinant_of(lower)
+        return own + _log_determinant(lower)
 
     def trace_of_inverse(self) -> Tensor:
         """``tr M⁻¹`` for a diagonal D that is one number, 0-d float64; needs ``derivatives``."""
@@ -314,27 +269,26 @@ class SoftmaxOutputFactor(Factor):
     # -- covariances ---------------------------------------------------------------------------------------------------
 
     @override
-    def quadratic_form(self, rotated: ExampleGradients, mode: str) -> Tensor:
-        if isinstance(rotated, OuterGradients):
-            rotated = OutputLayerGradients.of(rotated) or rotated
-        if isinstance(rotated, OutputLayerGradients) and rotated.is_shared:
-            return self._of_outputs(rotated.features, rotated.outputs, mode).to(rotated.dtype)
+    def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
+        gradients = coordinates
+        if isinstance(gradients, OuterGradients):
+            gradients = OutputLayerGradients.of(gradients) or gradients
+        if isinstance(gradients, OutputLayerGradients) and gradients.is_shared:
+            return self._of_outputs(gradients.features, gradients.outputs, mode).to(gradients.dtype)
         if mode == "joint":
-            return self._of_matrices(rotated.dense(slice(0, rotated.n_examples)), mode).to(rotated.dtype)
-        if isinstance(rotated, OutputLayerGradients):
-            examples = zip(rotated.features[:, None], rotated.outputs, strict=True)
-            parts = [self._of_outputs(features, outputs, mode) for features, outputs in examples]
+            return self._of_matrices(gradients.dense(slice(0, gradients.n_examples)), mode).to(gradients.dtype)
+        if isinstance(gradients, OutputLayerGradients):
+            examples = zip(gradients.features[:, None], gradients.outputs, strict=True)
+            results = [self._of_outputs(features, outputs, mode) for features, outputs in examples]
         else:
-            parts = [self._of_matrices(values, mode) for _, values in rotated.chunks()]
-        return torch.cat(parts).to(rotated.dtype)
+            results = [self._of_matrices(values, mode) for _, values in gradients.chunks()]
+        return torch.cat(results).to(gradients.dtype)
 
     def _of_outputs(self, features: Tensor, outputs: Tensor, mode: str) -> Tensor:
         """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
         features = features.to(self.dtype)
-        if mode == "diagonal" and self._is_every(outputs):
-            forms = self._forms(len(features))
-            if forms is not None:
-                return forms(features)
+        if mode == "diagonal" and self._is_complete(outputs) and self._prepares(len(features)):
+            return self._all_variances(features)
         own, shared = [], []
         for inverse, columns in self._chosen(outputs):
             quadratic, pulled = self._pull(features, outputs[columns], inverse, joint=mode == "joint")
@@ -348,43 +302,61 @@ class SoftmaxOutputFactor(Factor):
         same = (outputs[:, None] == outputs).to(values.dtype)
         if mode == "joint":
             result = values.permute(1, 0, 2)[..., None] * same[:, None]  # [B, V, B, V]
-            rest = [torch.cat(shared).transpose(0, 1).flatten(0, 1)] if shared else []
-            return result + (rest[0] @ rest[0].T).view_as(result) if rest else result
+            if shared:
+                white = torch.cat(shared).transpose(0, 1).flatten(0, 1)
+                result = result + (white @ white.T).view_as(result)
+            return result
         result = values.T[:, :, None] * same
         if shared:
             white = torch.cat(shared).transpose(0, 1)  # [B, V, N]
             result = result + white @ white.mT
         return result
 
-    def _is_every(self, outputs: Tensor) -> bool:
+    def _is_complete(self, outputs: Tensor) -> bool:
         """Whether all outputs are chosen, in their order."""
         return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
 
-    def _forms(self, n_examples: int) -> SoftmaxOutputVariances | None:
-        """All outputs' variances as quadratic forms, once so many examples are asked for that it pays off.
+    def _prepares(self, n_examples: int) -> bool:
+        """Whether so many examples have been asked for that :meth:`_all_variances` pays off, and memory allows it.
 
-        To prepare them costs as much as about N examples cost without.
+        Its preparation costs as much as about N examples cost without.
         """
-        if self._variances is None and not self.diagonal.ndim:
-            self._n_asked += n_examples
-            size = SoftmaxOutputVariances.n_bytes(self.n_outputs, self.n_rows, self.dtype)
-            if 4 * self._n_asked >= self.n_rows and size <= _memory.budget(self._features.device) // 2:
-                self._variances = self._prepare_variances()
-        return self._variances
+        if self._packed is not None or self.diagonal.ndim:
+            return self._packed is not None
+        self._n_asked += n_examples
+        size = self.n_outputs * self.n_rows * (self.n_rows + 1) // 2 * self.dtype.itemsize
+        return 4 * self._n_asked >= self.n_rows and size <= _memory.budget(self._features.device) // 2
 
-    def _prepare_variances(self) -> SoftmaxOutputVariances:
-        rows = self.rows
-        result = SoftmaxOutputVariances(rows.features, rows.scales, self.weight, self.diagonal, self.dtype)
-        white = self._exact_whitener
-        result.fill(((part.classes, part.matrices) for part in self.inverses()), white)
-        return result
+    def _all_variances(self, features: Tensor) -> Tensor:
+        """Variances of all outputs at features ``[B, i]``, ``[B, C]``, as one matrix product over pairs of rows.
+
+        With one precision δ they are ``φᵀφ/δ − kᵀ M_c k`` for ``k = Φ φ / δ`` and ``M_c = E_c − E_c K⁻¹ E_c``. Of the
+        pairs (m, n) and (n, m) of a symmetric matrix one is enough: half the memory and operations of ``M_c k``.
+        """
+        s, t = torch.tril_indices(self.n_rows, self.n_rows, device=features.device)
+        if self._packed is None:
+            white = self._whitener
+            twice = torch.where(s == t, 1.0, 2.0).to(features.dtype)
+            self._packed = features.new_empty(self.n_outputs, len(s))
+            for own in self.inverses():
+                matrices = own.matrices
+                if white is not None:
+                    half = matrices @ white
+                    matrices = torch.baddbmm(matrices, half, half.mT, alpha=-1)
+                self._packed[own.classes] = matrices[:, s, t] * twice
+        delta = self.diagonal.to(features.dtype)
+        keys = features @ self._features.T / delta
+        prior = features.square().sum(1, keepdim=True) / delta
+        cuts = slices(len(keys), len(s) * self.dtype.itemsize, chunk_bytes(keys.device, of_caches=64))
+        taken = [(keys[cut][:, s] * keys[cut][:, t]) @ self._packed.T for cut in cuts]
+        return (prior - torch.cat(taken)).clamp(min=0)
 
     def _chosen(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """``E_c [v, N, N]`` of chosen outputs, some at a time and in their order, with their places in ``outputs``."""
-        _ = self._whitener  # if the matrices are kept, they are from now on
-        if self._is_every(outputs):
-            for part in self.inverses():
-                yield part.matrices, part.classes
+        _ = self._whitener  # computes the inverses, and keeps them where memory allows it
+        if self._is_complete(outputs):
+            for own in self.inverses():
+                yield own.matrices, own.classes
             return
         step = next(self._slices()).stop
         for start in range(0, len(outputs), step):
@@ -416,9 +388,9 @@ class SoftmaxOutputFactor(Factor):
         total = torch.einsum("xci,yci->xy", prior, matrices)
         pulled = total.new_zeros(v * b, self.n_rows)
         _ = self._whitener
-        for part in self.inverses():
-            keys = prior[:, part.classes].transpose(0, 1) @ self._features.T  # [c, Vb, N]
-            products = keys @ part.matrices
+        for own in self.inverses():
+            keys = prior[:, own.classes].transpose(0, 1) @ self._features.T  # [c, Vb, N]
+            products = keys @ own.matrices
             total -= torch.einsum("cxn,cyn->xy", products, keys)
             pulled += products.sum(0)
         if self._whitener is not None:
@@ -427,8 +399,8 @@ class SoftmaxOutputFactor(Factor):
         whole = total.view(v, b, v, b)
         if mode == "joint":
             return whole.permute(1, 0, 3, 2)
-        own = whole.diagonal(dim1=1, dim2=3)  # [V, V, b]
-        return own.diagonal(dim1=0, dim2=1) if mode == "diagonal" else own.permute(2, 0, 1)
+        each = whole.diagonal(dim1=1, dim2=3)  # [V, V, b]
+        return each.diagonal(dim1=0, dim2=1) if mode == "diagonal" else each.permute(2, 0, 1)
 
     # -- samples and variances of the weights --------------------------------------------------------------------------
 
@@ -444,8 +416,7 @@ class SoftmaxOutputFactor(Factor):
         result = flat * deviation
         drawn = result.new_zeros(len(flat), self.n_rows)
         for classes in self._slices():
-            shifted, root = self._shifted(classes)
-            lower = self._lower(shifted)
+            lower, root = self._roots(classes)
             keys = root * (self._features @ result[:, classes].permute(1, 2, 0))  # X ε, [c, N, n]
             unit = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
             inner = torch.linalg.solve_triangular(lower + unit, keys, upper=False)
@@ -460,26 +431,22 @@ class SoftmaxOutputFactor(Factor):
         root_value = torch.where(values > 0, values, torch.inf).sqrt()
         gain = 1 / (root_value * (1 + root_value))
         mixed = ((drawn.double() @ vectors) * gain @ vectors.mT).to(self.dtype)  # [s, N]
-        for part in self.inverses():
-            back = ((mixed @ part.matrices) @ self._features).transpose(0, 1)  # [s, c, i]
-            result[:, part.classes] += back / self._own(part.classes)
+        for own in self.inverses():
+            back = ((mixed @ own.matrices) @ self._features).transpose(0, 1)  # [s, c, i]
+            result[:, own.classes] += back / self._own(own.classes)
         return result[:, None].to(noise.dtype)
-
-    def _own(self, classes: slice) -> Tensor:
-        """D of some classes, 0-d or ``[c, i]``."""
-        return (self.diagonal[classes] if self.diagonal.ndim else self.diagonal).to(self.dtype)
 
     @override
     def variances(self) -> Tensor:
         result = torch.empty(self.n_outputs, self.n_features, dtype=self.dtype, device=self._features.device)
         white = self._whitener
-        for part in self.inverses():
-            scaled = self._scaled(part.classes)
-            products = part.matrices @ scaled  # [c, N, i]
+        for own in self.inverses():
+            scaled = self._scaled(own.classes)
+            products = own.matrices @ scaled  # [c, N, i]
             taken = (products * scaled).sum(1)
             if white is not None:
                 taken = taken - (white.mT @ products).square().sum(1)
-            result[part.classes] = self._own(part.classes).reciprocal() - taken
+            result[own.classes] = self._own(own.classes).reciprocal() - taken
         return result.clamp(min=0)[None].to(self.rows.features.dtype)
 
     @override
@@ -490,64 +457,6 @@ class SoftmaxOutputFactor(Factor):
         return self._of_matrices(values, "full")[:1].to(self.rows.features.dtype)
 
 
-SMALLEST_BLOCK = 32
-"""Matrices of this size are inverted by their Cholesky decompositions."""
-
-
-def inverse_by_blocks(matrices: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Inverses of symmetric positive definite matrices ``[c, n, n]``, by Schur complements of halves.
-
-    All but the smallest blocks are matrix products, which a processor does many times as fast as it factorises: four
-    of halves, so 4/3 n³ operations for a matrix.
-
-    Returns:
-        The inverses; the sum of the matrices' log-determinants, 0-d float64; and whether some matrix turned out not to
-        be positive definite, in which case neither means anything.
-    """
-    result = torch.empty_like(matrices, memory_format=torch.contiguous_format)
-    roots = matrices.new_empty(matrices.shape[:-1])
-    succeeded = _invert_into(result, roots, matrices)
-    return result, 2 * roots.double().log().sum(), not succeeded
-
-
-def _invert_into(result: Tensor, roots: Tensor, matrices: Tensor) -> bool:
-    """Write the inverses and the diagonals of Cholesky factors, ``[c, n]``, where there are any; whether there are."""
-    if matrices.shape[-1] <= SMALLEST_BLOCK:
-        lower, failed = torch.linalg.cholesky_ex(matrices)
-        if failed.any():
-            return False
-        torch.cholesky_inverse(lower, out=result)
-        roots.copy_(lower.diagonal(dim1=-2, dim2=-1))
-        return True
-    n = matrices.shape[-1]
-    half = n // 2
-    across = matrices[:, :half, half:]
-    # Products are computed where blocks lie side by side, and copied: into a larger matrix they would be one by one.
-    first, rest = matrices.new_empty(len(matrices), half, half), matrices.new_empty(len(matrices), n - half, n - half)
-    if not _invert_into(first, roots[:, :half], matrices[:, :half, :half]):
-        return False
-    left = first @ across
-    complement = torch.baddbmm(matrices[:, half:, half:], across.mT, left, alpha=-1)
-    if not _invert_into(rest, roots[:, half:], complement):
-        return False
-    corner = (rest @ left.mT).neg_()
-    result[:, :half, :half] = first.baddbmm_(left, corner, alpha=-1)
-    result[:, half:, :half] = corner
-    result[:, :half, half:] = corner.mT
-    result[:, half:, half:] = rest
-    return True
-
-
-def log_determinant_of(lower: Tensor) -> Tensor:
+def _log_determinant(lower: Tensor) -> Tensor:
     """``Σ log det L Lᵀ`` of triangular matrices, 0-d float64."""
     return 2 * lower.diagonal(dim1=-2, dim2=-1).double().log().sum()
-
-
-def raised(scales: Tensor, gram: Tensor, dtype: torch.dtype) -> Tensor:
-    """``w p`` of some classes ``[N, c]`` as ``[c, N]`` that may be inverted, for ``G_c [1 or c, N, N]``.
-
-    Probabilities that are zero, or nearly, are raised to where ``w p_nc φ_nᵀ D_c⁻¹ φ_n`` is the square of the type's
-    rounding error ε. All of them together change ``w H + D`` by less than N ε² times itself.
-    """
-    own = gram.diagonal(dim1=-2, dim2=-1).double()
-    return torch.maximum(scales.T, torch.finfo(dtype).eps ** 2 / torch.where(own > 0, own, 1.0))
