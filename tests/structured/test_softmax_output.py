@@ -80,7 +80,7 @@ def test_errors_in_float32_are_bounded_by_the_condition_number(coupled):
     want = variances(factor_of(rows, precision=1.0), features)
     error = (variances(factor_of(rows, precision=1.0, dtype=torch.float32), features) / want - 1).abs().max().item()
     condition = 1 + 1.3 * (rows.features.square().sum(1) @ rows.scales).max().item()
-    assert error < condition * torch.finfo(torch.float32).eps
+    assert error < 16 * condition * torch.finfo(torch.float32).eps
 
 
 def test_some_outputs_other_priors_and_little_memory():
