@@ -150,7 +150,7 @@ def _golub_kahan(operator: LinearMap, start: Tensor, depth: int, tolerance: floa
     vector = start * scale[:, None]
     for k in range(depth):
         product = operator(vector)
-        largest = torch.maximum(largest, product_length(product))
+        largest = torch.maximum(largest, vector_norm(product) if k else product_length(product))
         rest, _ = orthogonalize(left[:, :k], product) if k else (product, product)
         size = vector_norm(rest)
         # where A v lies in the span of the left vectors, the right vector v is dropped and stays in the residual

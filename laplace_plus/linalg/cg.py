@@ -13,16 +13,15 @@ from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
+    Limits,
     Progress,
     RightHandSides,
     asymmetry,
     converted,
     dot,
-    iteration_cap,
     parameter_gradients,
     ratio,
     require_symmetric,
-    tolerance,
     warn_unless_converged,
     where_active,
     where_used,
@@ -108,13 +107,7 @@ def cg(
     b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
     A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
-    limits = _Limits(
-        tolerance("rtol", rtol, sides.dtype),
-        tolerance("atol", atol, sides.dtype),
-        iteration_cap(max_iterations, sides.length),
-        check_symmetry,
-        progress,
-    )
+    limits = Limits.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
     coefficients: list[tuple[Tensor, Tensor]] | None = [] if return_tridiagonal else None
     with torch.no_grad():
         x, residual, state = _iterate(A, preconditioner, sides, sides.start(x0, sides.length), limits, coefficients)
@@ -141,32 +134,19 @@ def cg(
     )
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Checked options of a solve."""
-
-    rtol: float
-    atol: float
-    cap: int
-    check_symmetry: bool
-    progress: bool
-
-
 def _iterate(
     A: LinearMap,
     preconditioner: Callable[[Tensor], Tensor] | None,
     sides: RightHandSides,
     x: Tensor | None,
-    limits: _Limits,
+    limits: Limits,
     coefficients: list[tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor, Progress]:
     """Solutions ``[R, n]``, true residuals ``[R]`` and how each row ended."""
-    precondition = None
-    if preconditioner is not None:
-        precondition = sides.map(preconditioner, sides.length, parameters=(), name="preconditioner")
+    precondition = sides.preconditioner(preconditioner)
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
     size = vector_norm(b)
-    target = torch.maximum(limits.rtol * size, limits.atol / sides.scale)
+    target = limits.target(size, sides)
     if x is None:
         x, r = torch.zeros_like(b), b.clone()
     else:
@@ -177,7 +157,7 @@ def _iterate(
     state.finish(~residual.isfinite(), Status.NOT_FINITE)
     state.finish(residual <= target, Status.CONVERGED)
 
-    z = r if precondition is None else precondition(r)
+    z = precondition(r)
     energy = dot(r, z)
     state.finish(~energy.isfinite(), Status.NOT_FINITE)
     state.finish(energy <= 0, Status.BREAKDOWN)
@@ -206,8 +186,8 @@ def _iterate(
         residual = vector_norm(r)
         state.finish(~residual.isfinite(), Status.NOT_FINITE)
         state.finish(residual <= target, Status.CONVERGED)
-        z = r if precondition is None else precondition(r)
-        following = residual * residual if precondition is None else dot(r, z)
+        z = precondition(r)
+        following = residual * residual if z is r else dot(r, z)
         state.finish(~following.isfinite(), Status.NOT_FINITE)
         state.finish(following <= 0, Status.BREAKDOWN)
         beta = torch.where(state.active, ratio(following, energy), 0.0)

@@ -138,19 +138,21 @@ class ArnoldiProcess:
                 hessenberg[:, k, k - 1] = self._size
             basis[:, k] = self._next
             product = self._operator(self._next)
-            length = product_length(product)
+            length = vector_norm(product) if k else product_length(product)
             self._largest = torch.maximum(self._largest, length)
             rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
             size = vector_norm(rest)
-            self._residual = torch.where(self._active[:, None], rest, self._residual)
+            # torch.where copies, which costs a fifth of a step with a cheap operator; on the CPU the test is free
+            ended = rest.device.type != "cpu" or not bool(self._active.all())
+            self._residual = torch.where(self._active[:, None], rest, self._residual) if ended else rest
             self._rank = self._rank + self._active
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
             self._active = self._active & ~invariant(size, small)
             self._size = torch.where(self._active, size, 0.0)
             if k + 1 < self._n:
                 self._next = rest * torch.where(self._active, size.reciprocal(), 0.0)[:, None]
-        ended = ~self._active | (self._rank == self._n)
-        return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, ended)
+        complete = ~self._active | (self._rank == self._n)
+        return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, complete)
 
     def _outside(self, product: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The component of ``A q_k`` orthogonal to the basis, and its coefficients in the basis."""

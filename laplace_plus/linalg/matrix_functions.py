@@ -28,7 +28,6 @@ from laplace_plus.linalg.quadrature import (
     KrylovSpace,
     SpectralFunction,
     divided_differences,
-    evaluate,
     quadrature_gradient,
 )
 
@@ -109,18 +108,14 @@ def matrix_function(
     """
     start, space = _space(matvec, v, depth, tolerance, cap, gradient, dtype, parameters)
 
-    def coordinates(depth: int | None = None) -> Tensor:
-        values, vectors = space.spectrum(depth)
-        return space.norm[:, None] * (vectors * (evaluate(f, values) * vectors[:, 0])[:, None, :]).sum(-1)
-
     def change() -> tuple[Tensor, Tensor]:
-        now, before = coordinates().detach(), coordinates(space.earlier()).detach()
+        now, before = space.coordinates(f).detach(), space.coordinates(f, space.earlier()).detach()
         before = torch.nn.functional.pad(before, (0, space.depth - before.shape[-1]))
         return (now - before).norm(dim=-1), now.norm(dim=-1)
 
     error, converged = _grow(space, change, depth, tolerance, cap)
     matvecs = space.matvecs
-    with_graph = coordinates()
+    with_graph = space.coordinates(f)
     now = with_graph.detach()
     value = space.combine(now).reshape(start.shape)
 
@@ -166,17 +161,7 @@ def bilinear(
     product batched over K vectors for A; as accurate as ``f(A) v``. ``"adjoint"``: the exact gradient of the computed
     value, at any K, by K products and one vector–Jacobian product; as accurate as the value.
 
-    Args:
-        matvec: A, a callable on row-stacked vectors or an operator.
-        f: Elementwise function of eigenvalues, of torch operations.
-        v: ``[n]``, or a stack ``[..., n]``.
-        depth: K, at most n steps are taken.
-        tolerance: Add steps until the error is below this fraction of the value, for each vector. None takes ``depth``
-            steps, and ``converged`` then compares with the square root of machine epsilon.
-        cap: Limit on the number of steps with a tolerance.
-        gradient: ``"krylov"`` or ``"adjoint"``.
-        dtype: Type of the vectors; that of v by default. Half precision is used for products only.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+    The arguments are those of :func:`matrix_function`; ``tolerance`` is relative to the value.
 
     Returns:
         ``value [...]`` and ``error [...]`` (float32 for half precision).
@@ -209,9 +194,7 @@ def bilinear(
         if gradient == "adjoint":
             to_start, gradients = space.adjoint(matrix, scale=-2 * weight * space.norm * now)
         else:
-            values, vectors = space.spectrum()
-            half = (vectors * (evaluate(f, values).detach() * vectors[:, 0])[:, None, :]).sum(-1)
-            to_start = space.combine((2 * weight * space.norm)[:, None] * half)
+            to_start = space.combine(2 * weight[:, None] * space.coordinates(f).detach())
             gradients = space.parameter_gradients(matrix)
         return to_start.reshape(start.shape).to(start.dtype), *gradients
 
@@ -284,9 +267,7 @@ def _two_sided(
     mu, left = other.spectrum()
     lam, right = space.spectrum()
     size = torch.where(alive, other.norm, 0.0)
-    to_start = other.combine(
-        size[:, None] * (left * (evaluate(f, mu).detach() * left[:, 0])[:, None, :]).sum(-1)
-    ).reshape(start.shape)
+    to_start = other.combine(torch.where(alive[:, None], other.coordinates(f).detach(), 0.0)).reshape(start.shape)
     inner = divided_differences(f, mu, lam) * left[:, 0, :, None] * right[:, 0, None, :]
     matrix = (size * space.norm)[:, None, None] * (left @ inner @ right.mT)  # [batch, K of u, K of v]
     weighted = matrix.to(unit.dtype).mT @ other.vectors

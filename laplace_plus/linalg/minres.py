@@ -14,17 +14,16 @@ from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
+    Limits,
     Progress,
     RightHandSides,
     asymmetry,
     converted,
     dot,
-    iteration_cap,
     parameter_gradients,
     ratio,
     require_symmetric,
     root,
-    tolerance,
     warn_unless_converged,
     where_active,
     where_used,
@@ -96,31 +95,22 @@ def minres(
     b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
     A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
-    precondition = None
-    if preconditioner is not None:
-        precondition = sides.map(preconditioner, sides.length, parameters=(), name="preconditioner")
-    limits = (tolerance("rtol", rtol, sides.dtype), tolerance("atol", atol, sides.dtype))
-    cap = iteration_cap(max_iterations, sides.length)
+    precondition = sides.preconditioner(preconditioner)
+    limits = Limits.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
     if shifts is not None:
         _check_shifts(shifts, preconditioner is not None or x0 is not None)
     moved = sides.rows.new_zeros(1) if shifts is None else shifts.detach().to(sides.rows)
 
-    def solve(sides: RightHandSides, shifts: Tensor, guess: Tensor | None) -> tuple[Tensor, Tensor, Progress]:
-        rtol, atol = limits
-        x, target, state = _iterate(
-            A, precondition, sides, shifts, guess, (rtol, atol, cap), check_symmetry=check_symmetry, progress=progress
-        )
-        return _checked(A, sides.rows, x, guess, shifts, target, precondition, state)
-
     with torch.no_grad():
-        x, residual, state = solve(sides, moved[:, None], sides.start(x0, sides.length))
+        start = sides.start(x0, sides.length)
+        x, residual, state = _iterate(A, precondition, sides, moved[:, None], start, limits)
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         assert cotangents[0] is not None
         cotangent = cotangents[0].contiguous()
         backward = RightHandSides("x̄", cotangent)
         each = moved[:, None].expand(len(moved), len(sides.rows)).reshape(1, -1)
-        rows, residual, state = solve(backward, each, None)
+        rows, residual, state = _iterate(A, precondition, backward, each, None, limits)
         warn_unless_converged("minres", state.statuses, backward.restore_norms(residual))
         w = backward.restore(rows[0])
         (solution,) = where_used(cotangent, outputs[0])
@@ -159,30 +149,26 @@ def _check_shifts(shifts: Tensor, restricted: bool) -> None:
 
 def _iterate(
     A: LinearMap,
-    precondition: LinearMap | None,
+    precondition: Callable[[Tensor], Tensor],
     sides: RightHandSides,
     sigma: Tensor,
     guess: Tensor | None,
-    limits: tuple[float, float, int],
-    *,
-    check_symmetry: bool,
-    progress: bool,
+    limits: Limits,
 ) -> tuple[Tensor, Tensor, Progress]:
-    """Corrections of the guess ``[S, R, n]``, targets ``[R]`` and how each ended; sigma is ``[S, 1]`` or ``[S, R]``."""
-    rtol, atol, cap = limits
+    """Solutions ``[S, R, n]``, true residuals ``[S, R]`` and how each ended, for shifts ``[S, 1]`` or ``[S, R]``."""
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
     if guess is not None:
         guess.masked_fill_((vector_norm(b) == 0)[:, None], 0.0)
     r = b.clone() if guess is None else b - A(guess)
     before = torch.zeros_like(r)
-    z = r if precondition is None else precondition(r)
+    z = precondition(r)
     energy = dot(r, z)
     beta = root(energy)
     # With a preconditioner both sides of the stopping rule are measured in its norm.
     reference = beta
     if guess is not None:
-        reference = root(dot(b, b if precondition is None else precondition(b)))
-    target = torch.maximum(rtol * reference, atol / sides.scale)
+        reference = root(dot(b, precondition(b)))
+    target = limits.target(reference, sides)
 
     zero = torch.zeros_like(beta + sigma)  # [S, R]
     state = Progress(zero.shape, b.device)
@@ -196,11 +182,11 @@ def _iterate(
     beta_before = torch.zeros_like(beta)
     asymmetric = torch.zeros_like(state.active)
     first = None
-    for k in state.loop(cap, "minres", progress=progress):
+    for k in state.loop(limits.cap, "minres", progress=limits.progress):
         working = state.active.any(0)
         v = where_active(z * ratio(torch.ones_like(beta), beta)[:, None], working)
         image = A(v)
-        if check_symmetry and k == 1:
+        if limits.check_symmetry and k == 1:
             first = (v, image)
         elif first is not None:
             asymmetric, first = working & asymmetry(first, (v, image), sides.dtype), None
@@ -208,7 +194,7 @@ def _iterate(
         before.mul_(-ratio(beta, beta_before)[:, None]).add_(image)
         alpha = dot(v, before)
         before, r = r, before.addcmul_(-ratio(alpha, beta)[:, None], r)
-        z = r if precondition is None else precondition(r)
+        z = precondition(r)
         energy = dot(r, z)
         state.finish(~(alpha + energy).isfinite(), Status.NOT_FINITE)
         state.finish(energy < 0, Status.BREAKDOWN)
@@ -235,25 +221,12 @@ def _iterate(
         state.iterations += state.active
         state.finish(phibar <= target, Status.CONVERGED)
     require_symmetric("minres", asymmetric)
-    return x, target, state
 
-
-def _checked(
-    A: LinearMap,
-    b: Tensor,
-    x: Tensor,
-    guess: Tensor | None,
-    shifts: Tensor,
-    target: Tensor,
-    precondition: LinearMap | None,
-    state: Progress,
-) -> tuple[Tensor, Tensor, Progress]:
-    """Solutions ``[S, R, n]``, their true residuals ``[S, R]``, and the statuses revised by these."""
     broken = state.statuses == int(Status.NOT_FINITE)
     x = torch.where(broken[..., None], 0.0, x if guess is None else x + guess)
-    r = b - A(x.flatten(0, 1)).view_as(x) - shifts[..., None] * x
+    r = b - A(x.flatten(0, 1)).view_as(x) - sigma[..., None] * x
     measured = vector_norm(r)
-    if precondition is not None:  # then there are no shifts
+    if isinstance(precondition, LinearMap):  # which excludes shifts
         measured = dot(r[0], precondition(r[0])).abs().sqrt()[None]
     state.revise(measured > 2 * target, Status.STAGNATED)
     return torch.where(broken[..., None], torch.nan, x), torch.where(broken, torch.nan, measured), state

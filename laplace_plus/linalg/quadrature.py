@@ -114,6 +114,11 @@ class KrylovSpace:
         """The tensors requiring gradients that A depends on."""
         return self.operator.tensors
 
+    def coordinates(self, f: SpectralFunction, depth: int | None = None) -> Tensor:
+        """``‖v‖ f(T) e₁``, the coordinates ``[batch, k]`` of ``f(A) v`` in the basis Q, in float64."""
+        values, vectors = self.spectrum(depth)
+        return self.norm[:, None] * (vectors * (evaluate(f, values) * vectors[:, 0])[:, None, :]).sum(-1)
+
     def quadrature(self, f: SpectralFunction, depth: int | None = None) -> Tensor:
         """``‖v‖² e₁ᵀ f(T) e₁ ≈ vᵀ f(A) v``, ``[batch]`` in float64."""
         values, vectors = self.spectrum(depth)

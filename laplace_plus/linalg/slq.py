@@ -69,29 +69,10 @@ def slq_logdet(
     A does not contribute to the error; ``log det(I + A/shift)`` is the value less ``n log(shift)``. The value is
     differentiable in the shift.
 
-    All else is as in :func:`slq_trace` with ``f = log``. Without a shift the gradient G in A satisfies ``⟨G, A⟩ = n``
-    at every depth (for signs; the mean of ‖v‖² for other probes), as ``tr(A⁻¹ A) = n``.
-
-    Args:
-        matvec: A, symmetric, a callable on row-stacked vectors or an operator.
-        n: Its size.
-        probes: Number of random vectors; see :func:`slq_trace`, also for the following arguments.
-        depth: K.
-        shift: Multiple of the identity that is added.
-        tolerance: Relative tolerance for standard error and depth.
-        absolute_tolerance: An error that is small enough in any case.
-        cap: Limit on the number of probes.
-        depth_cap: Limit on the depth.
-        batch: Number of probes at a time.
-        distribution: Distribution of the probes.
-        deflation: Eigenpairs of A (without the shift).
-        deflation_depth: Lanczos steps to find eigenpairs to deflate.
-        block: Whether probes share a Krylov space.
-        gradient: ``"krylov"`` or ``"adjoint"``.
-        generator: Source of the randomness.
-        dtype: Type of the vectors.
-        device: Device of the vectors.
-        parameters: The tensors A depends on, if they cannot be found.
+    ``shift`` is the multiple of the identity that is added, a number or a 0-d tensor; eigenpairs in ``deflation`` are
+    those of A without the shift. The other arguments are those of :func:`slq_trace`, here with ``f = log``. Without a
+    shift the gradient G in A satisfies ``⟨G, A⟩ = n`` at every depth (for signs; the mean of ‖v‖² for other probes), as
+    ``tr(A⁻¹ A) = n``.
 
     Raises:
         NotPositiveDefiniteError: A Ritz value of ``A + shift`` is zero or negative.

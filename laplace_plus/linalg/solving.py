@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ class RightHandSides:
         """An operator on rows; for one right-hand side ``[n]`` the operator gets single vectors."""
         return LinearMap(matvec, n, dtype=self.dtype, single=not self.shape, **options)
 
+    def preconditioner(self, function: Matvec | None) -> Callable[[Tensor], Tensor]:
+        """A preconditioner on rows; the identity, which returns its argument itself, if there is none."""
+        if function is None:
+            return lambda rows: rows
+        return self.map(function, self.length, parameters=(), name="preconditioner")
+
     def start(self, x0: Tensor | None, length: int) -> Tensor | None:
         """A copy of the first guess as rows.
 
@@ -86,6 +93,35 @@ class RightHandSides:
                 got=f"{tuple(x0.shape)} of {x0.dtype}",
             )
         return self._as_rows(x0) / self.scale[:, None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Checked tolerances and caps of a solver of symmetric systems; see :func:`~laplace_plus.linalg.cg.cg`."""
+
+    rtol: float
+    atol: float
+    cap: int
+    check_symmetry: bool
+    progress: bool
+
+    @classmethod
+    def of(
+        cls,
+        sides: RightHandSides,
+        rtol: float | None,
+        atol: float,
+        max_iterations: int | None,
+        check_symmetry: bool,
+        progress: bool,
+    ) -> Limits:
+        """Check and fill in defaults."""
+        relative, absolute = tolerance("rtol", rtol, sides.dtype), tolerance("atol", atol, sides.dtype)
+        return cls(relative, absolute, iteration_cap(max_iterations, sides.length), check_symmetry, progress)
+
+    def target(self, size: Tensor, sides: RightHandSides) -> Tensor:
+        """``max(rtol ‖b‖, atol)`` in the scale of the rows, ``[R]``."""
+        return torch.maximum(self.rtol * size, self.atol / sides.scale)
 
 
 class Progress:
