@@ -12,7 +12,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal numbers times ``scale``."""
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=dtype)
+    return scale * torch.randn(shape, generator=generator(seed), dtype=dtype)
 
 
 def basis(n: int, seed: int = 0) -> Tensor:
