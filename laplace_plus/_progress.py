@@ -1,4 +1,4 @@
-"""One progress bar for every loop of the package, so that all of them look and behave alike."""
+"""The progress bar of all loops of the package."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Item = TypeVar("Item")
 def progress_bar(
     iterable: Iterable[Item], *, enabled: bool, description: str, total: int | None = None
 ) -> Iterable[Item]:
-    """Shows how far a loop has come, on standard error.
+    """Show the progress of a loop on standard error.
 
     Args:
-        iterable: What the loop runs over.
-        enabled: Without it ``iterable`` itself is returned, untouched.
+        iterable: The items.
+        enabled: If false, ``iterable`` itself is returned.
         description: The words before the bar.
-        total: The number of items; found by ``len`` where that is known for certain.
+        total: The number of items; by default from ``len``, where that is reliable.
 
     Returns:
         An iterable over the same items.
@@ -36,8 +36,8 @@ def progress_bar(
 
 
 def _length(iterable: object) -> float:
-    # Infinity is tqdm's word for an unknown length; given None, it would ask for the length itself.
-    # The length of an iterable dataset is only advice, and a DataLoader that was asked for it warns when it was wrong.
+    # Infinity means an unknown length to tqdm; with None, tqdm would call len() itself. The length of an iterable
+    # dataset is not reliable, and its DataLoader warns if len() was called and wrong.
     if isinstance(iterable, IterableDataset) or isinstance(getattr(iterable, "dataset", None), IterableDataset):
         return math.inf
     try:

@@ -87,7 +87,7 @@ def split(item: Any) -> Batch:
             raise DataError(
                 "A batch has a target but no inputs.", expected=_EXPECTED_BATCH, got=f"only the key {key!r}"
             )
-    elif _is_sequence(item):
+    elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence):
         if len(item) < 2:
             raise DataError(
                 "A batch has no target.",
@@ -331,6 +331,8 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         >>> leaves, rebuild([10, 20, 30])
         ([1, 2, 3], {'a': (10, 20), 'b': [30]})
     """
+    if isinstance(inputs, Tensor):
+        return [inputs], _only
     leaves: list[Any] = []
 
     def collect(leaf: Any) -> Any:
@@ -348,6 +350,13 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         return _map(lambda _: next(remaining), skeleton)
 
     return leaves, rebuild
+
+
+def _only(leaves: Iterable[Any]) -> Any:
+    values = list(leaves)
+    if len(values) != 1:
+        raise DataError("A tree cannot be rebuilt.", expected="1 leaves", got=str(len(values)))
+    return values[0]
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[type[RunSettings] | type[WrapSettings], str]] = {
     "run": (RunSettings, "train, wrap, tune, evaluate and report: the digits demonstration"),
     "wrap": (WrapSettings, "wrap, tune, evaluate and report for a trained network of your own"),
 }
-"""The commands, each with what its configuration holds and a line of help."""
+"""The commands: the class of their settings and a line of help."""
 
 
 def build_parser() -> ArgumentParser:
@@ -54,13 +54,13 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: What follows the program's name; by default what it was called with.
+        arguments: The command line after the program's name; by default that of this process.
 
     Returns:
-        0, or 2 after an error that the message on standard error explains.
+        0, or 2 after an error, with a message on standard error.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -1,7 +1,7 @@
-"""Every error that the package raises, in one small hierarchy.
+"""All errors of the package in one hierarchy.
 
-Each error says what was expected, what was got and how to fix it, and also inherits the built-in type that a caller is
-likely to catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``).
+Each error says what was expected, what was given and how to fix it. It also inherits the built-in type that callers
+likely catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ class LaplacePlusError(Exception):
 
     Args:
         what: One sentence that says what went wrong.
-        expected: What would have been right.
-        got: What was there instead.
-        fix: What the caller can do about it.
+        expected: The expected value.
+        got: The given value.
+        fix: How the caller can correct it.
 
     Example:
         >>> str(LaplacePlusError("Bad label.", expected="0 … 9", got="12", fix="Check the targets."))
@@ -38,7 +38,7 @@ class SelectionError(ConfigurationError):
 
 
 class NotFittedError(LaplacePlusError, RuntimeError):
-    """A posterior was asked for something that only data can tell it."""
+    """A posterior was used before fit()."""
 
 
 class ModelChangedError(LaplacePlusError, RuntimeError):
@@ -46,7 +46,7 @@ class ModelChangedError(LaplacePlusError, RuntimeError):
 
 
 class DataError(LaplacePlusError, ValueError):
-    """A batch, or the loader itself, is not of a form that can be used."""
+    """A batch or the loader has a form that cannot be used."""
 
 
 class InputError(DataError, RuntimeError):
@@ -70,11 +70,11 @@ class NonFiniteError(LaplacePlusError, ArithmeticError):
 
 
 class NotPositiveDefiniteError(LaplacePlusError, ArithmeticError):
-    """A matrix with an eigenvalue that is not positive where all must be, e.g. from an indefinite Hessian."""
+    """A matrix that must be positive definite is not, e.g. an indefinite Hessian."""
 
 
 class UnsupportedError(LaplacePlusError, NotImplementedError):
-    """A combination that this backend, structure or likelihood cannot do; the message names one that can."""
+    """A combination that this backend, structure or likelihood does not support; the message names one that does."""
 
 
 class CheckpointError(LaplacePlusError, ValueError):
@@ -82,7 +82,7 @@ class CheckpointError(LaplacePlusError, ValueError):
 
 
 class OperatorError(LaplacePlusError, ValueError):
-    """A linear operator of the wrong shape or type, or one that is not what it is said to be (symmetric, linear)."""
+    """A linear operator of the wrong shape or type, or without a property that it declares (symmetric, linear)."""
 
 
 class DistributedError(LaplacePlusError, RuntimeError):
@@ -90,12 +90,12 @@ class DistributedError(LaplacePlusError, RuntimeError):
 
 
 class SamplingError(LaplacePlusError, RuntimeError):
-    """Not one sample of a posterior could be drawn; the message says why."""
+    """No sample of a posterior could be drawn; the message says why."""
 
 
 class ConvergenceWarning(UserWarning):
-    """An iteration ended before it met its tolerance; the message says how far it got."""
+    """An iteration ended before it reached its tolerance; the message gives the error."""
 
 
 class SmoothnessWarning(UserWarning):
-    """A method whose theory needs a loss that is twice differentiable was given one with kinks."""
+    """A method that requires a twice differentiable loss was given one with kinks."""

@@ -1,4 +1,4 @@
-"""How good predictions and their uncertainties are: proper scores, calibration, and out-of-distribution detection.
+"""Scores of predictions and their uncertainties: proper scores, calibration, out-of-distribution detection.
 
 All scores are 0-dimensional tensors and *means* over the data, unlike the sums that fitting works with. They are
 computed in the dtype of the predictions, but at least in float32. Densities and probabilities are scored in nats.
@@ -29,7 +29,7 @@ from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, 
 
 
 def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Computes the fraction of the data whose most probable class is the target.
+    """Compute the fraction of the data whose most probable class is the target.
 
     Args:
         probabilities: ``[N, C]``.
@@ -39,8 +39,8 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
         A number in ``[0, 1]``.
 
     Raises:
-        ConfigurationError: If the probabilities are none.
-        LabelError: If the targets are no classes of theirs.
+        ConfigurationError: If the probabilities are invalid.
+        LabelError: If the targets are not among the classes.
 
     Example:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
@@ -52,9 +52,9 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Computes ``-1/N sum_n log p_n[y_n]``, in nats.
+    """Compute ``-1/N sum_n log p_n[y_n]``, in nats.
 
-    It is infinite as soon as one target has probability zero; nothing is clamped, since that would hide it.
+    It is infinite if one target has probability zero; probabilities are not clamped, because that would hide it.
 
     Args:
         probabilities: ``[N, C]``.
@@ -64,15 +64,15 @@ def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> Tensor:
         A number of at least 0.
 
     Raises:
-        ConfigurationError: If the probabilities are none.
-        LabelError: If the targets are no classes of theirs.
+        ConfigurationError: If the probabilities are invalid.
+        LabelError: If the targets are not among the classes.
     """
     probabilities, targets = _check_classification(probabilities, targets)
     return -probabilities.gather(1, targets[:, None]).log().mean()
 
 
 def brier_score(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Computes ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
+    """Compute ``1/N sum_n sum_c (p_n[c] - 1[y_n = c])^2``.
 
     The sum runs over all classes, so that the score of a binary problem is twice the one of its single column.
 
@@ -84,8 +84,8 @@ def brier_score(probabilities: Tensor, targets: Tensor) -> Tensor:
         A number in ``[0, 2]``.
 
     Raises:
-        ConfigurationError: If the probabilities are none.
-        LabelError: If the targets are no classes of theirs.
+        ConfigurationError: If the probabilities are invalid.
+        LabelError: If the targets are not among the classes.
     """
     probabilities, targets = _check_classification(probabilities, targets)
     one_hot = torch.nn.functional.one_hot(targets, probabilities.shape[1])
@@ -107,7 +107,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> ReliabilityCurve:
-    """Compares confidence and accuracy in bins of equal width, as a reliability diagram shows them.
+    """Compare confidence and accuracy in bins of equal width, as a reliability diagram shows them.
 
     Bin ``m`` of ``M`` holds the predictions whose largest probability is in ``((m - 1)/M, m/M]`` (Guo et al., 2017), so
     that full confidence belongs to the last one.
@@ -121,8 +121,8 @@ def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) 
         Confidence, accuracy and number of predictions of every bin.
 
     Raises:
-        ConfigurationError: If the probabilities are none, or there is no bin.
-        LabelError: If the targets are no classes of theirs.
+        ConfigurationError: If the probabilities are invalid, or ``n_bins`` is not positive.
+        LabelError: If the targets are not among the classes.
     """
     probabilities, targets = _check_classification(probabilities, targets)
     if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
@@ -137,10 +137,10 @@ def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) 
 
 
 def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> Tensor:
-    """Computes the mean distance of confidence and accuracy, ``sum_m n_m/N |accuracy_m - confidence_m|``.
+    """Compute the mean distance of confidence and accuracy, ``sum_m n_m/N |accuracy_m - confidence_m|``.
 
-    It is read off the :func:`reliability_curve`, so that the two always agree. It differs from ``torchmetrics`` only
-    for predictions that lie exactly on the edge of a bin; there, a confidence of exactly 1 has a bin of its own.
+    It is computed from the :func:`reliability_curve`, so that the two always agree. It differs from ``torchmetrics``
+    only for confidences on the edge of a bin: torchmetrics puts a confidence of 1 into a bin of its own.
 
     Args:
         probabilities: ``[N, C]``.
@@ -151,8 +151,8 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
         A number in ``[0, 1]``.
 
     Raises:
-        ConfigurationError: If the probabilities are none, or there is no bin.
-        LabelError: If the targets are no classes of theirs.
+        ConfigurationError: If the probabilities are invalid, or ``n_bins`` is not positive.
+        LabelError: If the targets are not among the classes.
     """
     curve = reliability_curve(probabilities, targets, n_bins)
     gaps = torch.where(curve.counts > 0, (curve.accuracy - curve.confidence).abs(), 0.0)
@@ -160,7 +160,7 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
 
 
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
-    """Computes the probability that an out-of-distribution input scores higher than one from the distribution.
+    """Compute the probability that an out-of-distribution input scores higher than one from the distribution.
 
     Ties count one half. Only the order of the scores matters, so they may be on any scale: entropies, variances, ....
 
@@ -198,7 +198,7 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
 
 
 def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
-    """Computes ``sqrt(mean (mean - y)^2)``, in the units of the targets, over all entries.
+    """Compute ``sqrt(mean (mean - y)^2)``, in the units of the targets, over all entries.
 
     Args:
         mean: Predictive means, ``[N]`` or ``[N, C]``.
@@ -208,7 +208,7 @@ def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
         A number of at least 0.
 
     Raises:
-        ConfigurationError: If the means are no floating-point numbers.
+        ConfigurationError: If the means are not floating-point numbers.
         LabelError: If the targets are of another shape.
     """
     mean, targets = _check_regression(mean, targets)
@@ -216,7 +216,7 @@ def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-    """Computes the mean of ``(log(2 pi v) + (y - m)^2 / v) / 2``, in nats per scalar, over all entries.
+    """Compute the mean of ``(log(2 pi v) + (y - m)^2 / v) / 2``, in nats per scalar, over all entries.
 
     Args:
         mean: Predictive means ``m``, ``[N]`` or ``[N, C]``.
@@ -236,7 +236,7 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
 
 
 def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-    r"""Computes the mean continuous ranked probability score of Gaussian predictions, in the units of the targets.
+    r"""Compute the mean continuous ranked probability score of Gaussian predictions, in the units of the targets.
 
     With ``s = sqrt(variance)`` and ``z = (y - mean) / s``, the score of one scalar is
     ``s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi))`` (Gneiting and Raftery, 2007). It becomes the absolute error as
@@ -285,7 +285,7 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
     n_classes = probabilities.shape[1]
     if targets.min() < 0 or targets.max() >= n_classes:
         raise LabelError(
-            "A target is no class.",
+            "A target is not a class.",
             expected=f"0 ... {n_classes - 1}",
             got=f"{targets.min()} ... {targets.max()}",
             fix="remove the rows of ignored targets first",
@@ -297,7 +297,7 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
     # Written so that NaN fails too.
     if not ((probabilities >= -tolerance).all() and ((sums - 1).abs() <= tolerance).all()):
         raise ConfigurationError(
-            "The rows are no probability distributions.",
+            "The rows are not probability distributions.",
             expected="numbers in [0, 1] that sum to 1",
             got=f"numbers in [{probabilities.min():.4g}, {probabilities.max():.4g}], "
             f"sums in [{sums.min():.4g}, {sums.max():.4g}]",

@@ -1,4 +1,4 @@
-"""Pictures of predictions. They need matplotlib, from the extra `demo`, and never touch its global state."""
+"""Plots of predictions with matplotlib (extra `demo`), without its global state."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _N_TICKS = 5
 def reliability_diagram(
     predictions: Mapping[str, tuple[Tensor, Tensor]], *, axes: Sequence[Axes] | None = None, n_bins: int = 10
 ) -> Figure:
-    r"""Draws accuracy against confidence, one panel for each method, all on the same scale.
+    r"""Draw accuracy against confidence, one panel for each method, all on the same scale.
 
-    Bars are the accuracy within each bin of confidence, and the red strokes the distance to the bin's mean confidence:
-    upwards from a bar that is too low (overconfident), downwards from one that is too high (underconfident). The dots
-    below show what share of the predictions lies in each bin. Confidence is the probability of the predicted class;
-    each title gives the expected calibration error over the same bins.
+    Bars show the accuracy within each bin of confidence. Red lines show the distance to the bin's mean confidence: up
+    from the bar if the predictions are overconfident, down if they are underconfident. The dots below show the share of
+    predictions in each bin. Confidence is the probability of the predicted class; each title gives the expected
+    calibration error over the same bins.
 
     Args:
         predictions: By name, probabilities ``[N, C]`` with rows that sum to one, and class indices ``[N]``.
         axes: Axes to draw into, one for each method; without them, a new figure with the panels side by side.
-        n_bins: How many bins of equal width the confidences are put into.
+        n_bins: Number of bins of equal width.
 
     Returns:
-        The figure that holds the panels; it belongs to no window, so `savefig` works without a display.
+        The figure with the panels; it belongs to no window, so `savefig` works without a display.
 
     Raises:
         ConfigurationError: No predictions, or another number of axes than of methods.

@@ -1,7 +1,7 @@
-"""Which entries of a network's parameters a posterior is about.
+"""Selection of the parameters that a posterior covers.
 
 A selection is given as ``"all"`` (everything that requires gradients), ``"last_layer"``, parameter or module names and
-globs, a predicate, or a mask; :func:`select` turns each into an ordered list of parameters, some with an element-wise
+globs, a predicate, or a mask. :func:`select` turns each into an ordered list of parameters, some with an element-wise
 mask.
 """
 
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -37,25 +38,25 @@ class Selected:
     shape: torch.Size
     mask: Tensor | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of selected entries."""
         return self.shape.numel() if self.mask is None else int(self.mask.sum())
 
 
-# What torch.nn.utils.parametrize makes of a layer's tensor: the tensors that it is computed from, and the modules that
-# compute it, which may have parameters and parametrizations of their own.
+# Names of torch.nn.utils.parametrize: the tensors that a layer's tensor is computed from, and the modules that compute
+# it, which may have parameters and parametrizations of their own.
 _PARAMETRIZED = re.compile(r"(?:(?P<layer>.*?)\.)?parametrizations\.[^\W\d]\w*\.(?:original\d*|\d+\..+)")
 
 _WRAPPERS = ("_orig_mod.", "module.")
-"""What ``torch.compile`` and data-parallel wrappers put before the names of a network's parameters."""
+"""Prefixes of ``torch.compile`` and data-parallel wrappers before the names of a network's parameters."""
 
 
 def layer_of(parameter_name: str) -> str:
     """Name of the layer that a parameter belongs to: the module that owns it, ``""`` for the root.
 
-    The tensors that a parametrized weight is computed from (:mod:`torch.nn.utils.parametrize`, e.g. weight
-    normalisation) are owned by submodules, but belong to the layer that has the weight.
+    A parametrized weight (:mod:`torch.nn.utils.parametrize`, e.g. weight normalisation) is computed from tensors of
+    submodules. These tensors belong to the layer that has the weight.
 
     Example:
         >>> layer_of("2.bias"), layer_of("2.parametrizations.weight.original0"), layer_of("bias")
@@ -88,10 +89,9 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
         model: The network.
         selection: See the module's docstring. Names match whole parameter names, whole module names (then everything
             below the module) and shell-style globs over either. A mask is a bool tensor over all parameter entries in
-            ``model.parameters()`` order, or a mapping from parameter names to bool tensors of their shapes. Names that
-            match nothing are also tried without the prefixes of compiled and data-parallel wrappers.
-        last_layer: Name of the layer (see :func:`layer_of`) that is last, where execution order has told; by default
-            the last one defined.
+            ``model.parameters()`` order, or a mapping from parameter names to bool tensors of their shapes. Names
+            without a match are also tried without the prefixes of compiled and data-parallel wrappers.
+        last_layer: Name of the last layer (see :func:`layer_of`) in execution order; by default the last one defined.
 
     Returns:
         The selected parameters in ``model.named_parameters()`` order.
@@ -119,7 +119,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
         masks = _match(parameters, [selection] if isinstance(selection, str) else selection)
     else:
         raise SelectionError(
-            "The selection is of no known kind.",
+            "Unknown kind of selection.",
             expected='"all", "last_layer", names, globs, a predicate or a mask',
             got=type(selection).__name__,
         )
@@ -138,7 +138,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
 
 
 def refine(selected: Iterable[Selected], chosen: Tensor | None = None) -> dict[str, Tensor]:
-    """A selection, or some of its entries, as masks by parameter name, which are a selection again.
+    """Masks by parameter name for a selection, or for some of its entries; they are a selection again.
 
     Args:
         selected: The selection.
@@ -155,7 +155,7 @@ def refine(selected: Iterable[Selected], chosen: Tensor | None = None) -> dict[s
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """The name itself, then without its first wrapper's prefix, without its second, and so on."""
+    """The name, then the name without one wrapper prefix, without two, and so on."""
     yield name
     while prefix := next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
@@ -226,7 +226,7 @@ def _check_masks(
 
 
 def _reduced(masks: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor | None]]:
-    """Drop empty masks and forget full ones."""
+    """Drop empty masks, and replace full ones by None."""
     for name, mask in masks:
         if mask.any():
             yield name, None if mask.all() else mask.detach().clone()

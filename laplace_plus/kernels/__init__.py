@@ -7,7 +7,7 @@
 | :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`checksums` | weighted sums | – |
-| :func:`symmetric_eigen`, :func:`eigen_many` | LAPACK | Jacobi's method, one matrix for each program |
+| :func:`symmetric_eigen` | LAPACK | Jacobi's method, one matrix for each program |
 
 Device, type and size decide which one runs; :func:`use` overrides this, see :mod:`laplace_plus.kernels.selection`. None
 of the functions builds an autograd graph.
@@ -15,7 +15,7 @@ of the functions builds an autograd graph.
 
 from laplace_plus.kernels.checksums import checksums
 from laplace_plus.kernels.convolution import convolution_factor
-from laplace_plus.kernels.eigen import eigen_many, symmetric_eigen
+from laplace_plus.kernels.eigen import symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
 from laplace_plus.kernels.reductions import all_finite, inner, inner_products, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
@@ -26,7 +26,6 @@ __all__ = [
     "checksums",
     "choices",
     "convolution_factor",
-    "eigen_many",
     "forget",
     "inner",
     "orthogonalize",

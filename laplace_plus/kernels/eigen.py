@@ -11,8 +11,7 @@ iterations then take over.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,6 @@ from laplace_plus.kernels.symmetric_update import blas_is_serial
 Eigen = tuple[Tensor, Tensor]
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_STACKED_UP_TO = 256
-"""Largest size that is batched: larger matrices occupy the device by themselves, and stacking doubles the memory."""
-
 _LARGEST_JACOBI = 32
 """Largest size for Jacobi's method: its matrix must fit in one program's registers."""
 
@@ -79,43 +75,6 @@ def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Ei
         values, vectors = _decompose(torch.where(finite[:, None, None], given, torch.eye(n).to(given)))
         values[~finite] = vectors[~finite] = float("nan")
     return values.to(result_type).reshape(matrix.shape[:-1]), vectors.to(result_type).reshape(matrix.shape)
-
-
-def eigen_many(matrices: Sequence[Tensor], *, dtype: torch.dtype = torch.float64) -> list[Eigen]:
-    """:func:`symmetric_eigen` of several matrices; those of equal size are decomposed in one batch.
-
-    Args:
-        matrices: Symmetric, each ``[..., n, n]`` with its own n.
-        dtype: The type to compute in, float64 or float32.
-
-    Returns:
-        Eigenvalues and eigenvectors of each, in the given order.
-
-    Raises:
-        ConfigurationError: As :func:`symmetric_eigen`.
-
-    Example:
-        >>> [values.tolist() for values, _ in eigen_many([torch.eye(2), 3 * torch.eye(1), 2 * torch.eye(2)])]
-        [[1.0, 1.0], [3.0], [2.0, 2.0]]
-    """
-    found: dict[int, Eigen] = {}
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, matrix in enumerate(matrices):
-        n = matrix.shape[-1] if matrix.ndim else 0
-        square = matrix.ndim >= 2 and matrix.shape[-2] == n
-        if square and n <= _STACKED_UP_TO:
-            alike[n, matrix.dtype, matrix.device].append(index)
-        else:
-            found[index] = symmetric_eigen(matrix, dtype=dtype)
-    for indices in alike.values():
-        given = [matrices[index] for index in indices]
-        batches = [x.flatten(0, -3) if x.ndim > 2 else x[None] for x in given]
-        values, vectors = symmetric_eigen(torch.cat(batches), dtype=dtype)
-        counts = [len(batch) for batch in batches]
-        for index, its_values, its_vectors in zip(indices, values.split(counts), vectors.split(counts), strict=True):
-            shape = matrices[index].shape
-            found[index] = its_values.reshape(shape[:-1]), its_vectors.reshape(shape)
-    return [found[index] for index in range(len(matrices))]
 
 
 def _decompose(matrices: Tensor) -> Eigen:

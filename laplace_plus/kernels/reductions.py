@@ -9,7 +9,7 @@ all others), at the same cost. GPUs sum in many short totals anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,15 +33,7 @@ def vector_norm(vectors: Tensor) -> Tensor:
 
 def inner(left: Tensor, right: Tensor) -> Tensor:
     """Inner products along the last axis, ``[..., n]`` and ``[..., n]`` give ``[...]``."""
-    product = torch.dot if left.ndim == right.ndim == 1 else torch.linalg.vecdot
-    if not _is_long(left):
-        return product(left, right)
-    total: Tensor | None = None
-    for segment in _segments(left):
-        part = product(left[..., segment], right[..., segment]).double()
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total.to(left.dtype)
+    return _product(torch.dot if left.ndim == right.ndim == 1 else torch.linalg.vecdot, left, right)
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
@@ -49,13 +41,18 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 
     ``right`` may also be one vector ``[n]``, which gives ``[k]`` for ``[k, n]``.
     """
+    return _product(lambda a, b: a @ (b if b.ndim == 1 else b.mT), left, right)
+
+
+def _product(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """A product that sums over the last axis, for long vectors in segments."""
     if not _is_long(left):
-        return left @ right if right.ndim == 1 else left @ right.mT
+        return product(left, right)
     total: Tensor | None = None
-    for segment in _segments(left):
-        part = right[..., segment]
-        product = (left[..., segment] @ (part if right.ndim == 1 else part.mT)).double()
-        total = product if total is None else total.add_(product)
+    for start in range(0, left.shape[-1], _SEGMENT):
+        stop = start + _SEGMENT
+        part = product(left[..., start:stop], right[..., start:stop]).double()
+        total = part if total is None else total.add_(part)
     assert total is not None
     return total.to(left.dtype)
 
@@ -74,8 +71,3 @@ def all_finite(tensor: Tensor) -> bool:
 def _is_long(vectors: Tensor) -> bool:
     narrow = torch.finfo(vectors.dtype).eps > torch.finfo(torch.float64).eps
     return narrow and vectors.device.type == "cpu" and vectors.shape[-1] > 2 * _SEGMENT
-
-
-def _segments(vectors: Tensor) -> Iterator[slice]:
-    for start in range(0, vectors.shape[-1], _SEGMENT):
-        yield slice(start, start + _SEGMENT)

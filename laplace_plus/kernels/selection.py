@@ -169,7 +169,7 @@ def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str,
     if torch.cuda.is_current_stream_capturing():
         return REFERENCE
     with torch.cuda.device(device), torch.no_grad():
-        seconds = {name: _time(name, call) for name, call in candidates.items()}
+        seconds = {name: time_candidate(name, call) for name, call in candidates.items()}
     fastest = min(seconds, key=lambda name: seconds[name])
     chosen = fastest if seconds[fastest] < _MARGIN * seconds[REFERENCE] else REFERENCE
     _choices[key] = Choice(chosen, seconds)
@@ -198,8 +198,8 @@ def device_seconds(call: Callable[[], object], *, warm_up: int, repetitions: int
     return median(times)
 
 
-def _time(name: str, call: Callable[[], object]) -> float:
-    """Median seconds of a call on the current CUDA device; infinite where it fails."""
+def time_candidate(name: str, call: Callable[[], object]) -> float:
+    """Median seconds of a candidate on the current CUDA device; infinite where it fails."""
     try:
         return device_seconds(call, warm_up=2, repetitions=5)
     except torch.OutOfMemoryError:

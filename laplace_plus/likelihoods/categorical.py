@@ -112,7 +112,7 @@ class Categorical(Likelihood):
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag p - p pᵀ``, ``[N, C, C]``."""
         p, complement = _probabilities(outputs)
-        return _with_diagonal(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement)
+        return torch.diagonal_scatter(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement, dim1=-2, dim2=-1)
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
         """``diag p - p pᵀ``; zero for ignored rows."""
@@ -124,7 +124,7 @@ class Categorical(Likelihood):
         """``diag √p - p √pᵀ``, ``[N, C, C]``."""
         p, complement = _probabilities(outputs)
         root = p.sqrt()
-        return _with_diagonal(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement)
+        return torch.diagonal_scatter(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement, dim1=-2, dim2=-1)
 
     def distribution(self, outputs: Tensor) -> CategoricalDistribution:
         """A categorical distribution with batch shape ``[...]``."""
@@ -164,10 +164,6 @@ def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
     p = widen(outputs).softmax(-1)
     top = p.argmax(-1, keepdim=True)
     return p, (1 - p).scatter(-1, top, p.scatter(-1, top, 0.0).sum(-1, keepdim=True))
-
-
-def _with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:
-    return torch.diagonal_scatter(matrix, diagonal, dim1=-2, dim2=-1)
 
 
 def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:

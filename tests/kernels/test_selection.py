@@ -12,7 +12,7 @@ from laplace_plus.kernels import selection
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_choices", {})
+    selection.forget()
     monkeypatch.delenv("LAPLACE_PLUS_KERNELS", raising=False)
 
 
@@ -45,7 +45,7 @@ def test_the_fastest_is_chosen_and_never_one_slower_than_torch(
     seconds: dict[str, float], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = []
-    monkeypatch.setattr(selection, "_time", lambda name, _call: (timed.append(name), seconds[name])[1])
+    monkeypatch.setattr(selection, "time_candidate", lambda name, _call: (timed.append(name), seconds[name])[1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: torch.no_grad())
     candidates = {name: lambda: None for name in seconds}
@@ -75,14 +75,14 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("out of registers")
 
     with pytest.warns(RuntimeWarning, match="out of registers"):
-        assert selection._time("triton", fails) == float("inf")
+        assert selection.time_candidate("triton", fails) == float("inf")
     with pytest.raises(RuntimeError):
-        selection._time("torch", fails)
+        selection.time_candidate("torch", fails)
 
     def too_large() -> None:
         raise torch.OutOfMemoryError
 
-    assert selection._time("torch", too_large) == float("inf")
+    assert selection.time_candidate("torch", too_large) == float("inf")
 
 
 def test_no_triton_without_its_device() -> None:

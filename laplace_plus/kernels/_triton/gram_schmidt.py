@@ -214,37 +214,23 @@ def combine_and_dots(basis: Tensor, vector: Tensor, coefficients: Tensor) -> tup
 
 
 @on_its_device
-def orthogonalize(basis: Tensor, vector: Tensor, mask: Tensor | None, passes: int = 2) -> tuple[Tensor, Tensor]:
-    """Classical Gram–Schmidt, of ``[m, n]`` against the rows of ``[m, k, n]``.
+def orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tensor, Tensor]:
+    """Classical Gram–Schmidt, once or twice, of ``[m, n]`` against the rows of ``[m, k, n]`` with k ≥ 1.
 
-    Args:
-        basis: Rows with contiguous entries, k ≥ 1.
-        vector: Vectors with contiguous entries.
-        mask: Which of the k rows take part, as zeros and ones; all if None.
-        passes: Once or twice.
-
-    Returns:
-        The vectors ``[m, n]`` and the coefficients ``[m, k]``.
+    Rows and vectors have contiguous entries. Returns the vectors ``[m, n]`` and the coefficients ``[m, k]``.
     """
     first = dots(basis, vector)
-    if mask is not None:
-        first = first * mask
     if passes == 1:
         return combine(basis, vector, first), first
     vector, second = combine_and_dots(basis, vector, first)
-    if mask is not None:
-        second = second * mask
     return combine(basis, vector, second), first + second
 
 
 @on_its_device
-def three_term_update(
-    vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor, alpha: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``w − α q − β p`` with its norm, for ``[m, n]`` each, ``β`` and ``α`` of ``[m]``; α is ``⟨w, q⟩`` if None."""
+def three_term_update(vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``w − α q − β p``, α and its norm, for ``[m, n]`` each and ``β`` of ``[m]``; ``α = ⟨w, q⟩``."""
     probes, n = vector.shape
-    if alpha is None:
-        alpha = dots(current.unsqueeze(1), vector).squeeze(1)
+    alpha = dots(current.unsqueeze(1), vector).squeeze(1)
     columns = 1024
     chunks, chunk = _chunks(n, probes, columns, vector.device)
     output, squares = vector.new_empty(probes, n), vector.new_empty(probes, chunks)
