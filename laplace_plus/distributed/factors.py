@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.distributed.buckets import broadcast_
 from laplace_plus.distributed.group import Group
+from laplace_plus.distributed.messages import broadcast_
 from laplace_plus.errors import DistributedError
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum
 

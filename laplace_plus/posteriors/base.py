@@ -264,7 +264,10 @@ class Posterior(Stored, ABC):
         except BaseException:
             self.group = before
             raise
-        self.training_data = self.training_data.plus(data) if update else TrainingData(data)
+        if update:
+            self.training_data = self.training_data.plus(data)
+        else:
+            self.training_data = TrainingData(None if isinstance(data, Iterator) else data)
 
     def _agree(self, group: Group, generator: torch.Generator | None, *, update: bool) -> torch.Generator | None:
         """Check that all ranks have the same posterior; returns this rank's generator."""

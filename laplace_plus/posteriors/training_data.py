@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from laplace_plus.errors import DataError
 
 
+@dataclass(frozen=True)
 class TrainingData:
     """The loader of a fit and those of the updates after it.
 
     The loaders of updates are only referred to weakly, so that a stream of updates does not fill the memory. As soon as
     one of them is gone, or cannot be started again, the data as a whole are not known.
 
-    Args:
-        first: The loader of the fit; an iterator, or None, where there is nothing to pass over again.
+    Attributes:
+        first: The loader of the fit; None where there is nothing to pass over again.
         further: Those of the updates; None where some are not known.
     """
 
-    def __init__(self, first: Iterable[Any] | None = None, further: tuple[weakref.ref[Any], ...] | None = ()):
-        self._first, self._further = None if isinstance(first, Iterator) else first, further
+    first: Iterable[Any] | None = None
+    further: tuple[weakref.ref[Any], ...] | None = ()
 
     def plus(self, data: Iterable[Any]) -> TrainingData:
         """These and those of an update."""
-        if isinstance(data, Iterator) or self._further is None or any(held() is None for held in self._further):
-            return TrainingData(self._first, None)
+        if isinstance(data, Iterator) or self.further is None or any(held() is None for held in self.further):
+            return TrainingData(self.first, None)
         try:
-            return TrainingData(self._first, (*self._further, weakref.ref(data)))
+            return TrainingData(self.first, (*self.further, weakref.ref(data)))
         except TypeError:  # a list or a tuple, which cannot be referred to weakly
-            return TrainingData(self._first, None)
+            return TrainingData(self.first, None)
 
     def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
         """What to pass over: ``data`` where they are given, else what was fitted to.
@@ -48,9 +50,9 @@ class TrainingData:
         if data is not None:
             require_restartable(data, why)
             return data
-        loaders = [self._first]
+        loaders = [self.first]
         if not part:
-            loaders += [None] if self._further is None else [held() for held in self._further]
+            loaders += [None] if self.further is None else [held() for held in self.further]
         known = [loader for loader in loaders if loader is not None]
         if len(known) < len(loaders):
             raise DataError(

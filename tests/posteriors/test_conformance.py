@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,24 @@ def test_unregistered_classes_cannot_be_saved(tmp_path):
     posterior = Nameless(model, "classification").fit([(torch.randn(3, 2), torch.tensor([0, 1, 1]))])
     with pytest.raises(lp.errors.ConfigurationError, match="register"):
         posterior.save(tmp_path / "nameless")
+
+
+NAMES = [
+    "Full",
+    "KFAC",
+    "Diagonal",
+    "LowRank",
+    "Subnetwork",
+    "NullSpace",
+    "VIKING",
+    "Riemannian",
+    "MetricBNN",
+    "SampledLaplace",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constructors_list_their_arguments(name):
+    parameters = signature(lp.get_posterior(name)).parameters
+    assert not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    assert parameters.keys() >= signature(lp.Posterior).parameters.keys()
