@@ -46,7 +46,7 @@ from laplace_plus.evidence.fitted_data import (
     survey,
     unknown_training_prior,
 )
-from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOut, Leverages
+from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOutPredictions, Leverages
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network import Network
@@ -405,7 +405,9 @@ def _best_temperature(
     return math.exp(best), loss(best), (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
 
 
-def _best_scale(left: LeaveOneOut, link: str, n_samples: int, generator: torch.Generator | None) -> tuple[float, float]:
+def _best_scale(
+    left: LeaveOneOutPredictions, link: str, n_samples: int, generator: torch.Generator | None
+) -> tuple[float, float]:
     """The scale in [0, 1] of least leave-one-out loss, and that loss; the same random numbers for all."""
     seed = 0
     if link == "mc":

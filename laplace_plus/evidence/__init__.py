@@ -1,17 +1,23 @@
 """The evidence, and tuning hyperparameters by it or by held-out data."""
 
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tangent import TangentResult, tune_tangent
+from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
+from laplace_plus.evidence.tangent import Tangent, TangentResult
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
-from laplace_plus.evidence.tuning import TuningResult, tune
+from laplace_plus.evidence.tuning import Tuner, TuningResult
+from laplace_plus.evidence.validation import Validation
 
 __all__ = [
+    "ExpectationMaximisation",
     "LaplaceModel",
+    "MacKay",
+    "MarginalLikelihood",
+    "Tangent",
     "TangentModel",
     "TangentOptimum",
     "TangentResult",
+    "Tuner",
     "TuningResult",
+    "Validation",
     "tangent_optimum",
-    "tune",
-    "tune_tangent",
 ]

@@ -18,8 +18,8 @@ a joint stationary point of θ and Λ. It is reached by alternation. Each half m
 
     F(θ, Λ) = log p(D | h(θ))/T − ½ ‖θ − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T)
 
-over one of its arguments, in which it is concave (in log Λ; see :mod:`laplace_plus.evidence.tuning`), so that F never
-falls. Extrapolation from the last steps (Anderson, 1965) shortens the way, and is taken back wherever M falls.
+over one of its arguments, in which it is concave (in log Λ; see :mod:`laplace_plus.evidence.objective`), so that F
+never falls. Extrapolation from the last steps (Anderson, 1965) shortens the way, and is taken back wherever M falls.
 """
 
 from __future__ import annotations
@@ -28,49 +28,40 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError
-from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.search import SPAN, Objective
+from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.evidence.fitted_data import survey
+from laplace_plus.evidence.groups import check_structure, grouped_model
+from laplace_plus.evidence.marginal_likelihood import warn_of_limits
+from laplace_plus.evidence.objective import SPAN, Objective, ascend, fixed_point_step
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
-from laplace_plus.evidence.tuning import (
-    TuningResult,
-    ascend,
-    effective_parameters,
-    fixed_point_step,
-    free_gradient,
-    predicted_gain,
-)
-from laplace_plus.network import Network
-from laplace_plus.priors import LAYERWISE
-
-TANGENT_METHODS = ("marginal_likelihood", "mackay", "em")
+from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, check_counts, check_positive
+from laplace_plus.priors import LAYERWISE, Groups
 
 _COARSE = 0.1
-"""Accuracy of the first optimum, in nats."""
+"""Accuracy of the first optimum, in nats: much less than what a first update of the precisions gains."""
 
 _REACH = 46.0
-"""The logarithm of a group's precision is searched so far from that of its weights' own inverse mean square."""
+"""Log precisions of groups are searched so far from those of their own weights: a factor of 1e20 either way."""
 
 _POLISHING = 50
-"""At most so many steps of the fixed point follow a line-searched ascent."""
+"""At most so many steps of the fixed point follow a line-searched ascent; a few suffice where they converge at all."""
 
 _REMEMBERED = 5
-"""Number of steps that an extrapolation looks back upon."""
+"""Steps that an extrapolation looks back upon; the usual depth of Anderson's method."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TangentResult(TuningResult):
     """What tuning by the tangent model's evidence found, and how.
 
     Attributes:
-        vector: θ*, the tangent model's optimum, ``[P]``.
         group_precision: ``[G]``, one precision for each group (for a scalar prior ``[1]``), before any scaling.
         effective_parameters: γ, how many parameters of each of these groups the data determine.
         n_iterations: Number of alternations.
@@ -84,7 +75,6 @@ class TangentResult(TuningResult):
         network_value: The evidence of the network's own weights at the same hyperparameters, for comparison.
     """
 
-    vector: Tensor
     group_precision: Tensor
     effective_parameters: Tensor
     n_iterations: int
@@ -97,106 +87,127 @@ class TangentResult(TuningResult):
     network_value: float
 
 
-def tune_tangent(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    *,
-    n_data: int,
-    method: str = "marginal_likelihood",
-    structure: str = "scalar",
-    scaling: Tensor | None = None,
-    temperature: Tensor,
-    tune_noise: bool | None = None,
-    progress: bool = False,
-    tolerance: float = 1e-2,
-    max_iterations: int = 100,
-    max_steps: int = 1000,
-    keep_jacobian: bool | None = None,
-) -> TangentResult:
-    """Find the tangent model's optimum and the hyperparameters of greatest evidence there, jointly.
+@dataclass(frozen=True)
+class Tangent:
+    """Maximises the evidence of the network's linearisation at its own optimum.
+
+    See :mod:`laplace_plus.evidence.tangent`. Choose it for networks that were stopped early, or that have normalisation
+    layers, of which ``structure="normalized_groups"`` gives each normalised layer a precision of its own.
 
     Args:
-        model: The evidence's parts at the network's weights.
-        network: The network.
-        data: The training data.
-        n_data: How many examples they must have.
-        method: How hyperparameters are updated: ``"marginal_likelihood"`` (to their optimum for each θ), ``"mackay"``
-            (one step of the fixed point) or ``"em"`` (one step, slower).
-        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
-        scaling: Positive ``[P]``: the prior precision of each entry over that of its group.
-        temperature: Stays as it is.
-        tune_noise: Whether to tune the noise; None for whenever there is any.
-        progress: Whether to show a progress bar.
+        structure: As for :class:`~laplace_plus.MarginalLikelihood`.
+        scaling: Likewise.
+        predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum,
+            ``f(x) + J(x) (θ* − θ̃)``.
+        data: The training data; by default the loaders of the fit.
+        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
+        method: How precisions are updated for each θ: ``"marginal_likelihood"`` (to their optimum), ``"mackay"`` (one
+            step of the fixed point) or ``"em"`` (one step, slower).
         tolerance: Converged when no derivative of the evidence by the logarithm of a hyperparameter exceeds this, in
             nats.
         max_iterations: The number of alternations after which to give up.
         max_steps: The number of steps after which the convex optimisation of one alternation gives up.
-        keep_jacobian: See :class:`TangentModel`.
+        keep_jacobian: Whether to keep the Jacobian of all data; None for where it is small.
 
     Raises:
-        ConfigurationError: An unknown method or structure, a number below 1, or noise to be tuned that does not exist.
-        DataError: Not the data of the fit, or data that come only once.
-        NonFiniteError: The loss of the tangent model is not finite.
-
-    Warns:
-        ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
+        ConfigurationError: An option that is none of these.
     """
-    if method not in TANGENT_METHODS:
-        raise ConfigurationError(
-            'Unknown way to tune by the evidence "tangent".', expected=", ".join(TANGENT_METHODS), got=repr(method)
+
+    structure: str | Groups = "scalar"
+    scaling: str | None = None
+    predictive_mean: str = "network"
+    data: Iterable[Any] | None = field(default=None, repr=False)
+    tune_noise: bool | None = None
+    method: str = "marginal_likelihood"
+    tolerance: float = 1e-2
+    max_iterations: int = 100
+    max_steps: int = 1000
+    keep_jacobian: bool | None = None
+
+    METHODS: ClassVar = ("marginal_likelihood", "mackay", "em")
+
+    def __post_init__(self) -> None:
+        check_structure(self.structure)
+        check_choice("scaling of the prior", self.scaling, (None, "g_prior"))
+        check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
+        check_choice('way to tune by the evidence "tangent"', self.method, self.METHODS)
+        check_positive(tolerance=self.tolerance)
+        check_counts(max_iterations=self.max_iterations, max_steps=self.max_steps)
+
+    def tune(
+        self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> TangentResult:
+        """Find the optimum and the hyperparameters jointly; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            UnsupportedError: A posterior that was fitted by several processes, or a prior that its structure does not
+                take.
+            DataError: Not the data of the fit, or data that come only once.
+            NonFiniteError: The loss of the tangent model is not finite.
+
+        Warns:
+            ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
+        """
+        if posterior.group is not None and posterior.group.size > 1:
+            raise UnsupportedError(
+                "The tangent model's optimum is sought by one process.",
+                expected="a posterior that was fitted by one process",
+                got=f"one over {posterior.group.size} ranks",
+                fix="Save it, load it in one process, and pass data= with all the data.",
+            )
+        model, structure, groups = grouped_model(posterior, self.structure, self.data)
+        data = posterior.training_data.again(self.data, "The tangent model's optimum passes over the training data.")
+        survey(model, posterior.network, data, posterior.n_data, progress=progress)
+        objective = Objective.create(model, structure, posterior.temperature, self.tune_noise, self.scaling)
+        objective = replace(objective, limits=_limits(objective))
+        kept, temperature = self.keep_jacobian, posterior.temperature
+        tangent = TangentModel(
+            posterior.network, model.likelihood, data, temperature=temperature, keep_jacobian=kept
         )
-    for name, value in (("max_iterations", max_iterations), ("max_steps", max_steps)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError("There is no such number.", expected=f"{name}: an integer >= 1", got=repr(value))
-    objective = Objective.create(model, structure, temperature, tune_noise, scaling)
-    objective = replace(objective, limits=_limits(objective))
-    tangent = TangentModel(network, model.likelihood, data, temperature=temperature, keep_jacobian=keep_jacobian)
-    if tangent.n_data != n_data:
-        raise DataError(
-            "The tangent model's optimum is that of the training data.",
-            expected=f"the {n_data} examples that the posterior was fitted to",
-            got=f"{tangent.n_data} examples",
-            fix="Pass data=train_loader.",
+        if tangent.n_data != posterior.n_data:
+            raise DataError(
+                "The tangent model's optimum is that of the training data.",
+                expected=f"the {posterior.n_data} examples that the posterior was fitted to",
+                got=f"{tangent.n_data} examples",
+                fix="Pass data=train_loader.",
+            )
+        ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
+        found = _Alternation(self, objective, tangent, groups, ticks).run()
+        if not found.converged:
+            self._warn(found)
+        return found
+
+    def _warn(self, found: TangentResult) -> None:
+        if found.pressing > self.tolerance:
+            warn_of_limits("Tuning by the tangent model's evidence", found.pressing)
+            return
+        warnings.warn(
+            f"Tuning by the tangent model's evidence ended with a derivative of {found.gradient_norm:.2g} nats "
+            f"(tolerance {self.tolerance:.2g}) and an optimum within {found.optimum_decrement:.2g} nats after "
+            f"{found.n_iterations} alternations and {found.n_steps} steps; raise max_iterations or max_steps, or the "
+            "tolerance.",
+            ConvergenceWarning,
+            stacklevel=6,
         )
-    ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
-    found = _Alternation(objective, tangent, method, tolerance, max_steps, ticks).run(max_iterations)
-    _warn(found, tolerance)
-    return found
 
 
 class _Alternation:
-    """Maximises F over θ and Λ in turns.
-
-    Args:
-        objective: The evidence at the network's weights.
-        tangent: The tangent model.
-        method: How Λ is updated.
-        tolerance: As for :func:`tune_tangent`.
-        max_steps: As there.
-        ticks: Moves the progress bar.
-    """
+    """Maximises F over θ and Λ in turns."""
 
     def __init__(
-        self,
-        objective: Objective,
-        tangent: TangentModel,
-        method: str,
-        tolerance: float,
-        max_steps: int,
-        ticks: Iterator[int],
+        self, options: Tangent, objective: Objective, tangent: TangentModel, groups: Groups, ticks: Iterator[int]
     ):
-        self.objective, self.tangent, self.method = objective, tangent, method
-        self.tolerance, self.max_steps, self.ticks = tolerance, max_steps, ticks
+        self.options, self.objective, self.tangent, self.groups = options, objective, tangent, groups
+        self.ticks = ticks
         self.n_steps = self.n_evaluations = 0
 
-    def run(self, max_iterations: int) -> TangentResult:
+    def run(self) -> TangentResult:
         """Alternate until there is nothing to gain."""
         point, start = _start(self.objective), None
-        accuracy, mixer = _COARSE, _Extrapolation()
+        tolerance, accuracy, mixer = self.options.tolerance, _COARSE, _Extrapolation()
         trace: list[float] = []
         plain, best = point, -math.inf
-        for iteration in range(1, max_iterations + 1):
+        for iteration in range(1, self.options.max_iterations + 1):
             next(self.ticks)
             optimum, objective = self._optimum(point, start, accuracy)
             value, gradient = objective.value_and_gradient(point)
@@ -207,14 +218,12 @@ class _Alternation:
             start, best = optimum.vector, max(best, value)
             trace.append(value)
             accepted = objective, point, value, gradient, optimum
-            norm = float(free_gradient(objective, point, gradient).abs().max())
+            norm = float(objective.free_gradient(point, gradient).abs().max())
             finest = self._finest(objective, point, optimum)
             exact = optimum.converged and accuracy <= finest
-            if exact and (norm <= self.tolerance or iteration == max_iterations):
+            if exact and norm <= tolerance or iteration == self.options.max_iterations:
                 break
-            if iteration == max_iterations:
-                break
-            if norm <= self.tolerance:  # of an optimum that is not exact yet
+            if norm <= tolerance:  # of an optimum that is not exact yet
                 accuracy = finest
                 continue
             plain = self._update(objective, point, gradient)
@@ -237,7 +246,7 @@ class _Alternation:
             start,
             precondition=lambda gradient: model.solve(factors, gradient),
             tolerance=accuracy,
-            max_iterations=self.max_steps,
+            max_iterations=self.options.max_steps,
         )
         self.n_steps += optimum.n_iterations
         at = replace(model, vector=optimum.vector, statistics=optimum.statistics)
@@ -250,23 +259,23 @@ class _Alternation:
         """
         energy = float((point[: objective.n_precisions].exp() * objective.scatter()).sum())
         rounding = (100 * torch.finfo(self.tangent.vector.dtype).eps) ** 2 * max(1.0, abs(optimum.value))
-        return max(self.tolerance**2 / (32 * max(1.0, energy)), rounding)
+        return max(self.options.tolerance**2 / (32 * max(1.0, energy)), rounding)
 
     def _update(self, objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
         """The hyperparameters that suit θ."""
-        if self.method != "marginal_likelihood":
-            return fixed_point_step(objective, point, gradient, self.method)
-        _, point, evaluations = ascend(objective, point, self.method, self.tolerance, 2000, itertools.count())
+        if self.options.method != "marginal_likelihood":
+            return fixed_point_step(objective, point, gradient, self.options.method)
+        _, point, evaluations = ascend(objective, point, self.options.tolerance, 2000, itertools.count())
         self.n_evaluations += evaluations
         _, gradient = objective.value_and_gradient(point)
-        norm = free_gradient(objective, point, gradient).abs().max()
+        norm = objective.free_gradient(point, gradient).abs().max()
         for _ in range(_POLISHING):  # the fixed point knows more digits than a line search
-            if norm <= self.tolerance / 10:
+            if norm <= self.options.tolerance / 10:
                 break
             candidate = fixed_point_step(objective, point, gradient, "mackay")
             _, new = objective.value_and_gradient(candidate)
             self.n_evaluations += 1
-            new_norm = free_gradient(objective, candidate, new).abs().max()
+            new_norm = objective.free_gradient(candidate, new).abs().max()
             if not new_norm < norm:
                 break
             point, gradient, norm = candidate, new, new_norm
@@ -282,25 +291,27 @@ class _Alternation:
         iterations: int,
         trace: tuple[float, ...],
     ) -> TangentResult:
-        norm = float(free_gradient(objective, point, gradient).abs().max())
-        pressing = float((gradient - free_gradient(objective, point, gradient)).abs().max())
-        settled = norm <= self.tolerance or predicted_gain(objective, point, gradient) <= self.tolerance
+        norm = float(objective.free_gradient(point, gradient).abs().max())
+        pressing = float((gradient - objective.free_gradient(point, gradient)).abs().max())
+        settled = norm <= self.options.tolerance or objective.predicted_gain(point, gradient) <= self.options.tolerance
         precision, noise = objective.split(point)
         dtype = self.tangent.vector.dtype
         with torch.no_grad():
             network_value = self.objective.value(point).item()
         return TangentResult(
-            method=self.method,
+            method=self.options.method,
             prior_precision=precision.to(dtype),
             noise_std=noise,
             value=value,
-            converged=settled and pressing <= self.tolerance and optimum.decrement <= self.tolerance,
+            converged=settled and pressing <= self.options.tolerance and optimum.decrement <= self.options.tolerance,
             pressing=pressing,
             gradient_norm=norm,
             n_evaluations=self.n_evaluations,
+            groups=self.groups,
             vector=optimum.vector.to(dtype),
+            predictive_mean=self.options.predictive_mean,
             group_precision=point[: objective.n_precisions].exp().to(dtype),
-            effective_parameters=effective_parameters(objective, point, gradient),
+            effective_parameters=objective.effective_parameters(point, gradient),
             n_iterations=iterations,
             n_steps=self.n_steps,
             n_passes=self.tangent.n_passes,
@@ -336,12 +347,8 @@ def _start(objective: Objective) -> Tensor:
     if objective.structure != LAYERWISE:
         return objective.start()
     own = _own_scales(objective)
-    noises = [objective.residual_noise() + shift for shift in (-1.0, 0.0, 0.7)] if objective.tune_noise else [own[:0]]
-    points = [
-        torch.cat([own + level, noise])
-        for level in torch.linspace(-10.0, 10.0, 21, dtype=torch.float64).tolist()
-        for noise in noises
-    ]
+    levels = torch.linspace(-10.0, 10.0, 21, dtype=torch.float64, device="cpu")
+    points = [torch.cat([own + level, noise]) for level in levels for noise in objective.noise_grid()]
     with torch.no_grad():
         return max(points, key=lambda point: objective.value(point).item())
 
@@ -374,24 +381,3 @@ class _Extrapolation:
         step = residual - (moves + changes) @ weights
         # Never further in any direction than by a factor of ten beyond the plain step.
         return point + step.clamp(residual - math.log(10), residual + math.log(10))
-
-
-def _warn(found: TangentResult, tolerance: float) -> None:
-    if found.converged:
-        return
-    if found.pressing > tolerance:
-        warnings.warn(
-            "Tuning by the tangent model's evidence ended at the limits of the search, where the evidence still rises "
-            f"by {found.pressing:.2g} nats for each e-fold of a hyperparameter: the data do not determine it. Is the "
-            "fit exact?",
-            ConvergenceWarning,
-            stacklevel=5,
-        )
-        return
-    warnings.warn(
-        f"Tuning by the tangent model's evidence ended with a derivative of {found.gradient_norm:.2g} nats (tolerance "
-        f"{tolerance:.2g}) and an optimum within {found.optimum_decrement:.2g} nats after {found.n_iterations} "
-        f"alternations and {found.n_steps} steps; raise max_iterations or max_steps, or the tolerance.",
-        ConvergenceWarning,
-        stacklevel=5,
-    )

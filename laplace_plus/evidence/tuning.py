@@ -1,32 +1,26 @@
-"""Tuning the prior precision, and the noise level with it.
+"""Tuners: values that choose a posterior's prior precision and, where there is one, its noise level.
 
-The evidence's curvature is diagonalised before, so that an evaluation costs one pass over eigenvalues. With the
-weights fixed and a positive semi-definite curvature H, the evidence is concave in the logarithms of all hyperparameters
-together: ``det(e^b H + diag(e^u))`` is a sum of exponentials of linear functions with non-negative coefficients, so its
-logarithm is convex. There is one optimum, and the coarse grid that all methods start from only shortens the way to it.
+A tuner is a frozen dataclass with one method, ``tune(posterior, *, progress, generator) -> TuningResult``. It asks and
+changes nothing; ``posterior.fit_prior_precision(tuner)`` applies the result. Each class of posteriors lists the tuners
+that it supports in ``tuners``, by shorthand; the first of them is ``"auto"``.
 """
 
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
-from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.distributed import Group
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.search import Objective
-from laplace_plus.evidence.validation import validate
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
-
-METHODS = ("marginal_likelihood", "mackay", "em", "validation")
+from laplace_plus.priors import Groups
 
 
 @dataclass(frozen=True)
@@ -35,13 +29,16 @@ class TuningResult:
 
     Attributes:
         method: Name of the method.
-        prior_precision: 0-d, ``[L]`` or ``[P]``.
+        prior_precision: 0-d, ``[G]`` or ``[P]``.
         noise_std: 0-d or ``[C]``; None if there is none or it was not tuned.
         value: The log evidence in nats, or minus the mean held-out loss.
-        converged: Whether the tolerance was met; for validation, whether the best point lies within the grid.
+        converged: Whether the tolerance was met; for a grid, whether the best point lies within it.
         gradient_norm: Largest derivative of the evidence by a logarithm of a hyperparameter (away from bounds); NaN for
-            validation.
+            methods without one.
         n_evaluations: How often the objective was evaluated.
+        groups: Which entries share a precision ``[G]``; None for the groups that the posterior had before.
+        vector: θ*, the tangent model's optimum ``[P]``, for tuners by its evidence; else None.
+        predictive_mean: ``"tangent"`` if linearised predictions are to be around θ*, else ``"network"``.
     """
 
     method: str
@@ -49,184 +46,180 @@ class TuningResult:
     noise_std: Tensor | None
     value: float
     converged: bool
-    gradient_norm: float
-    n_evaluations: int
+    gradient_norm: float = math.nan
+    n_evaluations: int = 1
+    groups: Groups | None = field(default=None, kw_only=True)
+    vector: Tensor | None = field(default=None, kw_only=True)
+    predictive_mean: str = field(default="network", kw_only=True)
 
 
-def tune(
-    model: LaplaceModel,
-    *,
-    method: str,
-    structure: str,
-    initial: Tensor,
-    temperature: Tensor,
-    tune_noise: bool | None,
-    network: Network,
-    scaling: Tensor | None = None,
-    data: Iterable[Any] | None = None,
-    progress: bool = False,
-    tolerance: float = 1e-3,
-    max_iterations: int = 2000,
-    **options: Any,
-) -> TuningResult:
-    """Tune hyperparameters.
+class Tuner(Protocol):
+    """Chooses hyperparameters of a posterior; implementations are frozen dataclasses, whose fields are its options."""
+
+    def tune(
+        self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> TuningResult:
+        """Choose hyperparameters; the posterior stays as it is.
+
+        Args:
+            posterior: A fitted posterior.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness, for tuners that draw samples.
+        """
+
+
+class Restartable(Protocol):
+    """The loaders of a fit."""
+
+    def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
+        """``data`` where given, else the loaders of the fit; ``why`` says what needs them."""
+
+
+class HasPriorGroups(Protocol):
+    """What choosing the groups of a prior needs of a posterior."""
+
+    network: Network
+
+    @property
+    def prior_groups(self) -> Groups:
+        """Which entries share a precision ``[G]``."""
+
+    @property
+    def training_data(self) -> Restartable:
+        """The loaders of the fit."""
+
+
+class Tunable(HasPriorGroups, Protocol):
+    """What the tuners of Gaussian posteriors need of a posterior."""
+
+    n_data: int
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """The present precision: 0-d, ``[G]`` or ``[P]``."""
+
+    @property
+    def temperature(self) -> Tensor:
+        """Divides the log-likelihood."""
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that shared the last fit; None for one process."""
+
+    @property
+    def predictive_mean(self) -> str:
+        """Whether linearised predictions are around the ``"network"``'s outputs or the ``"tangent"`` optimum's."""
+
+    @property
+    def tuning(self) -> TuningResult | None:
+        """The result of the last tuning."""
+
+    def laplace_model(self) -> LaplaceModel:
+        """What the evidence is a function of."""
+
+
+def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:
+    """The tuner that a value or a shorthand with options stands for.
 
     Args:
-        model: The evidence's parts.
-        method: One of ``METHODS``.
-        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
-        initial: The current prior precision.
-        temperature: The current temperature, which stays.
-        tune_noise: Whether to tune the noise; None for whenever there is any.
-        network: For held-out predictions.
-        scaling: Positive ``[P]``: the prior precision of each entry over that of its group.
-        data: Held-out batches, for ``"validation"``.
-        progress: Whether to show a progress bar.
-        tolerance: Converged when no derivative of the evidence by a log hyperparameter exceeds this, or the best step
-            along the gradient would gain less (nats).
-        max_iterations: Where to give up.
-        **options: For ``"validation"``: see :func:`laplace_plus.evidence.validation.validate`.
+        owner: The posterior's class, for errors.
+        tuners: The classes of tuners that it supports, by shorthand; the first is ``"auto"``.
+        tuner: A tuner, or a shorthand.
+        options: Arguments of the tuner that a shorthand stands for; None means its default. ``method`` is another name
+            for the shorthand, and ``evidence="tangent"`` makes it the method of the tuner ``"tangent"``.
 
     Raises:
-        ConfigurationError: An unknown method, structure or option.
-        DataError: All held-out targets are ignored.
-        NonFiniteError: The loss on the held-out data is finite nowhere on the grid.
-
-    Warns:
-        ConvergenceWarning: The tolerance was not met, or the best point of the grid lies at its end.
+        UnsupportedError: A tuner that the class does not support, or a class that supports none.
+        ConfigurationError: An unknown shorthand or option, or options beside a tuner.
     """
-    if method not in METHODS:
-        names = ", ".join([*METHODS, "leave_one_out"])
-        raise ConfigurationError("Unknown tuning method.", expected=names, got=repr(method))
-    objective = Objective.create(model, structure, temperature, tune_noise, scaling)
-    if method == "validation":
-        found = validate(objective, network, data, initial=initial, progress=progress, **options)
-        if not found.converged:
-            warnings.warn(
-                f"Tuning by validation ended at {float(found.precision.mean()):.3g}, the last point of the grid that "
-                "can be used, and the loss may still fall beyond: the data do not determine the precision, or the grid "
-                "is too short.",
-                ConvergenceWarning,
-                stacklevel=3,
+    given = {name: value for name, value in options.items() if value is not None}
+    known = ", ".join(['"auto"', *(f'"{name}"' for name in tuners)])
+    if not tuners:
+        raise UnsupportedError(
+            f"{owner} has no prior to tune.", expected="a class with a tuner", got=f"fit_prior_precision({tuner!r})"
+        )
+    if not isinstance(tuner, str):
+        types = ", ".join(dict.fromkeys(f"lp.{cls.__name__}" for cls in tuners.values()))
+        if type(tuner) not in tuners.values():
+            raise UnsupportedError(f"{owner} cannot be tuned by {tuner!r}.", expected=f"{types}, or {known}")
+        if given:
+            raise ConfigurationError(
+                "A tuner has its own options.", expected=f"lp.{type(tuner).__name__}(...) alone", got=", ".join(given)
             )
-        how = found.converged, float("nan"), found.n_evaluations
-        return TuningResult(method, found.precision, found.noise_std, found.value, *how)
-    if options or data is not None:
-        unknown = ", ".join([*options, *(["data"] if data is not None else [])])
-        raise ConfigurationError(f'Tuning by "{method}" takes no {unknown}.', expected='method="validation" for these')
-    climb = ascend if method == "marginal_likelihood" else _fixed_point
-    ticks = iter(progress_bar(itertools.count(), enabled=progress, description=f"tuning by {method}"))
-    start = objective.start()
-    value, point, evaluations = climb(objective, start, method, tolerance, max_iterations, ticks)
-    _, gradient = objective.value_and_gradient(point)
-    norm = free_gradient(objective, point, gradient).abs().max().item()
-    converged = norm <= tolerance or predicted_gain(objective, point, gradient) <= tolerance
-    pressing = (gradient - free_gradient(objective, point, gradient)).abs().max().item()
-    if pressing > tolerance:
-        converged = False
-        warnings.warn(
-            f"Tuning by {method} ended at the limits of the search, where the evidence still rises by {pressing:.2g} "
-            "nats for each e-fold of a hyperparameter: the data do not determine it. Is the fit exact?",
-            ConvergenceWarning,
-            stacklevel=3,
+        return tuner
+    if tuner == "auto":
+        tuner = given.pop("method", "auto")
+    name = next(iter(tuners)) if tuner == "auto" else tuner
+    if "evidence" in given and "tangent" in tuners:
+        evidence = given.pop("evidence")
+        if evidence == "tangent":
+            if tuner not in ("auto", "tangent"):
+                given["method"] = tuner
+            name = "tangent"
+        elif evidence != "laplace" or "marginal_likelihood" not in tuners:
+            kinds = '"laplace" or "tangent"' if "marginal_likelihood" in tuners else '"tangent"'
+            raise ConfigurationError("Unknown evidence.", expected=kinds, got=repr(evidence))
+    if name not in tuners:
+        raise ConfigurationError(f"{owner} has no tuner {name!r}: unknown method.", expected=known, got=repr(name))
+    cls = tuners[name]
+    own = [item.name for item in fields(cls)]
+    if "method" in own and name != "tangent":
+        given.setdefault("method", name)
+    if given.get("predictive_mean") == "network" and "predictive_mean" not in own:
+        del given["predictive_mean"]
+    unknown = [name for name in given if name not in own]
+    if unknown:
+        raise ConfigurationError(
+            f"{cls.__name__}, the tuner {name!r} of {owner}, has no such option.",
+            expected=", ".join(own),
+            got=", ".join(unknown),
+            fix='predictive_mean="tangent" needs evidence="tangent".' if "predictive_mean" in unknown else None,
         )
-    elif not converged:
-        warnings.warn(
-            f"Tuning by {method} ended with a derivative of {norm:.2g} nats (tolerance {tolerance:.2g}) after "
-            f"{evaluations} evaluations; raise max_iterations, or use method='marginal_likelihood'.",
-            ConvergenceWarning,
-            stacklevel=3,
+    return cls(**given)
+
+
+def require_only(owner: str, tuner: Any, *names: str) -> None:
+    """Raise :class:`ConfigurationError` if a tuner has other options than these set, which a class does without."""
+    given = [item.name for item in fields(tuner) if getattr(tuner, item.name) is not item.default]
+    others = [name for name in given if name not in names]
+    if others:
+        raise ConfigurationError(
+            f"{owner} does not take these options of {type(tuner).__name__}.",
+            expected=", ".join(names) or "none",
+            got=", ".join(others),
         )
-    precision, noise = objective.split(point)
-    return TuningResult(method, precision.to(model.vector.dtype), noise, value, converged, norm, evaluations)
 
 
-def ascend(
-    objective: Objective, start: Tensor, method: str, tolerance: float, max_iterations: int, ticks: Iterator[int]
-) -> tuple[float, Tensor, int]:
-    """L-BFGS with bounds and line search (Byrd et al., 1995): value, point and number of evaluations."""
-
-    def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
-        next(ticks)
-        value, gradient = objective.value_and_gradient(torch.from_numpy(x))
-        return -value, -gradient.numpy()
-
-    result = minimize(
-        negative,
-        start.numpy(),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=objective.box.T.tolist(),
-        options={"maxiter": max_iterations, "maxfun": 10 * max_iterations, "gtol": tolerance / 10, "ftol": 1e-15},
-    )
-    return -float(result.fun), torch.from_numpy(result.x), int(result.nfev)
+def check_choice(what: str, value: Any, known: tuple[Any, ...]) -> None:
+    """Raise :class:`ConfigurationError` unless a value is one of those that are known."""
+    if not any(value is choice or isinstance(value, str) and value == choice for choice in known):
+        raise ConfigurationError(f"Unknown {what}.", expected=", ".join(map(repr, known)), got=repr(value))
 
 
-def _fixed_point(
-    objective: Objective, start: Tensor, method: str, tolerance: float, max_iterations: int, ticks: Iterator[int]
-) -> tuple[float, Tensor, int]:
-    """MacKay's (1992) fixed point or expectation maximisation, see :func:`fixed_point_step`."""
-    point = start
-    for iteration in range(1, max_iterations + 1):
-        next(ticks)
-        value, gradient = objective.value_and_gradient(point)
-        if free_gradient(objective, point, gradient).abs().max() <= tolerance / 10:
-            return value, point, iteration
-        point = fixed_point_step(objective, point, gradient, method)
-    with torch.no_grad():
-        return objective.value(point).item(), point, max_iterations
+def check_positive(**numbers: Any) -> None:
+    """Raise :class:`ConfigurationError` unless each number is positive and finite."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=repr(value))
 
 
-def effective_parameters(objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
-    """``γ_g = d_g − ∂ log det Λ / ∂ log λ_g``, how many of each precision's entries the data determine.
+def check_counts(**numbers: Any) -> None:
+    """Raise :class:`ConfigurationError` unless each number is a positive integer."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(
+                f"{name} must be a positive integer.", expected=f"{name}: an integer >= 1", got=repr(value)
+            )
 
-    Taken from the evidence's gradient, ``∂E/∂log λ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g)``.
+
+def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:
+    """Whether to tune the noise: by default wherever there is any.
+
+    Raises:
+        ConfigurationError: Noise is to be tuned that does not exist.
     """
-    n = objective.n_precisions
-    effective = 2 * gradient[:n] + point[:n].exp() * objective.scatter()
-    return effective.clamp(min=0.0).minimum(objective.sizes())
-
-
-def fixed_point_step(objective: Objective, point: Tensor, gradient: Tensor, method: str) -> Tensor:
-    """One step of MacKay's (1992) fixed point or of expectation maximisation.
-
-    With ``γ_g`` effective parameters in group g (see :func:`effective_parameters`), MacKay sets
-    ``λ_g = γ_g / ‖θ−μ‖²_g`` and EM ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to
-    ``σ² = SSE / (N − T γ)``.
-    """
-    n, precision = objective.n_precisions, point[: objective.n_precisions].exp()
-    scatter, size = objective.scatter().clamp_min(1e-30), objective.sizes()
-    effective = effective_parameters(objective, point, gradient)
-    if method == "mackay":
-        updated = (effective / scatter).clamp_min(1e-30).log()
-    else:
-        updated = (size / (scatter + (size - effective) / precision)).log()
-    new = [updated]
-    if objective.tune_noise:
-        temperature = objective.temperature.double().cpu()
-        sums, counts = objective.model.statistics.double().chunk(2)
-        # dE/dlogσ = (SSE/σ² − N)/T + γ
-        noise_effective = gradient[n:] - (sums / (2 * point[n:]).exp() - counts) / temperature
-        new.append((sums / (counts - temperature * noise_effective).clamp_min(1e-12)).clamp_min(1e-30).log() / 2)
-    low, high = objective.box
-    return torch.cat(new).clamp(low, high)
-
-
-def free_gradient(objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient without the entries that only press against a bound."""
-    low, high = objective.box
-    pressing = ((point <= low + 1e-9) & (gradient < 0)) | ((point >= high - 1e-9) & (gradient > 0))
-    return gradient.masked_fill(pressing, 0.0)
-
-
-def predicted_gain(objective: Objective, point: Tensor, gradient: Tensor, step: float = 1e-2) -> float:
-    """What the best step along the gradient would still gain, in nats, by a quadratic model.
-
-    With millions of parameters the evidence is large, and rounding hides steps that gain less than its last digits:
-    the derivative then cannot reach an absolute tolerance, but there is nothing left to gain.
-    """
-    free = free_gradient(objective, point, gradient)
-    slope = free.norm()
-    _, ahead = objective.value_and_gradient(point + step * free / slope)
-    curvature = (slope - ahead @ free / slope) / step
-    return (slope.square() / (2 * curvature)).item() if curvature > 0 else float("inf")
+    if tune_noise and likelihood.noise_std is None:
+        raise ConfigurationError(
+            "There is no noise to tune.", expected="a Gaussian likelihood", got=type(likelihood).__name__
+        )
+    return likelihood.noise_std is not None if tune_noise is None else tune_noise

@@ -1,23 +1,24 @@
-"""Tuning by the loss on held-out data.
+"""Tuning by the loss on held-out data, on a grid.
 
-The held-out data are passed over once: each batch's gradients are computed a single time and weighted for every point
-of the grid.
+The held-out data are passed over once: each batch's gradients are computed a single time, and their quadratic forms
+with the covariances of all points of the grid are taken together.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus.batches import iterate
-from laplace_plus.errors import ConfigurationError, DataError, NonFiniteError
-from laplace_plus.evidence.search import Objective
-from laplace_plus.network import Network
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError
+from laplace_plus.evidence.objective import Objective
+from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, Outputs, functional_posteriors
 from laplace_plus.priors import as_hyperparameter
@@ -25,127 +26,159 @@ from laplace_plus.priors import as_hyperparameter
 Loss = Callable[[Prediction, Tensor], Tensor]
 
 FLAT = 1e-4
-"""Nats per datum that the search does not try to gain."""
+"""Nats per datum that a grid does not try to gain; less than the standard error on any held-out set of real size."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best point of a grid; ``value`` is minus the mean loss, ``converged`` as :func:`settled` says."""
+class Validation:
+    """Chooses the least loss on held-out data, on a grid of precisions and, in regression, noise levels.
 
-    precision: Tensor
-    noise_std: Tensor | None
-    value: float
-    converged: bool
-    n_evaluations: int
-
-
-def negative_log_likelihood(prediction: Prediction, targets: Tensor) -> Tensor:
-    """``−log p(y|x, D)`` of each datum, in nats."""
-    return -prediction.log_prob(targets)
-
-
-def validate(
-    objective: Objective,
-    network: Network,
-    data: Iterable[Any] | None,
-    *,
-    initial: Tensor,
-    loss: Loss = negative_log_likelihood,
-    grid: Sequence[float] | Tensor | None = None,
-    link: str | None = None,
-    n_samples: int = 100,
-    generator: torch.Generator | None = None,
-    progress: bool = False,
-) -> Found:
-    """Search a grid of prior precisions (and noise levels) for the least held-out loss.
+    :class:`~laplace_plus.NullSpace` has its own grid, and :class:`~laplace_plus.MetricBNN` chooses its ``extent``
+    in place of a precision; these say which of the options they take.
 
     Args:
-        objective: Which hyperparameters.
-        network: The network.
         data: Held-out batches.
-        initial: Where the precision has several entries, the grid multiplies it as a whole.
-        loss: Maps a prediction and targets to losses, one for each datum (or their sum).
-        grid: Factors to try; by default 21 from 1e-4 to 1e6 (absolute for a scalar precision).
+        structure: Only ``"scalar"``; a prior precision with several entries is multiplied as a whole.
+        grid: Precisions to try, positive; factors where the present precision has several entries. By default 21 from
+            1e-4 to 1e6.
+        loss: Maps a prediction and targets to losses, one for each datum (or their sum); by default
+            ``−log p(y|x, D)``.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
-        generator: Source of randomness.
-        progress: Whether to show a progress bar.
+        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
 
     Raises:
-        ConfigurationError: No data, an empty grid, or a structure that a grid cannot search.
-        DataError: All held-out targets are ignored.
-        NonFiniteError: The loss is finite nowhere on the grid.
+        ConfigurationError: No data, an unusable grid, or a structure that a grid cannot search.
     """
-    if data is None:
-        raise ConfigurationError("Validation needs held-out data.", expected="data=loader", got="None")
-    if objective.structure != "scalar":
-        raise ConfigurationError(
-            "A grid of held-out losses searches one precision.",
-            expected='structure="scalar"',
-            got=repr(objective.structure),
-            fix='Tune several precisions by method="marginal_likelihood".',
-        )
-    levels = (
-        torch.logspace(-4, 6, 21, device="cpu").tolist() if grid is None else as_hyperparameter(grid).double().tolist()
-    )
-    if not levels or min(levels) <= 0:
-        raise ConfigurationError("The grid is not usable.", expected="positive factors", got=str(levels))
-    model, likelihood = objective.model, objective.model.likelihood
-    base = initial.detach() if initial.ndim else torch.ones_like(initial)
-    if objective.tune_noise:
-        residual = objective.residual_noise().exp()
-        own = likelihood.noise_std
-        noises = [residual * math.exp(s) for s in (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)]
-        candidates = [likelihood.with_noise(n[0] if own is not None and own.ndim == 0 else n) for n in noises]
-    else:
+
+    data: Iterable[Any] | None = field(default=None, repr=False)
+    structure: str = "scalar"
+    grid: Sequence[float] | Tensor | None = None
+    loss: Loss | None = None
+    link: str | None = None
+    n_samples: int = 100
+    tune_noise: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.data is None:
+            raise ConfigurationError("Validation needs held-out data.", expected="data=loader", got="None")
+        if self.structure != "scalar":
+            raise ConfigurationError(
+                "A grid of held-out losses searches one precision.",
+                expected='structure="scalar"',
+                got=repr(self.structure),
+                fix="Tune several precisions by marginal_likelihood.",
+            )
+        check_counts(n_samples=self.n_samples)
+        if self.grid is not None:
+            checked_grid(self.grid)
+
+    def tune(
+        self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> TuningResult:
+        """Search the grid; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            DataError: All held-out targets are ignored.
+            NonFiniteError: The loss is finite nowhere on the grid.
+
+        Warns:
+            ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there.
+        """
+        model, network = posterior.laplace_model(), posterior.network
+        likelihood, temperature = model.likelihood, posterior.temperature.detach()
+        objective = Objective.create(model, "scalar", temperature, self.tune_noise)
+        levels = torch.logspace(-4, 6, 21, device="cpu") if self.grid is None else checked_grid(self.grid)
+        initial = posterior.prior_precision.detach()
+        base = initial if initial.ndim else torch.ones_like(initial)
         candidates = [likelihood]
-    points = [(base * level, candidate) for level in levels for candidate in candidates]
-    factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], objective.temperature)
-    # The probit link only looks at variances, and with many outputs covariances cost many times as much.
-    many = model.n_outputs > MANY_OUTPUTS and (link or likelihood.links[0]) == "probit"
-    outputs: Outputs = "diagonal" if many else None
-    # A loss of the user's own may look at samples, whatever the link.
-    draws = (link or likelihood.links[0]) == "mc" or loss is not negative_log_likelihood
-    totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0
-    source = "cpu" if generator is None else generator.device
-    with torch.no_grad():
-        for batch in iterate(data, device=network.device, progress=progress, description="validation"):
-            functional = functional_posteriors(network, factor_sets, batch.inputs, outputs=outputs)
-            likelihood.validate(functional[0].mean, batch.target)
-            n_targets += likelihood.rows(functional[0].mean, batch.target)[2].sum().item()
-            seed = int(torch.randint(2**62, (), generator=generator, device=source)) if draws else 0
-            for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
-                # The same random numbers for every point, so that they differ by their merits alone.
-                common = torch.Generator(device=mean.device).manual_seed(seed)
-                prediction = from_functional(
-                    candidate, mean, covariance, link=link, n_samples=n_samples, generator=common
-                )
-                totals[number] += loss(prediction, batch.target).double().sum().cpu()
-            count += functional[0].mean.shape[0]
-    if not n_targets:
-        raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
-    scores = torch.where(torch.isfinite(totals), totals / count, torch.inf)
-    best = int(scores.argmin())
-    if not math.isfinite(scores[best].item()):
-        raise NonFiniteError(
-            "The loss on the held-out data is finite nowhere on the grid.",
-            expected="a finite loss for some of the points",
-            got=f"NaN or Inf for all {len(points)}",
-            fix="Look at what loss(prediction, targets) gives, and whether the held-out data are finite.",
+        if objective.tune_noise:
+            residual, own = objective.residual_noise().exp(), likelihood.noise_std
+            noises = [residual * math.exp(s) for s in (-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)]
+            candidates = [likelihood.with_noise(n[0] if own is not None and own.ndim == 0 else n) for n in noises]
+        points = [(base * level, candidate) for level in levels.tolist() for candidate in candidates]
+        factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], temperature)
+        link = self.link or likelihood.links[0]
+        # The probit link only looks at variances, and with many outputs covariances cost many times as much.
+        outputs: Outputs = "diagonal" if model.n_outputs > MANY_OUTPUTS and link == "probit" else None
+        # A loss of the user's own may look at samples, whatever the link.
+        draws = link == "mc" or self.loss is not None
+        totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0
+        source = "cpu" if generator is None else generator.device
+        assert self.data is not None
+        with torch.no_grad():
+            for batch in iterate(self.data, device=network.device, progress=progress, description="validation"):
+                functional = functional_posteriors(network, factor_sets, batch.inputs, outputs=outputs)
+                likelihood.validate(functional[0].mean, batch.target)
+                n_targets += likelihood.rows(functional[0].mean, batch.target)[2].sum().item()
+                seed = int(torch.randint(2**62, (), generator=generator, device=source)) if draws else 0
+                for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
+                    # The same random numbers for every point, so that they differ by their merits alone.
+                    common = torch.Generator(device=mean.device).manual_seed(seed)
+                    prediction = from_functional(
+                        candidate, mean, covariance, link=self.link, n_samples=self.n_samples, generator=common
+                    )
+                    losses = (
+                        -prediction.log_prob(batch.target) if self.loss is None else self.loss(prediction, batch.target)
+                    )
+                    totals[number] += losses.double().sum().cpu()
+                count += functional[0].mean.shape[0]
+        if not n_targets:
+            raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
+        scores = torch.where(torch.isfinite(totals), totals / count, torch.inf)
+        best = int(scores.argmin())
+        if not math.isfinite(scores[best].item()):
+            raise NonFiniteError(
+                "The loss on the held-out data is finite nowhere on the grid.",
+                expected="a finite loss for some of the points",
+                got=f"NaN or Inf for all {len(points)}",
+                fix="Look at what loss(prediction, targets) gives, and whether the held-out data are finite.",
+            )
+        precision, candidate = points[best]
+        by_level = scores.view(len(levels), -1).amin(1)
+        converged = grid_settled(levels, by_level, best // len(candidates), "validation", float(precision.mean()))
+        noise = candidate.noise_std if objective.tune_noise else None
+        return TuningResult(
+            "validation", precision, noise, -scores[best].item(), converged, n_evaluations=len(points)
         )
-    precision, candidate = points[best]
-    noise = candidate.noise_std if objective.tune_noise else None
-    order = sorted(range(len(levels)), key=levels.__getitem__)
-    least = scores.view(len(levels), -1).amin(1)[order]
-    converged = settled(least, order.index(best // len(candidates)))
-    return Found(precision, noise, -scores[best].item(), converged, len(points))
 
 
-def settled(losses: Tensor, best: int) -> bool:
-    """Whether the best point of an ascending grid lies between two others, or the loss is flat where the grid ends."""
-    finite = losses.isfinite().tolist()
-    inside = [at for at in (best - 1, best + 1) if 0 <= at < len(losses) and finite[at]]
-    if len(inside) == 2:
-        return True
-    at_end = best in (0, len(losses) - 1)
-    return at_end and len(inside) == 1 and float(losses[inside[0]] - losses[best]) < FLAT
+def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:
+    """A grid's values, ``[n]`` float64 on the CPU, in the order given.
+
+    Raises:
+        ConfigurationError: It is empty, or holds anything but positive numbers.
+    """
+    levels = as_hyperparameter(grid).detach().double().cpu().flatten()
+    if not len(levels) or not bool((levels > 0).all() and levels.isfinite().all()):
+        raise ConfigurationError("The grid is not usable.", expected="positive numbers", got=str(levels.tolist()))
+    return levels
+
+
+def grid_settled(levels: Tensor, losses: Tensor, best: int, method: str, chosen: float) -> bool:
+    """Whether the best point of a grid lies between two finite others, or the loss is flat where the grid ends.
+
+    Args:
+        levels: ``[n]``, in any order.
+        losses: Of each, ``[n]``.
+        best: The number of the best.
+        method: For the warning.
+        chosen: The best precision, for the warning.
+
+    Warns:
+        ConvergenceWarning: It is neither.
+    """
+    order = levels.argsort()
+    losses, place = losses[order], int((order == best).nonzero())
+    inside = [losses[at] for at in (place - 1, place + 1) if 0 <= at < len(losses) and bool(losses[at].isfinite())]
+    settled = len(inside) == 2  # noqa: PLR2004
+    if len(inside) == 1 and place in (0, len(losses) - 1):
+        settled = float(inside[0] - losses[place]) < FLAT
+    if not settled:
+        warnings.warn(
+            f"Tuning by {method} ended at {chosen:.3g}, the last point of the grid that can be used, and the loss may "
+            "still fall beyond: the data do not determine the precision, or the grid is too short.",
+            ConvergenceWarning,
+            stacklevel=6,
+        )
+    return settled

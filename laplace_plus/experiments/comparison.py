@@ -127,18 +127,17 @@ def _posterior_outcome(
 
 
 def _tune(posterior: Posterior, settings: PosteriorSettings, data: Data) -> None:
-    tune = getattr(posterior, "fit_prior_precision", None)
-    if tune is None:
+    if not posterior.tuners:
         raise ConfigurationError(f"{settings.label} has no prior to tune.", fix="Give it `tune: false`.")
     keywords = dict(settings.tune or {})
-    if keywords.get("method") == "validation":
+    if "validation" in (keywords.get("method"), keywords.get("tuner")):
         if data.validation is None:
             raise ConfigurationError(
                 f"{settings.label} is to be tuned by validation without validation data.",
                 fix="Name `validation_data`, or tune by marginal_likelihood, which needs none.",
             )
         keywords["data"] = data.validation
-    call(tune, keywords, what=f"tune of {settings.label}")
+    call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
 
 
 def _score(

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from laplace_plus._memory import budget, in_words
 from laplace_plus.batches import iterate
-from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
+from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.evidence.tuning import Tunable
 from laplace_plus.leave_one_out.covariances import Covariances, FactorCovariances, Unit, split_units
 from laplace_plus.leave_one_out.leverages import Displacement, last_layer_route, whole_route
 from laplace_plus.likelihoods import Likelihood
@@ -49,7 +50,7 @@ INTERPOLATION = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class LeaveOneOut:
+class LeaveOneOutPredictions:
     """What the posterior says about each datum without having seen it.
 
     A unit is an example, or with ``unit="position"`` one of its positions, those that count in a row one after the
@@ -79,7 +80,8 @@ class LeaveOneOut:
     unit: str
 
     def __repr__(self) -> str:
-        return f"LeaveOneOut({len(self.mean)} {self.unit}s, leverages up to {float(self.leverages.max()):.3g})"
+        largest = float(self.leverages.max())
+        return f"LeaveOneOutPredictions({len(self.mean)} {self.unit}s, leverages up to {largest:.3g})"
 
     @property
     def displacement(self) -> Tensor:
@@ -149,49 +151,34 @@ class LeaveOneOut:
 
 
 def leave_one_out(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
+    posterior: Tunable,
+    data: Iterable[Any] | None = None,
     *,
-    n_data: int,
-    training_precision: Any,
-    precision: Any,
-    training_noise_std: Any = None,
-    temperature: Any = 1.0,
+    prior_precision: float | Tensor | None = None,
+    noise_std: float | Tensor | None = None,
+    kappa: float = 1.0,
     leverages: Leverages = "own",
     unit: Unit = "example",
     progress: bool = False,
-) -> LeaveOneOut:
+) -> LeaveOneOutPredictions:
     """Leave each datum out once, in one pass over batches (two more for the leverages of another curvature).
 
-    Args:
-        model: The posterior's curvature and all that the evidence is a function of.
-        network: The network.
-        data: The data that the posterior was fitted to; can be started again.
-        n_data: How many examples they are.
-        training_precision: Prior precision of the displacement.
-        precision: That of the covariance.
-        training_noise_std: Noise of the displacement; by default the likelihood's.
-        temperature: Divides gradients and Hessians.
-        leverages: Of which curvature: ``"own"``, the posterior's; ``"full"``, the exact Gauss-Newton matrix;
-            ``"last_layer"``, that of the last layer alone. With the latter two the covariance stays the posterior's V.
-        unit: Whether examples are left out, or single positions (tokens, pixels).
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ConfigurationError: An unknown choice, or results or a curvature beyond the memory budget.
-        DataError: Other data than were fitted to.
-        LabelError: Targets that do not fit.
-        NotPositiveDefiniteError: Leverages at or above one.
+    Arguments and errors as for :meth:`laplace_plus.GaussianPosterior.leave_one_out`.
     """
+    model, network, n_data = posterior.laplace_model(), posterior.network, posterior.n_data
+    require_network_mean(posterior)
+    precision = posterior.prior_precision.detach()
+    training = precision if prior_precision is None else as_hyperparameter(prior_precision).detach()
+    training = checked_factor(kappa) * training
+    data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
     leaving = LeavingOut.create(
         model,
         network,
         data,
         n_data=n_data,
-        precision=training_precision,
-        noise_std=training_noise_std,
-        temperature=temperature,
+        precision=training,
+        noise_std=noise_std,
+        temperature=posterior.temperature.detach(),
         route=leverages,
         unit=unit,
     )
@@ -234,7 +221,8 @@ def leave_one_out(
         ) from error
     largest = torch.cat([part.amax(-1) for part in values])
     traces = torch.cat([part.sum(-1) for part in values])
-    return LeaveOneOut(mean, covariance, together, wanted, largest, traces, model.likelihood, leverages, unit)
+    tensors = mean, covariance, together, wanted, largest, traces
+    return LeaveOneOutPredictions(*tensors, model.likelihood, leverages, unit)
 
 
 @dataclass(frozen=True)
@@ -365,12 +353,7 @@ class LeavingOut:
                 not fit into the memory budget.
             UnsupportedError: Noise of a likelihood that has none.
         """
-        if route not in ROUTES or unit not in ("example", "position"):
-            raise ConfigurationError(
-                "Unknown choice for leaving out.",
-                expected=f"leverages among {', '.join(ROUTES)} and unit 'example' or 'position'",
-                got=f"leverages={route!r}, unit={unit!r}",
-            )
+        check_choices(route, unit)
         if noise_std is not None:
             model.likelihood.curvature_weights(noise_std)  # refuses what is no noise
         exact = None
@@ -478,3 +461,24 @@ def checked_factor(kappa: float) -> float:
     if isinstance(kappa, bool) or not isinstance(kappa, (int, float)) or not 0 < kappa < math.inf:
         raise ConfigurationError("There is no such leverage factor.", expected="kappa > 0", got=repr(kappa))
     return float(kappa)
+
+
+def check_choices(leverages: Any, unit: Any) -> None:
+    """Raise :class:`ConfigurationError` unless both are among the known choices."""
+    if leverages not in ROUTES or unit not in ("example", "position"):
+        raise ConfigurationError(
+            "Unknown choice for leaving out.",
+            expected=f"leverages among {', '.join(ROUTES)} and unit 'example' or 'position'",
+            got=f"leverages={leverages!r}, unit={unit!r}",
+        )
+
+
+def require_network_mean(posterior: Tunable) -> None:
+    """Raise :class:`UnsupportedError` where predictions are around the tangent model's optimum."""
+    if posterior.predictive_mean != "network":
+        raise UnsupportedError(
+            "Leave-one-out displaces the network's own outputs.",
+            expected="a posterior that predicts around them",
+            got="predictions around the tangent model's optimum",
+            fix='Set predictive_mean = "network".',
+        )

@@ -2,7 +2,7 @@
 
 The displacement ``f₋ₙ − f`` stays that of the prior of training, and only the covariance ``V₋ₙ`` follows the precision
 that is searched; see :mod:`laplace_plus.leave_one_out.predictions`. The training data are passed over twice, once for a
-coarse grid and once for a finer one around its best point, and every pass weighs one set of gradients at all points.
+coarse grid and once for a finer one around its best point; in every pass one set of gradients serves all points.
 
 Of a Gaussian likelihood the noise is tuned with the precision, in closed form: with the precision times the squared
 noise held fixed, the predictive covariance ``V₋ₙ + σ²`` scales as a whole.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from laplace_plus.evidence.fitted_data import (
     unknown_training_prior,
 )
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import TuningResult
-from laplace_plus.evidence.validation import settled
+from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts, tunes_noise
+from laplace_plus.evidence.validation import checked_grid, grid_settled
 from laplace_plus.leave_one_out.covariances import Unit
 from laplace_plus.leave_one_out.predictions import (
     INTERPOLATION,
@@ -36,22 +36,23 @@ from laplace_plus.leave_one_out.predictions import (
     Leverages,
     Piece,
     ceiling,
+    check_choices,
     check_leverages,
     checked_factor,
     leave_out,
+    require_network_mean,
 )
-from laplace_plus.network import Network
 from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
 
 LEVELS = 31
-"""Points of the coarse grid, from 1e-4 to 1e6 times the precision of training."""
+"""Points of the coarse grid, from 1e-4 to 1e6 times the precision of training: three for each decade."""
 
 FINER = 9
-"""Points of the finer grid, between the two neighbours of the best point."""
+"""Points of the finer grid, between the two neighbours of the best point: steps of a sixth of a decade's third."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeaveOneOutTuning(TuningResult):
     """What a tuning by leave-one-out found; ``value`` is minus the mean leave-one-out NLL.
 
@@ -73,144 +74,168 @@ class LeaveOneOutTuning(TuningResult):
     losses: Tensor
 
 
-def tune_leave_one_out(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    *,
-    n_data: int,
-    initial: Tensor,
-    temperature: Tensor,
-    structure: str = "scalar",
-    training_prior_precision: Any = None,
-    weight_decay: float | None = None,
-    training_noise_std: Any = None,
-    kappa: float = 2.0,
-    leverages: Leverages = "own",
-    unit: Unit = "example",
-    grid: Sequence[float] | Tensor | None = None,
-    link: str | None = None,
-    n_samples: int = 100,
-    generator: torch.Generator | None = None,
-    tune_noise: bool | None = None,
-    progress: bool = False,
-) -> LeaveOneOutTuning:
-    """Search the precision of least leave-one-out negative log-likelihood.
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Chooses the precision of least leave-one-out negative log-likelihood; see :mod:`laplace_plus.leave_one_out`.
+
+    The precision of *training* is another number and has to be known: ``training_prior_precision`` or ``weight_decay``,
+    or that of an earlier tuning by leave-one-out whose result the posterior still has.
 
     Args:
-        model: The posterior's curvature and all that the evidence is a function of.
-        network: The network.
-        data: The training data, which can be started again.
-        n_data: How many examples they are.
-        initial: The current precision; where it has several entries, the search multiplies it as a whole.
-        temperature: The posterior's, which stays.
-        structure: Only ``"scalar"``: one number is searched.
         training_prior_precision: That of the displacement, for the loss summed over the data.
         weight_decay: Instead, of a classifier, the ``weight_decay`` of torch's SGD or Adam with the *mean* loss; as for
             :func:`laplace_plus.calibrate`. Takes one more pass, without derivatives.
         training_noise_std: The noise that belongs to it; by default the likelihood's.
         kappa: Factor on the precision of training in leverages and displacements. 1 is the formula; on small ReLU
             networks, whose weights are no exact optimum, it overshoots what retraining gives, and 2 comes closer.
-        leverages: As for :func:`laplace_plus.leave_one_out.predictions.leave_one_out`.
+        leverages: As for ``posterior.leave_one_out``.
         unit: As there.
-        grid: Precisions to try instead, positive; factors where ``initial`` has several entries. No finer grid follows.
+        grid: Precisions to try instead, positive; factors where the posterior's present precision has several entries,
+            which the search multiplies as a whole. No finer grid follows.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
-        generator: Source of randomness; all points get the same random numbers.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
-        progress: Whether to show a progress bar.
+        structure: Only ``"scalar"``: one number is searched.
+        data: The training data; by default the loaders of the fit.
 
     Raises:
-        ConfigurationError: An argument that is none of these, or neither a precision nor a weight decay of training.
-        DataError: Other data than were fitted to.
-        NotPositiveDefiniteError: Leverages at or above one.
-        UnsupportedError: Noise of another likelihood than the Gaussian, or the weight decay of no classifier.
-
-    Warns:
-        ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there; or a classifier
-            fits its training data all but perfectly, so that leaving out tells nothing.
+        ConfigurationError: An option that is none of these, or the prior of training twice.
     """
-    if structure != "scalar":
-        raise ConfigurationError(
-            "The leave-one-out loss is searched along one number.",
-            expected='structure="scalar"',
-            got=repr(structure),
-            fix="Set prior_precision to the proportions that you want; the search multiplies them as a whole.",
+
+    training_prior_precision: float | Tensor | None = None
+    weight_decay: float | None = None
+    training_noise_std: float | Tensor | None = None
+    kappa: float = 2.0
+    leverages: Leverages = "own"
+    unit: Unit = "example"
+    grid: Sequence[float] | Tensor | None = None
+    link: str | None = None
+    n_samples: int = 100
+    tune_noise: bool | None = None
+    structure: str = "scalar"
+    data: Iterable[Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.structure != "scalar":
+            raise ConfigurationError(
+                "The leave-one-out loss is searched along one number.",
+                expected='structure="scalar"',
+                got=repr(self.structure),
+                fix="Set prior_precision to the proportions that you want; the search multiplies them as a whole.",
+            )
+        check_training_prior(self.training_prior_precision, self.weight_decay)
+        checked_factor(self.kappa)
+        check_choices(self.leverages, self.unit)
+        check_counts(n_samples=self.n_samples)
+        if self.grid is not None:
+            checked_grid(self.grid)
+
+    def tune(
+        self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> LeaveOneOutTuning:
+        """Search the precision; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            ConfigurationError: Neither a precision nor a weight decay of training is known.
+            DataError: Other data than were fitted to.
+            NotPositiveDefiniteError: Leverages at or above one.
+            UnsupportedError: Noise of another likelihood than the Gaussian, or the weight decay of no classifier.
+
+        Warns:
+            ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there; or a
+                classifier fits its training data all but perfectly, so that leaving out tells nothing.
+        """
+        model = posterior.laplace_model()
+        require_network_mean(posterior)
+        noisy = self._tunes_noise(model)
+        data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
+        initial, temperature = posterior.prior_precision.detach(), posterior.temperature.detach()
+        training, training_noise = self._training(posterior, model, data, progress)
+        leaving = LeavingOut.create(
+            model,
+            posterior.network,
+            data,
+            n_data=posterior.n_data,
+            precision=self.kappa * training,
+            noise_std=training_noise,
+            temperature=temperature,
+            route=self.leverages,
+            unit=self.unit,
         )
-    if not check_training_prior(training_prior_precision, weight_decay):
-        raise unknown_training_prior()
-    kappa = checked_factor(kappa)
-    noisy = _tunes_noise(model, tune_noise, link)
-    if weight_decay is not None:
-        seen = survey(model, network, data, n_data, progress=progress)
-        training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, temperature)
-    training = as_hyperparameter(training_prior_precision)
-    model.prior(training)  # refuses what is no precision
-    base = initial.detach() if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-    leaving = LeavingOut.create(
-        model,
-        network,
-        data,
-        n_data=n_data,
-        precision=kappa * training.detach(),
-        noise_std=training_noise_std,
-        temperature=temperature,
-        route=leverages,
-        unit=unit,
-    )
-    seed = None
-    if (link or model.likelihood.links[0]) == "mc":
-        source = "cpu" if generator is None else generator.device
-        seed = int(torch.randint(2**62, (), generator=generator, device=source))
-    search = _Search(leaving, data, base, link, n_samples, seed, noisy, progress)
-    if grid is None:
-        centre = training.detach().double().log10().mean().item() if initial.ndim == 0 else 0.0
-        levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
-    else:
-        levels = as_hyperparameter(grid).detach().double().cpu().flatten().sort().values
-        if not levels.numel() or not levels[0] > 0 or not bool(torch.isfinite(levels).all()):
-            raise ConfigurationError("The grid is not usable.", expected="positive numbers", got=str(levels.tolist()))
-    losses, scales, largest, n_rows = search.losses(levels)
-    _warn_of_interpolation(model, n_rows)
-    if grid is None and bool(torch.isfinite(losses).any()):
+        seed = None
+        if (self.link or model.likelihood.links[0]) == "mc":
+            source = "cpu" if generator is None else generator.device
+            seed = int(torch.randint(2**62, (), generator=generator, device=source))
+        base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
+        search = _Search(leaving, data, base, self.link, self.n_samples, seed, noisy, progress)
+        if self.grid is None:
+            centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
+            levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
+        else:
+            levels = checked_grid(self.grid).sort().values
+        losses, scales, largest, n_rows = search.losses(levels)
+        _warn_of_interpolation(model, n_rows)
+        if self.grid is None and bool(torch.isfinite(losses).any()):
+            best = int(losses.argmin())
+            ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
+            finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
+            more, more_scales, _, _ = search.losses(finer)
+            levels, order = torch.cat([levels, finer]).sort()
+            losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
         best = int(losses.argmin())
-        ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
-        finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
-        more, more_scales, _, _ = search.losses(finer)
-        levels, order = torch.cat([levels, finer]).sort()
-        losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
-    best = int(losses.argmin())
-    if not math.isfinite(float(losses[best])):
-        raise NotPositiveDefiniteError(
-            "At every precision of the grid some leverage of the posterior reaches one, or its loss is not finite.",
-            expected="a grid with larger precisions",
-            got=f"precisions up to {float(levels[-1]):.3g}",
-            fix='Pass a larger grid, or leverages="full", which leaves the posterior\'s covariance as it is.',
+        if not math.isfinite(float(losses[best])):
+            raise NotPositiveDefiniteError(
+                "At every precision of the grid some leverage of the posterior reaches one, or its loss is not finite.",
+                expected="a grid with larger precisions",
+                got=f"precisions up to {float(levels[-1]):.3g}",
+                fix='Pass a larger grid, or leverages="full", which leaves the posterior\'s covariance as it is.',
+            )
+        own, scale = model.likelihood.noise_std, float(scales[best])
+        return LeaveOneOutTuning(
+            method="leave_one_out",
+            prior_precision=(base * levels[best] / scale**2).to(model.vector.dtype),
+            noise_std=own * scale if noisy and own is not None else None,
+            value=-float(losses[best]),
+            converged=grid_settled(levels, losses, best, "leave_one_out", float(levels[best])),
+            n_evaluations=len(levels),
+            training_prior_precision=training,
+            training_noise_std=own if training_noise is None else as_hyperparameter(training_noise),
+            kappa=float(self.kappa),
+            largest_leverage=largest,
+            precisions=levels,
+            losses=losses,
         )
-    converged = settled(losses, best)
-    if not converged:
-        warnings.warn(
-            f"Tuning by leave_one_out ended at {float(levels[best]):.3g}, the last point that can be used, and the "
-            "loss may still fall beyond: the data do not determine the precision, or the grid is too short.",
-            ConvergenceWarning,
-            stacklevel=3,
-        )
-    own, scale = model.likelihood.noise_std, float(scales[best])
-    return LeaveOneOutTuning(
-        method="leave_one_out",
-        prior_precision=(base * levels[best] / scale**2).to(model.vector.dtype),
-        noise_std=own * scale if noisy and own is not None else None,
-        value=-float(losses[best]),
-        converged=converged,
-        gradient_norm=float("nan"),
-        n_evaluations=len(levels),
-        training_prior_precision=training.detach(),
-        training_noise_std=own if training_noise_std is None else training_noise_std,
-        kappa=kappa,
-        largest_leverage=largest,
-        precisions=levels,
-        losses=losses,
-    )
+
+    def _training(
+        self, posterior: Tunable, model: LaplaceModel, data: Iterable[Any], progress: bool
+    ) -> tuple[Tensor, Any]:
+        """The prior precision of training, and the noise that belongs to it (None for the likelihood's)."""
+        precision, noise, before = self.training_prior_precision, self.training_noise_std, posterior.tuning
+        if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
+            # What was tuned since is not the precision of training.
+            if precision is None and self.weight_decay is None:
+                precision = before.training_prior_precision
+            noise = before.training_noise_std if noise is None else noise
+        if not check_training_prior(precision, self.weight_decay):
+            raise unknown_training_prior()
+        if self.weight_decay is not None:
+            seen = survey(model, posterior.network, data, posterior.n_data, progress=progress)
+            precision = precision_of_weight_decay(self.weight_decay, seen, model, posterior.temperature.detach())
+        assert precision is not None
+        training = as_hyperparameter(precision).detach()
+        model.prior(training)  # refuses what is no precision
+        return training, noise
+
+    def _tunes_noise(self, model: LaplaceModel) -> bool:
+        wanted = tunes_noise(model.likelihood, self.tune_noise)
+        if wanted and not (model.likelihood.is_gaussian and self.link in (None, "exact")):
+            raise UnsupportedError(
+                "Noise is tuned by leave-one-out in closed form only.",
+                expected='lp.Gaussian and link="exact"',
+                got=f"{type(model.likelihood).__name__} and link={self.link!r}",
+                fix="Pass tune_noise=False.",
+            )
+        return wanted
 
 
 @dataclass(frozen=True)
@@ -282,23 +307,6 @@ class _Search:
         distance = torch.linalg.solve_triangular(lower, (targets - rows)[..., None], upper=False)
         determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum()
         return torch.stack([determinants, distance.square().sum()]).double().cpu()
-
-
-def _tunes_noise(model: LaplaceModel, tune_noise: bool | None, link: str | None) -> bool:
-    has_noise = model.likelihood.noise_std is not None
-    if tune_noise and not has_noise:
-        raise ConfigurationError(
-            "There is no noise to tune.", expected="a Gaussian likelihood", got=type(model.likelihood).__name__
-        )
-    wanted = has_noise if tune_noise is None else tune_noise
-    if wanted and not (model.likelihood.is_gaussian and link in (None, "exact")):
-        raise UnsupportedError(
-            "Noise is tuned by leave-one-out in closed form only.",
-            expected='lp.Gaussian and link="exact"',
-            got=f"{type(model.likelihood).__name__} and link={link!r}",
-            fix="Pass tune_noise=False.",
-        )
-    return wanted
 
 
 def _warn_of_interpolation(model: LaplaceModel, n_rows: float) -> None:

@@ -9,17 +9,18 @@ from laplace_plus.posteriors.loading import load
 from laplace_plus.posteriors.low_rank import LowRank
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
 from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
-from laplace_plus.posteriors.null_space import NullSpace
+from laplace_plus.posteriors.null_space import LineSearch, NullSpace
 from laplace_plus.posteriors.registry import get_posterior, register
 from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
 from laplace_plus.posteriors.riemannian.riemannian import Riemannian
 from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
 from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
-from laplace_plus.posteriors.viking.viking import VIKING
+from laplace_plus.posteriors.viking.viking import VIKING, VariationalBound
 
 for _cls in (
     *(Full, KFAC, Diagonal, LowRank, Subnetwork),
@@ -39,6 +40,7 @@ __all__ = [
     "LargestMagnitude",
     "LargestVariance",
     "LatentModel",
+    "LineSearch",
     "LowRank",
     "MetricBNN",
     "NullSpace",
@@ -46,12 +48,14 @@ __all__ = [
     "Random",
     "Riemannian",
     "SGDSolver",
+    "SampledEvidence",
     "SampledLaplace",
     "ScaleFit",
     "Selector",
     "Subnetwork",
     "Summary",
     "VIKING",
+    "VariationalBound",
     "get_posterior",
     "load",
     "register",

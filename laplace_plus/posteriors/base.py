@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from laplace_plus._memory import budget
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
+from laplace_plus.evidence import Tuner, TuningResult
+from laplace_plus.evidence.tuning import resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.storing import Stored
@@ -29,6 +31,7 @@ from laplace_plus.predictive.linearized import (
     Outputs,
     require_outputs,
 )
+from laplace_plus.priors import Groups
 
 Method = Literal["linearized", "sampled"]
 
@@ -102,6 +105,13 @@ class Posterior(Stored, ABC):
 
     over_ranks: bool = False
     """Whether :meth:`fit_batches` sums over the ranks in ``group``; a class that does not is refused several."""
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {}
+    """Classes of the tuners that this class supports, by shorthand; the first of them is ``"auto"``."""
+
+    tuning: TuningResult | None = None
+    """The result of the last tuning."""
+
 
     _tangent_mean: Tensor | None = None
     """The tangent model's optimum, where linearised predictions have it as their mean."""
@@ -407,6 +417,69 @@ class Posterior(Stored, ABC):
         """Refuse outputs ``[..., C]`` of another C than while fitting, where a method has set that number."""
         if self.n_outputs:
             require_outputs(outputs.shape, self.n_outputs, x)
+
+    @full_precision
+    def fit_prior_precision(
+        self,
+        tuner: Tuner | str = "auto",
+        structure: str | Groups | None = None,
+        *,
+        data: Iterable[Any] | None = None,
+        tune_noise: bool | None = None,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Self:
+        """Tune the prior precision and, where the likelihood has one, the noise level with it.
+
+        Args:
+            tuner: A tuner, such as ``lp.MarginalLikelihood(structure="layerwise")``, or a shorthand among
+                :attr:`tuners`: for Gaussian posteriors ``"marginal_likelihood"``, ``"mackay"``, ``"em"``,
+                ``"tangent"``, ``"validation"`` or ``"leave_one_out"``. ``"auto"`` is the class's first.
+            structure: With a shorthand, the tuner's ``structure``: ``"scalar"``, ``"layerwise"``,
+                ``"normalized_groups"``, ``"diagonal"`` or :class:`~laplace_plus.Groups`.
+            data: With a shorthand, the tuner's ``data``: held-out batches for ``"validation"``, elsewhere the training
+                data, by default the loaders that :meth:`fit` saw.
+            tune_noise: With a shorthand, whether to tune Gaussian noise; by default whenever there is any.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness, for tuners that draw samples.
+            **options: Further arguments of the tuner that a shorthand stands for. ``evidence="tangent"`` makes
+                ``lp.Tangent`` of the three by marginal likelihood.
+
+        Returns:
+            The posterior itself, with ``prior_precision``, ``prior_groups`` and ``noise_std`` set, and what the tuner
+            did as ``tuning``.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: A tuner that this class does not support, or a prior that its structure does not take.
+            ConfigurationError: An unknown shorthand or option.
+            DataError: The training data are needed, and not at hand; or all held-out targets are ignored.
+            NonFiniteError: A loss that is not finite.
+
+        Warns:
+            ConvergenceWarning: The tuning ended before it met its tolerance, or at the end of its grid.
+        """
+        self.require_fit()
+        options = {"structure": structure, "data": data, "tune_noise": tune_noise, **options}
+        chosen = resolve_tuner(type(self).__name__, self.tuners, tuner, options)
+        self.apply_tuning(self.run_tuner(chosen, progress=progress, generator=generator))
+        return self
+
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """What a tuner finds; a class with its own way to go about a tuner replaces this."""
+        return tuner.tune(self, progress=progress, generator=generator)
+
+    def apply_tuning(self, result: TuningResult) -> None:
+        """Set the hyperparameters that a tuner found; a class that has more of them adds to this."""
+        if result.groups is not None:
+            layers = result.groups.index is self.network.layer_index()
+            self._prior_groups = None if layers else result.groups
+        self._prior_precision = result.prior_precision
+        if result.noise_std is not None:
+            self.noise_std = result.noise_std
+        self.tuning = result
+        self._tangent_mean = result.vector if result.predictive_mean == "tangent" else None
 
     def summary(self) -> Summary:
         """Which parameter is treated how.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import is_
-from typing import Any, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,15 +14,22 @@ from typing_extensions import override
 from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
-from laplace_plus.errors import DataError, InputError, NonFiniteError
-from laplace_plus.evidence import LaplaceModel, TangentResult, TuningResult
-from laplace_plus.leave_one_out import LeaveOneOut
+from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError
+from laplace_plus.evidence import (
+    ExpectationMaximisation,
+    LaplaceModel,
+    MacKay,
+    MarginalLikelihood,
+    Tangent,
+    Tuner,
+    Validation,
+)
+from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.leave_one_out import LeaveOneOut, LeaveOneOutPredictions
 from laplace_plus.leave_one_out.covariances import Unit
-from laplace_plus.leave_one_out.predictions import Leverages
+from laplace_plus.leave_one_out.predictions import Leverages, leave_one_out
 from laplace_plus.posteriors.base import Posterior, Summary
 from laplace_plus.posteriors.configuration import check_count, full_precision
-from laplace_plus.posteriors.leaving_out import left_out, tuned_by_leaving_out
-from laplace_plus.posteriors.prior_tuning import Evidence, PredictiveMean, chosen_mean, tune_prior
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
     FitSums,
@@ -35,7 +42,6 @@ from laplace_plus.posteriors.sums import (
 from laplace_plus.posteriors.tangent_mean import refuse_gradients, shifted
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
-from laplace_plus.priors import Groups
 from laplace_plus.structured import Factor
 from laplace_plus.structured.sampling import add_draws_
 
@@ -50,6 +56,15 @@ class GaussianPosterior(Posterior):
 
     structure: Structure
     """The structure that this posterior asks a backend for."""
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {
+        "marginal_likelihood": MarginalLikelihood,
+        "mackay": MacKay,
+        "em": ExpectationMaximisation,
+        "tangent": Tangent,
+        "validation": Validation,
+        "leave_one_out": LeaveOneOut,
+    }
 
     _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
@@ -171,8 +186,8 @@ class GaussianPosterior(Posterior):
             self._prior_groups = None
         self._check_prior()
         self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, mean, None, None
-        if isinstance(getattr(self, "tuning", None), TangentResult):  # its optimum is of other weights or data
-            del self.tuning
+        if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
+            self.tuning = None
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
 
     @property
@@ -241,78 +256,6 @@ class GaussianPosterior(Posterior):
         )
 
     @full_precision
-    def fit_prior_precision(
-        self,
-        method: str = "marginal_likelihood",
-        structure: str | Groups = "scalar",
-        *,
-        evidence: Evidence = "laplace",
-        scaling: str | None = None,
-        predictive_mean: PredictiveMean = "network",
-        data: Iterable[Any] | None = None,
-        tune_noise: bool | None = None,
-        progress: bool = False,
-        **options: Any,
-    ) -> Self:
-        """Tune the prior precision and, in regression, the noise level with it.
-
-        With ``evidence="tangent"`` the evidence is that of the network's linearisation at its own optimum θ*, which is
-        found along with the hyperparameters by convex optimisation on the training data; see
-        :mod:`laplace_plus.evidence.tangent`. Choose it for networks that were stopped early, or that have normalisation
-        layers, of which ``structure="normalized_groups"`` gives each normalised layer a precision of its own.
-
-        Args:
-            method: ``"marginal_likelihood"`` (line-searched ascent of the evidence), ``"mackay"`` (its fixed point),
-                ``"em"`` (slower and monotone), ``"validation"`` (least loss on held-out ``data``), or
-                ``"leave_one_out"`` (least leave-one-out loss on the training data; see
-                :func:`laplace_plus.evidence.tune_leave_one_out` for its options, of which
-                ``training_prior_precision=`` or ``weight_decay=`` has to be given).
-            structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` (one precision for each layer that feeds a
-                normalisation, one for the last layer and one for the rest, as found by running the network on a batch),
-                groups of your own, or ``"diagonal"`` where the curvature's structure allows.
-            evidence: ``"laplace"``, at the network's weights, or ``"tangent"``.
-            scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, so that one
-                precision suits layers of all scales; where the curvature's structure allows one for each entry.
-            predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's
-                optimum, ``f(x) + J(x) (θ* − θ̃)``.
-            data: Held-out batches for ``"validation"``; for ``evidence="tangent"`` and ``"normalized_groups"`` the
-                training data, by default the loaders that :meth:`fit` saw.
-            tune_noise: Whether to tune the Gaussian noise; by default whenever there is any.
-            progress: Whether to show a progress bar.
-            **options: Passed to the method; see :func:`laplace_plus.evidence.tune` and
-                :func:`laplace_plus.evidence.tune_tangent`.
-
-        Returns:
-            The posterior itself, with ``prior_precision``, ``prior_groups`` (and ``noise_std``) set, and what the
-            tuning did as ``tuning``.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An unknown method, structure, evidence or option.
-            UnsupportedError: A prior that the posterior's structure does not take.
-            DataError: The training data are needed, and not at hand; or all held-out targets are ignored.
-            NonFiniteError: The tangent model's loss is not finite, or that on the held-out data nowhere on the grid.
-
-        Warns:
-            ConvergenceWarning: The tuning ended before it met its tolerance, or at the end of its grid.
-        """
-        options |= {"evidence": evidence, "scaling": scaling, "predictive_mean": predictive_mean, "data": data}
-        options |= {"tune_noise": tune_noise, "progress": progress}
-        if method == "leave_one_out":
-            found = tuned_by_leaving_out(self, structure, **options)
-            self.tuning: TuningResult = found
-            self._prior_precision = found.prior_precision
-            if found.noise_std is not None:
-                self.noise_std = found.noise_std
-            return self
-        tuned = tune_prior(self, method, structure, **options)
-        self._prior_groups, self._prior_precision = tuned.groups, tuned.result.prior_precision
-        if tuned.result.noise_std is not None:
-            self.noise_std = tuned.result.noise_std
-        self.tuning, self._tangent_mean = tuned.result, tuned.tangent_mean
-        return self
-
-    @full_precision
     def leave_one_out(
         self,
         data: Iterable[Any] | None = None,
@@ -323,7 +266,7 @@ class GaussianPosterior(Posterior):
         leverages: Leverages = "own",
         unit: Unit = "example",
         progress: bool = False,
-    ) -> LeaveOneOut:
+    ) -> LeaveOneOutPredictions:
         """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.evidence`.
 
         Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean
@@ -345,7 +288,7 @@ class GaussianPosterior(Posterior):
             DataError: Other data than were fitted to, or none.
             NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
         """
-        return left_out(
+        return leave_one_out(
             self,
             data,
             prior_precision=prior_precision,
@@ -422,7 +365,7 @@ class GaussianPosterior(Posterior):
         return samples + shift.to(samples)
 
     @property
-    def predictive_mean(self) -> PredictiveMean:
+    def predictive_mean(self) -> Literal["network", "tangent"]:
         """What linearised predictions have as their mean: the ``"network"``'s outputs or the ``"tangent"`` optimum's.
 
         The tangent model's optimum is that of the last tuning by its evidence.
@@ -433,10 +376,18 @@ class GaussianPosterior(Posterior):
         return "network" if self._tangent_mean is None else "tangent"
 
     @predictive_mean.setter
-    def predictive_mean(self, value: PredictiveMean) -> None:
-        if value == self.predictive_mean:
-            return
-        self._tangent_mean = chosen_mean(value, getattr(self, "tuning", None))
+    def predictive_mean(self, value: Literal["network", "tangent"]) -> None:
+        check_choice("mean of predictions", value, ("network", "tangent"))
+        if value == "network":
+            self._tangent_mean = None
+        elif self._tangent_mean is None:
+            if self.tuning is None or self.tuning.vector is None:
+                raise ConfigurationError(
+                    "The tangent model's optimum is not known.",
+                    expected='fit_prior_precision(evidence="tangent") first',
+                    got="no such tuning since the fit",
+                )
+            self._tangent_mean = self.tuning.vector
 
     @full_precision
     def variance(self) -> Tensor:

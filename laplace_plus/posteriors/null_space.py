@@ -7,20 +7,22 @@ model is, up to a constant, ``½ (r log α − α ‖θ̂ − μ‖²)``, so tha
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning
-from laplace_plus.evidence import TuningResult
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence import MarginalLikelihood, Tuner, TuningResult, Validation
+from laplace_plus.evidence.tuning import check_counts, check_positive, require_only
+from laplace_plus.evidence.validation import grid_settled
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.projection.noise import (
     NoiseReport,
     ProjectedNoise,
@@ -33,6 +35,36 @@ from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.selection import Selection
 
 _WHY = "The projection passes over the data again and again."
+
+
+@dataclass(frozen=True)
+class LineSearch:
+    """Chooses the least precision at which *sampled networks* still fit the training data; for :class:`NullSpace`.
+
+    Sampled networks are not linear in the samples, so that their mean training loss rises as the precision falls.
+
+    Args:
+        allowance: By how much it may exceed the trained network's, in nats for each target.
+        n_samples: Number of sampled networks.
+        data: The training data; by default the loaders of the fit.
+
+    Raises:
+        ConfigurationError: A number that is not positive.
+    """
+
+    allowance: float = 0.01
+    n_samples: int = 10
+    data: Iterable[Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_positive(allowance=self.allowance)
+        check_counts(n_samples=self.n_samples)
+
+    def tune(
+        self, posterior: NullSpace, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> TuningResult:
+        """Search by halving; arguments as for :class:`~laplace_plus.Tuner`."""
+        return posterior.run_tuner(self, progress=progress, generator=generator)
 
 
 class NullSpace(ProjectedNoisePosterior):
@@ -79,6 +111,13 @@ class NullSpace(ProjectedNoisePosterior):
         >>> bool(posterior.functional_posterior(x).covariance.max() < 1e-4)
         True
     """
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {
+        "marginal_likelihood": MarginalLikelihood,
+        "optimal": MarginalLikelihood,
+        "line_search": LineSearch,
+        "validation": Validation,
+    }
 
     def __init__(
         self,
@@ -142,76 +181,51 @@ class NullSpace(ProjectedNoisePosterior):
     def _scatter(self) -> Tensor:
         return (self.mean - self._prior_mean.to(self.mean)).double().square().sum()
 
-    @full_precision
-    def fit_prior_precision(
-        self,
-        method: Literal["optimal", "line_search", "validation"] = "optimal",
-        *,
-        data: Iterable[Any] | None = None,
-        allowance: float = 0.01,
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-    ) -> Self:
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
         """Choose α.
 
-        Args:
-            method: ``"optimal"``, ``rank / ‖θ̂ − μ‖²``; ``"line_search"``, the smallest α for which the mean training
-                loss of *sampled networks* (which are not linear in the samples) is at most ``allowance`` above the
-                trained network's; ``"validation"``, the least negative log-likelihood of the predictive on held-out
-                ``data``, on a grid of half decades around the optimum.
-            data: Held-out batches for ``"validation"``; training batches for ``"line_search"``, by default those of
-                :meth:`fit`.
-            allowance: Of ``"line_search"``, in nats for each target.
-            n_samples: Sampled networks of ``"line_search"``.
-            generator: Source of randomness of predictions that draw samples.
+        :class:`~laplace_plus.MarginalLikelihood`, also called ``"optimal"``, is ``rank / ‖θ̂ − μ‖²`` here, and
+        :class:`~laplace_plus.Validation` tries a grid of half decades around it. Neither takes further options, but for
+        the latter's ``link`` and ``n_samples``.
 
         Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An unknown method, or no held-out data.
+            ConfigurationError: Weights that are all at the prior mean, or an option that means nothing here.
             DataError: Training data that are not known any more.
         """
-        self.require_fit()
         scatter = self._scatter()
         if not scatter > 0:
             raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
-        optimum = float(self.report.rank.value / scatter)
-        if method == "optimal":
-            chosen, value, count = optimum, float(self.relative_log_evidence(optimum)), 1
-        elif method == "line_search":
-            chosen, value, count = self._line_search(
-                self.training_data.again(data, _WHY), allowance, n_samples, optimum
-            )
-        elif method == "validation":
-            if data is None:
-                raise ConfigurationError("Validation needs held-out data.", expected="data=…", got="none")
-            require_restartable(data, "Each precision is tried on the data.")
-            grid = [optimum * 10.0 ** (step / 2) for step in range(-8, 17)]
-            values = [self._held_out(data, alpha, generator) for alpha in grid]
-            best = max(range(len(grid)), key=lambda number: values[number])
-            chosen, value, count = grid[best], values[best], len(grid)
-            if best in (0, len(grid) - 1):
-                warnings.warn(
-                    f"The best precision, {chosen:.2g}, is at the end of the grid; the held-out data ask for "
-                    f"{'more' if best == 0 else 'less'} uncertainty than it holds.",
-                    ConvergenceWarning,
-                    stacklevel=3,
-                )
+        optimum, converged = float(self.report.rank.value / scatter), True
+        if isinstance(tuner, MarginalLikelihood):
+            require_only(type(self).__name__, tuner)
+            method, chosen, value, count = tuner.name, optimum, float(self.relative_log_evidence(optimum)), 1
+        elif isinstance(tuner, LineSearch):
+            data = self.training_data.again(tuner.data, _WHY)
+            method = "line_search"
+            chosen, value, count = self._line_search(data, tuner.allowance, tuner.n_samples, optimum)
         else:
-            raise ConfigurationError(
-                "Unknown method.", expected='"optimal", "line_search" or "validation"', got=repr(method)
-            )
-        self._prior_precision = torch.tensor(chosen, dtype=self.mean.dtype)
-        self.tuning = TuningResult(method, self._prior_precision, None, value, True, float("nan"), count)
-        return self
+            assert isinstance(tuner, Validation) and tuner.data is not None
+            require_only(type(self).__name__, tuner, "data", "link", "n_samples")
+            require_restartable(tuner.data, "Each precision is tried on the data.")
+            grid = torch.tensor([optimum * 10.0 ** (step / 2) for step in range(-8, 17)], dtype=torch.float64)
+            losses = [-self._held_out(tuner, alpha, generator) for alpha in grid.tolist()]
+            best = min(range(len(grid)), key=losses.__getitem__)
+            method, chosen, value, count = "validation", float(grid[best]), -losses[best], len(grid)
+            converged = grid_settled(grid, torch.tensor(losses), best, method, chosen)
+        precision = torch.tensor(chosen, dtype=self.mean.dtype)
+        return TuningResult(method, precision, None, value, converged, n_evaluations=count)
 
-    def _held_out(self, data: Iterable[Any], alpha: float, generator: torch.Generator | None) -> float:
-        """The mean log-probability of held-out targets at another precision."""
+    def _held_out(self, tuner: Validation, alpha: float, generator: torch.Generator | None) -> float:
+        """The mean log-probability of held-out targets at a precision; the posterior's own stays what it was."""
         before, state = self._prior_precision, None if generator is None else generator.get_state()
         total, count = 0.0, 0.0
         try:
             self._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
-            for batch in self.batches(data, progress=False, description=""):
-                log_prob = self.predictive(batch.inputs, generator=generator).log_prob(batch.target)
+            assert tuner.data is not None
+            options: dict[str, Any] = {"link": tuner.link, "n_samples": tuner.n_samples, "generator": generator}
+            for batch in self.batches(tuner.data, progress=False, description=""):
+                log_prob = self.predictive(batch.inputs, **options).log_prob(batch.target)
                 total += float(log_prob.double().sum())
                 count += self._n_rows(self.network.forward(batch.inputs), batch.target)
         finally:
@@ -225,9 +239,6 @@ class NullSpace(ProjectedNoisePosterior):
     ) -> tuple[float, float, int]:
         """Bisect the logarithm of α, to a twentieth of a decade: its value, minus the loss there, and evaluations."""
         assert self._noise is not None
-        check_count(n_samples, "n_samples")
-        if not allowance > 0:
-            raise ConfigurationError("allowance must be positive.", expected="allowance > 0", got=repr(allowance))
         samples = self._noise.null_space[:n_samples]
         base = self._training_loss(data, self.mean[None])
         low, high, count = -12.0, 12.0, 1  # decades of α around the optimum

@@ -19,8 +19,8 @@ from laplace_plus.batches import iterate
 from laplace_plus.curvature.streaming import DataSums, same_sum
 from laplace_plus.distributed import resolve_group
 from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
+from laplace_plus.evidence.groups import chosen_groups
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.posteriors.prior_tuning import chosen_groups
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
 from laplace_plus.training.checkpoint import Generators, pack, put_back, unpack, weights_of
@@ -237,7 +237,7 @@ class Run:
         self.groups: Groups | None = None
         if structure in STRUCTURES and structure != LAYERWISE:
             self.structure = structure
-        else:
+        elif structure != LAYERWISE:
             self.groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
         if self.groups is not None:
             posterior.prior_groups = self.groups

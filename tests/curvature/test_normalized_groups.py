@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from laplace_plus.curvature.normalized_groups import NAME, REST, normalized_groups
+from laplace_plus.evidence.normalized_groups import NAME, REST, normalized_groups
 from laplace_plus.likelihoods import Categorical
 from laplace_plus.network import Network
 from laplace_plus.priors import Groups

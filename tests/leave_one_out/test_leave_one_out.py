@@ -474,7 +474,7 @@ def test_words():
     text = left.summary()
     assert f"{float(left.nll()):.4f} left out" in text
     assert f"effective parameters: {float(left.traces.sum()):.1f}" in text
-    assert repr(left).startswith("LeaveOneOut(16 examples")
+    assert repr(left).startswith("LeaveOneOutPredictions(16 examples")
 
 
 def test_too_many_outputs_for_the_budget():

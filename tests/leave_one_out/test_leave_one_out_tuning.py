@@ -226,7 +226,7 @@ def test_points_where_the_posterior_is_no_use_are_left_out():
     net, x, y = classifier()
     posterior = lp.KFAC(net, "classification", prior_precision=1.0).fit([(x, y)])
     options = {"training_prior_precision": 50.0}
-    with pytest.warns(ConvergenceWarning, match="the last point that can be used"):
+    with pytest.warns(ConvergenceWarning, match="the last point of the grid that can be used"):
         posterior.fit_prior_precision("leave_one_out", grid=[1e-6, 1e-5, 60.0], **options)
     assert posterior.tuning.losses.isinf().tolist() == [True, True, False]
     posterior.prior_precision = 1.0
@@ -279,7 +279,7 @@ def test_noise_by_monte_carlo_is_refused():
 @pytest.mark.parametrize("options", [{"evidence": "tangent"}, {"scaling": "g_prior"}, {"predictive_mean": "tangent"}])
 def test_there_is_no_evidence_in_it(options):
     net, x, y = classifier()
-    with pytest.raises(ConfigurationError, match="leave-one-out"):
+    with pytest.raises(ConfigurationError, match="leave_one_out"):
         lp.Full(net, "classification").fit([(x, y)]).fit_prior_precision("leave_one_out", **options)
 
 

@@ -529,7 +529,7 @@ def test_bad_requests_are_named(problem):
         posterior.encode(posterior.mean)
     with pytest.raises(UnsupportedError, match="cannot be updated"):
         posterior.update(data)
-    with pytest.raises(ConfigurationError, match="nothing to choose"):
+    with pytest.raises(ConfigurationError, match="no noise to tune"):
         posterior.fit_extent(data, tune_noise=True)
     with pytest.raises(ConfigurationError, match="no pairs"):
         lp.MetricBNN(net, "classification", n_steps=1, latent={"anchored": False}).fit(data)

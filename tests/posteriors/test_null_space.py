@@ -368,7 +368,7 @@ def test_bad_requests_are_named(problem):
     fitted = make(projector="svd").fit(data)
     with pytest.raises(ConfigurationError, match="held-out"):
         fitted.fit_prior_precision("validation")
-    with pytest.raises(ConfigurationError, match="Unknown method"):
+    with pytest.raises(ConfigurationError, match="unknown method"):
         fitted.fit_prior_precision("mackay")
     with pytest.raises(UnsupportedError, match="no gradients"):
         fitted.functional_posterior(data[0][0], differentiable=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import CheckpointError, ConvergenceWarning, DataError
-from laplace_plus.posteriors.prior_tuning import floored
+from laplace_plus.evidence.groups import with_floor
 from laplace_plus.priors import Groups
 
 
@@ -174,4 +174,4 @@ def test_a_g_priors_floor_is_a_millionth_of_its_groups_mean():
     diagonal = torch.tensor([0.0, 4.0, 0.0, 0.0, 8.0, 1.0], dtype=torch.float64)
     index = torch.tensor([0, 0, 1, 1, 2, 2])
     expected = torch.tensor([2e-6, 4.0, 1e-6, 1e-6, 8.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(floored(diagonal, index), expected)
+    torch.testing.assert_close(with_floor(diagonal, index), expected)

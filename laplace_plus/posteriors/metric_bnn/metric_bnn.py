@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
-from laplace_plus.evidence import TuningResult
+from laplace_plus.evidence import Tuner, TuningResult, Validation
+from laplace_plus.evidence.tuning import require_only, tunes_noise
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
@@ -57,6 +58,17 @@ _OTHER = 0x5851F42D4C957F2D
 
 _EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
 """Extents that are tried on held-out data: 1, 2^-½, …, 1/32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtentResult(TuningResult):
+    """What a tuning of a :class:`MetricBNN` found; its prior precision stays as it is.
+
+    Attributes:
+        extent: Part of each trajectory that samples come from.
+    """
+
+    extent: float
 
 
 class MetricBNN(ResumableFit):
@@ -119,6 +131,8 @@ class MetricBNN(ResumableFit):
     """
 
     default_method = "sampled"
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     def __init__(
         self,
@@ -355,37 +369,45 @@ class MetricBNN(ResumableFit):
             ConfigurationError: An empty grid, parts out of range, or no noise to tune.
             DataError: Data that can be run over only once.
         """
-        self.require_fit()
-        require_restartable(data, "Each extent is tried on the data.")
-        check_count(n_samples, "n_samples")
-        before, values = self._extent, [float(value) for value in grid]
-        noise = self.noise_std
-        if not values or (tune_noise and noise is None):
-            raise ConfigurationError(
-                "There is nothing to choose from.",
-                expected="extents to try, and a likelihood with a noise level for tune_noise=True",
-                got=f"{len(values)} extents, {self.likelihood!r}",
-            )
+        tuner = Validation(data, grid=tuple(grid), tune_noise=tune_noise, n_samples=n_samples)
+        return self.fit_prior_precision(tuner, generator=generator)
+
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """Choose :attr:`extent`, which takes the place of a prior precision; see :meth:`fit_extent`."""
+        assert isinstance(tuner, Validation) and tuner.data is not None
+        require_only(type(self).__name__, tuner, "data", "grid", "n_samples", "tune_noise")
+        require_restartable(tuner.data, "Each extent is tried on the data.")
+        noise, before = self.noise_std, self._extent
         candidates = [self.likelihood]
-        if tune_noise and noise is not None:
+        if tunes_noise(self.likelihood, tuner.tune_noise) and noise is not None:
             candidates = [self.likelihood.with_noise(noise * 2 ** (step / 4)) for step in range(-4, 5)]
+        values = list(_EXTENTS) if tuner.grid is None else [float(value) for value in tuner.grid]
         seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
         scores = []
         try:
             for value in values:
                 self.extent = value
-                scores.append(self._held_out(data, candidates, n_samples, seed))
+                scores.append(self._held_out(tuner.data, candidates, tuner.n_samples, seed))
         finally:
             self._extent = before
         table = torch.stack(scores).nan_to_num(nan=-torch.inf)  # [extents, candidates]
         best = int(table.argmax())
-        self.extent, self.likelihood = values[best // len(candidates)], candidates[best % len(candidates)]
-        chosen = self.noise_std if tune_noise else None
-        score = float(table.flatten()[best])
-        self.tuning = TuningResult(
-            "validation", self._prior_precision, chosen, score, True, float("nan"), table.numel()
+        return ExtentResult(
+            method="validation",
+            prior_precision=self._prior_precision,
+            noise_std=candidates[best % len(candidates)].noise_std if len(candidates) > 1 else None,
+            value=float(table.flatten()[best]),
+            converged=True,
+            n_evaluations=table.numel(),
+            extent=values[best // len(candidates)],
         )
-        return self
+
+    @override
+    def apply_tuning(self, result: TuningResult) -> None:
+        assert isinstance(result, ExtentResult)
+        super().apply_tuning(result)
+        self.extent = result.extent
 
     def _held_out(self, data: Iterable[Any], candidates: list[Any], n_samples: int, seed: int) -> Tensor:
         """The mean log-probability of held-out targets under each likelihood, float64."""

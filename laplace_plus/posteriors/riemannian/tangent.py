@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
@@ -61,12 +64,22 @@ class AroundTangent(Posterior):
         self.require_fit()
         return self._of_tangent("log_marginal_likelihood")(*args, **kwargs)
 
-    def fit_prior_precision(self, *args: Any, **kwargs: Any) -> Self:
-        """Tune the tangent's hyperparameters, as its own method does; samples are drawn anew when next needed."""
-        self.require_fit()
-        self._of_tangent("fit_prior_precision")(*args, **kwargs)
+    @property
+    def tuners(self) -> Mapping[str, type[Tuner]]:  # type: ignore[override]
+        """Those of the tangent."""
+        return self.tangent.tuners
+
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """What the tuner finds for the tangent."""
+        return self.tangent.run_tuner(tuner, progress=progress, generator=generator)
+
+    @override
+    def apply_tuning(self, result: TuningResult) -> None:
+        """Set the tangent's hyperparameters; samples are drawn anew when next needed."""
+        self.tangent.apply_tuning(result)
+        self.tuning = result
         self._share()
-        return self
 
     def _of_tangent(self, name: str) -> Any:
         method = getattr(self.tangent, name, None)

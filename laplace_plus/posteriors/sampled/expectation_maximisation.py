@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -27,7 +27,9 @@ from torch import Tensor
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.evidence import TuningResult
 from laplace_plus.posteriors.sampled.effective_dimension import EffectiveDimension
+from laplace_plus.posteriors.sampled.objective import Solved
 
 SampledMethod = Literal["mackay", "em"]
 SAMPLED_METHODS: tuple[SampledMethod, ...] = ("mackay", "em")
@@ -119,27 +121,26 @@ class TuningStep:
     iterations: int
 
 
-@dataclass(frozen=True)
-class SampledTuningResult:
-    """What tuning by samples found, and how it ended.
+@dataclass(frozen=True, kw_only=True)
+class SampledTuningResult(TuningResult):
+    """What tuning by samples found, and how it ended; its ``value`` is NaN, as samples do not tell the evidence.
 
     Attributes:
-        method: ``"mackay"`` or ``"em"``.
         structure: Which entries share a precision.
-        prior_precision: 0-d or ``[G]``.
-        noise_std: The noise level; None if there is none or it was not tuned.
-        converged: Whether the last residual was below the tolerance, and all solves and optima met theirs.
-        residual: That of the last step.
+        group_precision: 0-d or ``[G]``, before any scaling.
+        residual: That of the last step. Converged means that it was below the tolerance, and that all solves and optima
+            met theirs.
         steps: All updates.
+        samples: ``z [k, P]`` at these hyperparameters.
+        solved: How their solve ended.
     """
 
-    method: str
     structure: str
-    prior_precision: Tensor
-    noise_std: Tensor | None
-    converged: bool
+    group_precision: Tensor
     residual: float
     steps: tuple[TuningStep, ...]
+    samples: Tensor = field(repr=False)
+    solved: Solved = field(repr=False)
 
 
 def updated_precision(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from laplace_plus.curvature.linearization import Ways
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.distributed import Distributed
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.evidence import Tuner, TuningResult
+from laplace_plus.evidence.tuning import tunes_noise
 from laplace_plus.io import digest
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.configuration import check_count, full_precision
-from laplace_plus.posteriors.prior_tuning import PredictiveMean
 from laplace_plus.posteriors.resuming import Checkpoint, identity
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
@@ -35,14 +36,13 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     group_sums,
     total_dimension,
 )
-from laplace_plus.posteriors.sampled.expectation_maximisation import SampledMethod
+from laplace_plus.posteriors.sampled.expectation_maximisation import SampledTuningResult
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
 from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solve, solver_config
-from laplace_plus.posteriors.sampled.tuning import TuningOptions, tune_prior
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence, tune_prior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
-from laplace_plus.priors import Groups
 from laplace_plus.selection import Selection
 
 __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
@@ -90,6 +90,13 @@ class SampledLaplace(SampleBased):
     """
 
     data_attributes = ("_problem",)
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {
+        "mackay": SampledEvidence,
+        "em": SampledEvidence,
+        "tangent": SampledEvidence,
+    }
+
 
     def __init__(
         self,
@@ -345,53 +352,10 @@ class SampledLaplace(SampleBased):
     # -- evidence ------------------------------------------------------------------------------------------------------
 
     @full_precision
-    def fit_prior_precision(
-        self,
-        method: SampledMethod = "mackay",
-        structure: str | Groups = "scalar",
-        *,
-        data: Iterable[Any] | None = None,
-        evidence: str = "tangent",
-        scaling: str | None = None,
-        predictive_mean: PredictiveMean = "network",
-        tune_noise: bool | None = None,
-        max_steps: int = 10,
-        tolerance: float = 0.05,
-        optimum_tolerance: float = 1e-3,
-        checkpoint: Path | None = None,
-        progress: bool = False,
-    ) -> Self:
-        """Tune the prior precision, and in regression the noise, by the evidence of the tangent model.
-
-        The tangent model's optimum, the samples and the precisions are updated in turn, each from where it was; the
-        effective dimensions come from the samples by the ratio estimator.
-
-        Args:
-            method: ``"mackay"``, or ``"em"``, of which no step lowers the evidence; where the data determine few of a
-                group's parameters, hundreds of them may be needed.
-            structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or groups of your own.
-            data: The training data; by default those of :meth:`fit`.
-            evidence: ``"tangent"``, the only one that there is.
-            scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, which is
-                estimated in one more pass, so that one precision suits layers of all scales.
-            predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's
-                optimum.
-            tune_noise: Whether to tune the Gaussian noise; by default whenever there is any.
-            max_steps: Where to give up.
-            tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
-                the change of the logarithm of the noise variance.
-            optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
-            checkpoint: A folder to which every step, and the solver's state within it, is written. A tuning that finds
-                it there goes on from it, to the same result.
-            progress: Whether to show progress bars.
-
-        Returns:
-            The posterior itself, with ``prior_precision`` (and ``noise_std``) set, and ``tuning``, a
-            :class:`~laplace_plus.posteriors.sampled.expectation_maximisation.SampledTuningResult`.
+    def tune_by_samples(self, options: SampledEvidence, *, progress: bool = False) -> SampledTuningResult:
+        """What :class:`SampledEvidence` finds; see there.
 
         Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An unknown method, structure or evidence.
             CheckpointError: The checkpoint is of another network, other data or settings.
 
         Warns:
@@ -399,31 +363,17 @@ class SampledLaplace(SampleBased):
         """
         z = self._deviations()
         assert self._draws is not None
-        has_noise = self.noise_std is not None
-        if tune_noise and not has_noise:
-            raise ConfigurationError(
-                "There is no noise to tune.", expected="a Gaussian likelihood", got=type(self.likelihood).__name__
-            )
-        options = TuningOptions(
-            method=method,
-            structure=structure,
-            evidence=evidence,
-            scaling=scaling,
-            predictive_mean=predictive_mean,
-            tune_noise=has_noise if tune_noise is None else tune_noise,
-            max_steps=max_steps,
-            tolerance=tolerance,
-            optimum_tolerance=optimum_tolerance,
-        )
-        problem = self._known_problem(data)
-        folder = self._checkpoint(checkpoint, problem, tuning=options.identity(), draws=digest(self._draws.data))
-        found = tune_prior(self, problem, self._draws, z, options, folder, progress=progress)
-        self._prior_groups, self._prior_precision = found.groups, found.prior_precision
-        if found.result.noise_std is not None:
-            self.noise_std = found.result.noise_std
-        self._problem, self.tuning, self._tangent_mean = problem, found.result, found.tangent_mean
-        self._take(found.z, found.solved)
-        return self
+        noise = tunes_noise(self.likelihood, options.tune_noise)
+        problem = self._problem = self._known_problem(options.data)
+        settings, draws = options.identity(tune_noise=noise), digest(self._draws.data)
+        folder = self._checkpoint(options.checkpoint, problem, tuning=settings, draws=draws)
+        return tune_prior(self, problem, self._draws, z, options, folder, tune_noise=noise, progress=progress)
+
+    @override
+    def apply_tuning(self, result: TuningResult) -> None:
+        assert isinstance(result, SampledTuningResult)
+        super().apply_tuning(result)
+        self._take(result.samples, result.solved)
 
     # -- what the samples give -----------------------------------------------------------------------------------------
 

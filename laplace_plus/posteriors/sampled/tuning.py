@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.groups import check_structure, chosen_groups, with_floor
 from laplace_plus.evidence.tangent_model import TangentModel, tangent_optimum
+from laplace_plus.evidence.tuning import HasPriorGroups, check_choice, check_counts, check_positive
 from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.configuration import check_count
-from laplace_plus.posteriors.prior_tuning import PredictiveMean, chosen_groups, floored
 from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension, group_sums, total_dimension
 from laplace_plus.posteriors.sampled.expectation_maximisation import (
@@ -31,10 +33,7 @@ from laplace_plus.posteriors.sampled.expectation_maximisation import (
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
 from laplace_plus.posteriors.sampled.solvers import Solver, solve
-from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups
-
-if TYPE_CHECKING:
-    from laplace_plus.posteriors.sampled.sampled_laplace import SampledLaplace
+from laplace_plus.priors import GaussianPrior, Groups
 
 _SCALING_DRAWS = 4
 """Random vectors for each batch that estimate the diagonal of a g-prior."""
@@ -159,70 +158,117 @@ class Alternation:
 
 
 @dataclass(frozen=True)
-class TuningOptions:
-    """What tuning was asked for; see ``SampledLaplace.fit_prior_precision``."""
+class SampledEvidence:
+    """Maximises the tangent model's evidence by samples, for :class:`~laplace_plus.SampledLaplace`.
 
-    method: SampledMethod
-    structure: str | Groups
-    evidence: str
-    scaling: str | None
-    predictive_mean: PredictiveMean
-    tune_noise: bool
-    max_steps: int
-    tolerance: float
-    optimum_tolerance: float
+    The tangent model's optimum, the samples and the precisions are updated in turn, each from where it was; the
+    effective dimensions come from the samples by the ratio estimator.
 
-    def __post_init__(self) -> None:
-        check_count(self.max_steps, "max_steps")
-        for name, value, known in (
-            ("method", self.method, SAMPLED_METHODS),
-            ("evidence", self.evidence, ("tangent",)),
-            ("scaling", self.scaling, (None, "g_prior")),
-            ("mean of predictions", self.predictive_mean, ("network", "tangent")),
-        ):
-            if value not in known:
-                expected = ", ".join(repr(choice) for choice in known)
-                raise ConfigurationError(f"Unknown {name}.", expected=expected, got=repr(value))
+    Args:
+        method: ``"mackay"``, or ``"em"``, of which no step lowers the evidence; where the data determine few of a
+            group's parameters, hundreds of them may be needed.
+        structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or :class:`~laplace_plus.Groups`.
+        scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, which is
+            estimated in one more pass, so that one precision suits layers of all scales.
+        predictive_mean: ``"network"``, or ``"tangent"`` for linearised predictions around the tangent model's optimum.
+        tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
+        data: The training data; by default the loaders of the fit.
+        max_steps: Where to give up.
+        tolerance: Converged once ``|log(γ / (λ ‖θ★ − μ‖²))|`` is below it for every group, with either method, and
+            the change of the logarithm of the noise variance.
+        optimum_tolerance: Nats from the tangent model's optimum at which the search for it stops.
+        checkpoint: A folder to which every step, and the solver's state within it, is written. A tuning that finds it
+            there goes on from it, to the same result.
 
-    def identity(self) -> dict[str, Any]:
-        """By which an interrupted tuning is recognised: all but where it gives up."""
-        groups = self.structure
-        structure = [groups.name, digest(groups.index)] if isinstance(groups, Groups) else groups
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**options, "structure": structure, "max_steps": None}
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What came of a tuning.
-
-    Attributes:
-        result: What it found.
-        prior_precision: 0-d, ``[G]``, or ``[P]`` for a scaled prior.
-        groups: The groups that the precisions belong to; None for the layers.
-        z: Samples there, ``[k, P]``.
-        solved: What their solve said.
-        tangent_mean: The tangent model's optimum there, where predictions are to have it as their mean; else None.
+    Raises:
+        ConfigurationError: An option that is none of these.
     """
 
-    result: SampledTuningResult
-    prior_precision: Tensor
-    groups: Groups | None
-    z: Tensor
-    solved: Solved
-    tangent_mean: Tensor | None
+    method: SampledMethod = "mackay"
+    structure: str | Groups = "scalar"
+    scaling: str | None = None
+    predictive_mean: str = "network"
+    tune_noise: bool | None = None
+    data: Iterable[Any] | None = field(default=None, repr=False)
+    max_steps: int = 10
+    tolerance: float = 0.05
+    optimum_tolerance: float = 1e-3
+    checkpoint: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_structure(self.structure)
+        if self.structure == "diagonal":
+            raise ConfigurationError(
+                "Samples tell precisions of groups alone.", expected='"scalar", "layerwise" or groups', got='"diagonal"'
+            )
+        check_counts(max_steps=self.max_steps)
+        check_positive(tolerance=self.tolerance, optimum_tolerance=self.optimum_tolerance)
+        check_choice("method", self.method, SAMPLED_METHODS)
+        check_choice("scaling of the prior", self.scaling, (None, "g_prior"))
+        check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
+
+    def tune(
+        self, posterior: TunedBySamples, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> SampledTuningResult:
+        """Alternate until the evidence is stationary; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            CheckpointError: The checkpoint is of another network, other data or settings.
+
+        Warns:
+            ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
+        """
+        return posterior.tune_by_samples(self, progress=progress)
+
+    def identity(self, *, tune_noise: bool) -> dict[str, Any]:
+        """By which an interrupted tuning is recognised: all but the data and where it gives up."""
+        groups = self.structure
+        structure = [groups.name, digest(groups.index)] if isinstance(groups, Groups) else groups
+        options = {name: value for name, value in vars(self).items() if name not in ("data", "checkpoint")}
+        return {**options, "evidence": "tangent", "structure": structure, "tune_noise": tune_noise, "max_steps": None}
+
+
+class TunedBySamples(Protocol):
+    """What :class:`SampledEvidence` needs of a posterior."""
+
+    def tune_by_samples(self, options: SampledEvidence, *, progress: bool) -> SampledTuningResult:
+        """Tune by samples."""
+
+
+class SampledPosterior(HasPriorGroups, Protocol):
+    """What :func:`tune_prior` needs of a posterior."""
+
+    likelihood: Likelihood
+    solver: Solver
+    chunk_size: int
+
+    def prior(self) -> GaussianPrior:
+        """The prior at the present precision."""
+
+    @property
+    def noise_std(self) -> Tensor | None:
+        """The noise level."""
+
+    @property
+    def temperature(self) -> Tensor:
+        """Divides the log-likelihood."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The network's weights, ``[P]``."""
 
 
 def tune_prior(
-    posterior: SampledLaplace,
+    posterior: SampledPosterior,
     problem: TangentProblem,
     draws: Draws,
     z: Tensor,
-    options: TuningOptions,
+    options: SampledEvidence,
     checkpoint: Checkpoint | None,
     *,
+    tune_noise: bool,
     progress: bool,
-) -> Tuned:
+) -> SampledTuningResult:
     """Tune a sampled posterior's prior, or go on with it; the posterior stays as it is.
 
     Args:
@@ -232,14 +278,13 @@ def tune_prior(
         z: The samples at the posterior's hyperparameters.
         options: What was asked for.
         checkpoint: Where an interrupted tuning may lie, and where this one is written to.
+        tune_noise: Whether to tune the noise.
         progress: Whether to show progress bars.
     """
     if options.structure == "scalar":
-        groups, own = Groups("scalar", ("all",), torch.zeros(posterior.n_parameters, dtype=torch.long)), None
+        groups, own = Groups("scalar", ("all",), torch.zeros(posterior.network.n_parameters, dtype=torch.long)), None
     else:
-        anything: Any = posterior  # of which the groups need no more than every posterior has
-        own = chosen_groups(anything, options.structure, problem.data)
-        groups = own or Groups(LAYERWISE, posterior.layer_names, posterior.network.layer_index())
+        groups = own = chosen_groups(posterior, options.structure, problem.data)
     temperature = float(posterior.temperature.detach())
     scaling = None if options.scaling is None else _g_prior_scaling(problem, groups, posterior.likelihood)
     model = Alternation(
@@ -279,28 +324,33 @@ def tune_prior(
         current,
         method=options.method,
         temperature=temperature,
-        tune_noise=options.tune_noise,
+        tune_noise=tune_noise,
         max_steps=options.max_steps,
         tolerance=options.tolerance,
         progress=progress,
         keep=None if checkpoint is None else partial(write_state, checkpoint),
     )
     assert model.last is not None
+    around_tangent = options.predictive_mean == "tangent"
     precision = state.precision[0] if options.structure == "scalar" else state.precision
-    result = SampledTuningResult(
+    mean = model.optimum(state.precision, state.noise_std, state.optimum).vector if around_tangent else None
+    return SampledTuningResult(
         method=options.method,
         structure=groups.name,
-        prior_precision=precision,
+        prior_precision=precision if scaling is None else model.entries(state.precision),
+        group_precision=precision,
+        groups=own,
         noise_std=state.noise_std,
+        value=math.nan,
         converged=converged,
         residual=state.steps[-1].residual if state.steps else 0.0,
         steps=tuple(state.steps),
+        n_evaluations=len(state.steps),
+        vector=None if mean is None else mean.to(posterior.mean),
+        predictive_mean=options.predictive_mean,
+        samples=final.z,
+        solved=model.last,
     )
-    mean = None
-    if options.predictive_mean == "tangent":
-        mean = model.optimum(state.precision, state.noise_std, state.optimum).vector.to(posterior.mean)
-    entries = precision if scaling is None else model.entries(state.precision)
-    return Tuned(result, entries, own, final.z, model.last, mean)
 
 
 def _means(entries: Tensor, groups: Groups) -> Tensor:
@@ -313,7 +363,7 @@ def _g_prior_scaling(problem: TangentProblem, groups: Groups, likelihood: Likeli
     """``diag(H)`` at the present noise, estimated, by which a g-prior multiplies the precisions, ``[P]`` float64."""
     # Where the noise of the estimate starts from is not worth an argument; it is not that of the samples.
     diagonal = problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0)).double().cpu()
-    return floored(diagonal, groups.index) * float(likelihood.curvature_weights().detach()[0])
+    return with_floor(diagonal, groups.index) * float(likelihood.curvature_weights().detach()[0])
 
 
 _STEP = tuple(field.name for field in fields(TuningStep))

@@ -6,9 +6,9 @@ See :mod:`laplace_plus.posteriors.viking.elbo` for the family, its divergence an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from typing_extensions import override
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
+from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.geometry import kinks
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network import Network
@@ -37,6 +38,44 @@ from laplace_plus.predictive.deviations import pushed
 from laplace_plus.selection import Selection
 
 _WHY = "The evidence lower bound passes over the data again and again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundResult(TuningResult):
+    """What maximising the evidence lower bound found; ``value`` is the bound.
+
+    Attributes:
+        image_std: σ_im, 0-d float64.
+    """
+
+    image_std: Tensor
+
+
+@dataclass(frozen=True)
+class VariationalBound:
+    """Maximises the evidence lower bound of a :class:`VIKING` over α and σ_im, from where they are.
+
+    That is what ``fit`` ends with; it is of use after the noise level, the temperature or the prior mean have changed.
+    The posterior's mean stays.
+
+    Args:
+        data: The training data; by default the loaders of the fit.
+    """
+
+    data: Iterable[Any] | None = field(default=None, repr=False)
+
+    def tune(
+        self, posterior: VIKING, *, progress: bool = False, generator: torch.Generator | None = None
+    ) -> TuningResult:
+        """Maximise the bound; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            DataError: The data are not known any more, or are others than those of the fit.
+
+        Warns:
+            ConvergenceWarning: The search did not converge.
+        """
+        return posterior.run_tuner(self, progress=progress, generator=generator)
 
 
 class VIKING(ProjectedNoisePosterior):
@@ -93,6 +132,8 @@ class VIKING(ProjectedNoisePosterior):
         >>> bool(posterior.image_std < posterior.kernel_std)
         True
     """
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
 
     def __init__(
         self,
@@ -279,28 +320,28 @@ class VIKING(ProjectedNoisePosterior):
         self.require_fit()
         return self._bound(data).evaluate(self._logs())[0]
 
-    @full_precision
-    def fit_prior_precision(self, *, data: Iterable[Any] | None = None) -> Self:
-        """Maximise the bound over α and σ_im again, from their present values.
-
-        :meth:`fit` ends with the same search; repeat it after changing the noise level, the temperature or the prior
-        mean. The mean stays, and there is no other criterion.
-
-        Args:
-            data: The training data; by default those of :meth:`fit`.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            DataError: The training data are not available any more, or others than those of the fit.
-
-        Warns:
-            ConvergenceWarning: The search did not converge.
-        """
-        self.require_fit()
-        logs, converged = self._bound(data).maximise(self._logs(), self.scale_fit, self._history)
-        self._take(logs)
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
+        assert isinstance(tuner, VariationalBound)
+        logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_fit, self._history)
         self._warn_unless_converged(converged)
-        return self
+        alpha, image = logs.exp()
+        return BoundResult(
+            method="elbo",
+            prior_precision=alpha.to(self.mean.dtype),
+            noise_std=None,
+            value=self._history[-1].elbo,
+            converged=converged,
+            n_evaluations=len(self._history),
+            image_std=image,
+        )
+
+    @override
+    def apply_tuning(self, result: TuningResult) -> None:
+        assert isinstance(result, BoundResult)
+        super().apply_tuning(result)
+        self._learnt_precision, self._image_std = self._prior_precision, result.image_std
 
     def _logs(self) -> Tensor:
         return torch.stack([self._prior_precision.double().cpu().reshape(()), self.image_std]).log()
