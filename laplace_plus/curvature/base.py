@@ -175,6 +175,8 @@ class Backend(ABC):
 def _alternative(kind: str, structure: str) -> str:
     if kind == "hessian" and structure == "KFAC":
         return 'A Hessian has no Kronecker form: use lp.Full or lp.Diagonal with Native(kind="hessian"), or kind="ggn".'
+    if structure not in ("full", "diagonal", "KFAC", "low-rank"):
+        return "Tell the native backend about it with laplace_plus.curvature.register_structure."
     return f'The native backend can: backend=Native(kind="{kind}").'
 
 

@@ -41,10 +41,6 @@ class ParameterRows:
     count: int | None
     start: int
 
-    def slice_of(self, index: Tensor) -> Tensor:
-        """The rows of a tensor that is shaped like the parameter."""
-        return index if self.count is None else index[self.start : self.start + self.count]
-
 
 class ExampleAxis(NamedTuple):
     """Position of a batch's examples in a call's output.
@@ -133,10 +129,10 @@ class LinearCall(Call):
     def index(self, positions: dict[str, Tensor]) -> Tensor:
         columns = []
         if self.weight is not None:
-            weight = self.weight.slice_of(positions[self.weight.name])
+            weight = positions[self.weight.name][self.weight.start :][: self.weight.count]
             columns.append(weight.T if self.transposed else weight)
         if self.bias is not None:
-            columns.append(self.bias.slice_of(positions[self.bias.name])[:, None])
+            columns.append(positions[self.bias.name][self.bias.start :][: self.bias.count, None])
         return torch.cat(columns, 1).unflatten(0, (self._groups() if self.packed else 1, -1))
 
     def _groups(self) -> int:

@@ -100,8 +100,12 @@ class _Recorder(TorchFunctionMode):
             with nullcontext() if self.keep_graph else torch.no_grad():
                 call = RULES[func](self._find, *args, **kwargs)
             # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
-            if call is not None and not {rows.name for rows in used} <= {rows.name for rows in call.rows}:
-                call = None
+            names = []
+            for rows in call.rows if call is not None else ():
+                names.append(rows.name)
+            for rows in used:
+                if rows.name not in names:
+                    call = None
         if call is not None:
             self.last_used = used[-1].name
             if call.weight is not None and call.weight.name not in self.wanted:
@@ -279,43 +283,40 @@ class Capture:
             return [positions.movedim(-1, 1 + self.calls[0].feature_axis % (positions.ndim - 1))]
         found: Any = [None] * len(self.calls)
         if self.graph_outputs.requires_grad:
-            found = self._backward(cotangents.to(self.graph_outputs.dtype))
+            edges = []
+            for call in self.calls:
+                edges.append(call.edge)
+            outputs, cotangents, found = self.graph_outputs, cotangents.to(self.graph_outputs.dtype), None
+            options: dict[str, Any] = {"create_graph": self.differentiable, "retain_graph": True, "allow_unused": True}
+            with warnings.catch_warnings():
+                # The user knows about hooks, and cannot change that torch loops over some operations.
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
+                try:
+                    if len(cotangents) > 1 and not self.differentiable:
+                        with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
+                            found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
+                    if found is None:
+                        rows = [torch.autograd.grad(outputs, edges, one, **options) for one in cotangents]
+                        columns = zip(*rows, strict=True)
+                        found = [None if column[0] is None else torch.stack(column) for column in columns]
+                except UserWarning as warning:
+                    if _NO_DERIVATIVE not in str(warning):
+                        raise
+                    operation = str(warning).partition(f": {_NO_DERIVATIVE}")[0]
+                    raise UnsupportedError(
+                        f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
+                        expected="operations with derivatives behind every selected parameter",
+                        got=f"{operation!r} behind some of them",
+                        fix='Select only parameters behind it, such as parameters="last_layer".',
+                    ) from warning
         gradients = []
         for call, gradient in zip(self.calls, found, strict=True):
             if gradient is None:
                 gradient = call.output_like.new_zeros(len(cotangents), *call.output_shape)
             gradients.append(gradient)
         return gradients
-
-    def _backward(self, cotangents: Tensor) -> list[Tensor | None]:
-        """Vector-Jacobian products ``[V, *output shape]`` for each call, None where there is no dependence."""
-        edges = []
-        for call in self.calls:
-            edges.append(call.edge)
-        options: dict[str, Any] = {"create_graph": self.differentiable, "retain_graph": True, "allow_unused": True}
-        with warnings.catch_warnings():
-            # The user knows about hooks, and cannot change that torch loops over some operations.
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
-            try:
-                if len(cotangents) > 1 and not self.differentiable:
-                    with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
-                        return list(
-                            torch.autograd.grad(self.graph_outputs, edges, cotangents, is_grads_batched=True, **options)
-                        )
-                rows = [torch.autograd.grad(self.graph_outputs, edges, one, **options) for one in cotangents]
-            except UserWarning as warning:
-                operation, is_it, _ = str(warning).partition(f": {_NO_DERIVATIVE}")
-                if not is_it:
-                    raise
-                raise UnsupportedError(
-                    f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
-                    expected="operations with derivatives behind every selected parameter",
-                    got=f"{operation!r} behind some of them",
-                    fix='Select only parameters behind it, such as parameters="last_layer".',
-                ) from warning
-        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: set[str]) -> frozenset[str]:
@@ -404,83 +405,69 @@ def example_axes(network: Network, capture: Capture) -> list[ExampleAxis | None]
     probed = capture if capture.n_examples > 1 else _doubled(network, capture)
     if probed is None:  # then it is treated as in other batches
         return axes
-    searches = _search(probed, exact=not any(comes_first))
-    for number, (call, search) in enumerate(zip(calls, searches, strict=True)):
-        axes[number] = known.get(call.label, search.axis) if all(comes_first) else search.axis
+    for number, (axis, is_sure) in enumerate(_search(probed, exact=not any(comes_first))):
+        label = calls[number].label
+        axes[number] = known.get(label, axis) if all(comes_first) else axis
         # Learnt once: a later, malformed input must not change it.
-        if search.axis is not None and search.n_witnesses >= 2:
-            known.setdefault(call.label, search.axis)
+        if axis is not None and is_sure:
+            known.setdefault(label, axis)
     return axes
 
 
-class _AxisSearch:
-    """The axes of a call's output along which examples may lie, narrowed down by what single examples reach.
-
-    Attributes:
-        candidates: The axes that agree with every example so far.
-        n_witnesses: Number of examples whose outputs reach the call.
-        is_settled: Whether further examples would not change the answer.
-        axis: The answer: None if no axis agrees, or if too few examples reach the call.
-    """
-
-    def __init__(self, call: Call, n_examples: int, exact: bool):
-        self.candidates: list[ExampleAxis] = []
-        for axis in call.example_axes:
-            size = call.output_shape[axis]
-            if size == n_examples if exact else size % n_examples == 0:
-                self.candidates += [ExampleAxis(axis, False), ExampleAxis(axis, True)]
-        self.n_witnesses = 0
-        self.is_settled = not self.candidates
-        self.axis: ExampleAxis | None = None
-
-    def narrow(self, row: Tensor, example: int, n_examples: int) -> None:
-        """Take the gradient ``[*output shape]`` of one example's outputs into account."""
-        if not row.any():
-            return
-        self.n_witnesses += 1
-        agreeing = []
-        for where in self.candidates:
-            reached = by_example(row, n_examples, where).flatten(1).any(-1)
-            reached[example] = False
-            if not reached.any():
-                agreeing.append(where)
-        self.candidates = agreeing
-        self.is_settled = self.n_witnesses >= 2 or not agreeing
-
-
-def _search(capture: Capture, *, exact: bool) -> list[_AxisSearch]:
+def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, bool]]:
     """Look for the example axis of each call.
 
     Args:
         capture: At least two examples.
         exact: Whether the axis must hold one entry for each example rather than a multiple.
+
+    Returns:
+        For each call the first axis that agrees with every example tried, or None if there is none or too few examples
+        reach the call; and whether two examples reach it.
     """
-    outputs, n = capture.outputs, capture.n_examples
-    searches = [_AxisSearch(call, n, exact) for call in capture.calls]
+    outputs, n, calls = capture.outputs, capture.n_examples, capture.calls
+    candidates: list[list[ExampleAxis]] = []
+    for call in calls:
+        candidates.append([])
+        for axis in call.example_axes:
+            size = call.output_shape[axis]
+            if size == n if exact else size % n == 0:
+                candidates[-1] += [ExampleAxis(axis, False), ExampleAxis(axis, True)]
+    n_witnesses, unreached, settled = [0] * len(calls), [False] * len(calls), [False] * len(calls)
     # Deterministic, and generic enough that no gradient vanishes by symmetry.
     pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
     patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
     seen: set[int] = set()
-    # Two examples are enough, unless all units of some layer happen to be dead for them.
+    # Two examples are enough, unless all units of some layer happen to be inactive for them.
     for first in range(min((n + 1) // 2, _MAX_PROBES)):
         examples = sorted({first, n - 1 - first})
         seen.update(examples)
         probes = outputs.new_zeros(len(examples), *outputs.shape)
         for row, example in enumerate(examples):
             probes[row, example] = patterns[row]
-        for search, gradient in zip(searches, capture.gradients(probes), strict=True):
+        for number, gradient in enumerate(capture.gradients(probes)):
             for row, example in enumerate(examples):
-                search.narrow(gradient[row], example, n)
-        if all(search.is_settled for search in searches):
+                if not gradient[row].any():
+                    continue
+                n_witnesses[number] += 1
+                for where in candidates[number].copy():
+                    reached = by_example(gradient[row], n, where).flatten(1).any(-1)
+                    reached[example] = False
+                    if reached.any():
+                        candidates[number].remove(where)
+            settled[number] = n_witnesses[number] >= 2 or not candidates[number] or unreached[number]
+        if all(settled):
             break
         if first == 0:
             everything = patterns[:1, None].expand(1, n, *outputs.shape[1:])
-            for search, gradient in zip(searches, capture.gradients(everything), strict=True):
-                search.is_settled = search.is_settled or not bool(gradient.any())
-    for search in searches:
-        if search.candidates and (search.is_settled or len(seen) == n):
-            search.axis = search.candidates[0]
-    return searches
+            for number, gradient in enumerate(capture.gradients(everything)):
+                unreached[number] = not bool(gradient.any())
+                settled[number] = settled[number] or unreached[number]
+    found: list[tuple[ExampleAxis | None, bool]] = []
+    for number, own in enumerate(candidates):
+        told = settled[number] or len(seen) == n
+        found.append((own[0] if own and told else None, n_witnesses[number] >= 2))
+    return found
 
 
 def _doubled(network: Network, capture: Capture) -> Capture | None:

@@ -63,26 +63,31 @@ class Gradients:
     Args:
         network: The network; it remembers the example axes and the blocks.
         capture: Its capture of a batch.
+        structure_layouts: The blocks, where they may be others than the layers; see :meth:`Structure.layouts`.
 
     Attributes:
         axes: The example axis of each call, None for calls that are left to the general path.
+        layouts: The blocks' layouts, which together cover every selected entry once.
     """
 
-    def __init__(self, network: Network, capture: Capture):
-        self.network, self.capture = network, capture
-        self.axes = example_axes(network, capture)
+    def __init__(self, network: Network, capture: Capture, structure_layouts: Sequence[Layout] | None = None):
+        self.network, self.capture, self._structure_layouts = network, capture, structure_layouts or ()
+        self.axes: list[ExampleAxis | None] = []
+        if isinstance(capture.inputs, Tensor) and len(capture.inputs) == capture.n_examples and not capture.pointwise:
+            for call in capture.calls:
+                self.axes.append(network.example_axes.get(call.label))
+        if not self.axes or None in self.axes:
+            self.axes = example_axes(network, capture)
         calls: list[Any] = []
         for call, axis in zip(capture.calls, self.axes, strict=True):
             calls.append((type(call), call.rows, call.packed, axis))
         key = tuple(calls)
         if key not in network.layouts:
             network.layouts[key] = _plans(network, capture.calls, self.axes)
-        self._plans: list[_Plan] = network.layouts[key]
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The blocks' layouts, which together cover every selected entry once."""
-        return tuple(plan.layout for plan in self._plans)
+        self._plans: dict[str, _Plan] = network.layouts[key]
+        self.layouts: list[Layout] = []
+        for plan in self._plans.values():
+            self.layouts.append(plan.layout)
 
     def blocks(
         self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
@@ -93,14 +98,16 @@ class Gradients:
 
         Args:
             cotangents: Gradients of a scalar with respect to the outputs, V for each example.
-            layouts: Other blocks than the layers' own, as :meth:`Structure.layouts` gives them.
+            layouts: Other blocks than the layers' own; by default the structure's, if it was given.
         """
-        if layouts is not None:
-            yield from self._regrouped(cotangents, layouts)
-            return
+        layouts = self._structure_layouts if layouts is None else layouts
+        for layout in layouts:
+            if layout.key not in self._plans:
+                yield from self._regrouped(cotangents, layouts)
+                return
         gradients = self.capture.gradients(cotangents)
         general: dict[str, Tensor] | None = None
-        for plan in self._plans:
+        for plan in self._plans.values():
             uses = []
             for number in plan.members:
                 call, axis = self.capture.calls[number], self.axes[number]
@@ -125,12 +132,12 @@ class Gradients:
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
-        parts = [(gradients, layout.index) for layout, gradients in self.blocks(cotangents)]
+        parts = [(gradients, layout.index) for layout, gradients in self.blocks(cotangents, ())]
         return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
     def _regrouped(self, cotangents: Tensor, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ExampleGradients]]:
         """The gradients of blocks that take entries from several layers, or order them differently."""
-        layers = {layout.key: (layout, gradients) for layout, gradients in self.blocks(cotangents)}
+        layers = {layout.key: (layout, gradients) for layout, gradients in self.blocks(cotangents, ())}
         for layout in layouts:
             if layout.key in layers:
                 yield layout, layers[layout.key][1]
@@ -151,7 +158,7 @@ class Gradients:
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
-        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
+        names = [plan.layout.names[0] for plan in self._plans.values() if not plan.members]
         used = tuple(name for name in names if name not in self.capture.unused)
         values = self.network.per_example_gradients(self.capture.inputs, used, cotangents) if used else {}
         for item in self.network.selected:
@@ -162,7 +169,7 @@ class Gradients:
     def cotangent_chunks(self, n_cotangents: int) -> Iterator[slice]:
         """Slices of the cotangents whose gradients, all calls together, are of bounded size."""
         each = self.capture.cotangent_bytes
-        for plan in self._plans:
+        for plan in self._plans.values():
             if not plan.members:
                 each += 4 * self.capture.n_examples * plan.layout.n_entries
         step = max(1, min(_COTANGENT_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
@@ -194,8 +201,8 @@ class _Reshaped(ExampleGradients):
         return _Reshaped(self.source.in_dtype(dtype), self.shape)
 
 
-def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> list[_Plan]:
-    """Group the calls into blocks, in the order of their first use; then come the parameters without calls."""
+def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> dict[str, _Plan]:
+    """The blocks by key, in the order of their first use; last come the parameters without calls."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault(call.rows, []).append(number)
@@ -214,22 +221,29 @@ def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis |
                 # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
                 if other == rows:
                     continue
-                overlaps = [theirs.start == part.start for theirs in other if theirs.name == part.name]
-                clean = clean and len(other) == len(rows) and not any(overlaps)
+                clean = clean and len(other) == len(rows)
+                for theirs in other:
+                    clean = clean and (theirs.name != part.name or theirs.start != part.start)
         if not clean:
-            general.update([part.name for part in rows])
+            for part in rows:
+                general.add(part.name)
     plans: list[_Plan] = []
     covered: set[str] = set()
     for rows, members in groups.items():
-        names = tuple(dict.fromkeys([part.name for part in rows]))
+        names: tuple[str, ...] = ()
+        key = ""
+        for part in rows:
+            names += (part.name,) if part.name not in names else ()
+            key += ("+" if key else "") + (f"{part.name}[{part.start}:]" if part.start else part.name)
         if general.isdisjoint(names):
-            key = "+".join([part.name if part.start == 0 else f"{part.name}[{part.start}:]" for part in rows])
             plans.append(_plan(network, key, names, calls[members[0]], tuple(members)))
             covered.update(names)
     for name in network.parameter_names:
         if name not in covered:
             plans.append(_plan(network, name, (name,), None, ()))
-    total = sum([plan.layout.n_entries for plan in plans])
+    total = 0
+    for plan in plans:
+        total += plan.layout.n_entries
     if total != network.n_parameters:
         raise UnsupportedError(
             "The network used its parameters differently from one batch to the next.",
@@ -237,17 +251,24 @@ def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis |
             got=f"blocks that cover {total} of {network.n_parameters} selected entries",
             fix="Select only parameters that every input uses alike.",
         )
-    return plans
+    return {plan.layout.key: plan for plan in plans}
 
 
 def _plan(network: Network, key: str, names: tuple[str, ...], call: Call | None, members: tuple[int, ...]) -> _Plan:
     rule = GENERAL if call is None else call.rule
     key = f"{key} ({rule})"
-    items, offsets = [item for item in network.selected if item.name in names], network.offsets()
+    items: list[Selected] = []
+    empty: dict[str, Tensor] = {}
+    for item in network.selected:
+        if item.name in names:
+            items.append(item)
+            if item.mask is None:
+                empty[item.name] = torch.empty(item.shape, device="meta")
+    offsets = network.offsets()
     if call is not None:
         call = replace(call, value=call.value.new_empty(0))  # the captured input must not be kept alive
-        if all(item.mask is None for item in items):
-            shape = call.index({item.name: torch.empty(item.shape, device="meta") for item in items}).shape
+        if len(empty) == len(items):
+            shape = call.index(empty).shape
             return _Plan(Layout(key, names, rule, partial(_index, call, items, offsets), shape), members, None)
     index = _index(call, items, offsets)
     if call is not None and bool((index >= 0).all()):
@@ -350,11 +371,12 @@ def _survey(network: Network, batch: Batch) -> bool | None:
 
     The two are the first example and the last one that differs from it.
     """
-    leaves = [leaf for leaf in batches.flatten(batch.inputs)[0] if isinstance(leaf, Tensor) and leaf.ndim]
-    for other in reversed(range(1, len(leaves[0]))):
-        if any(bool((leaf[other] != leaf[0]).any()) for leaf in leaves):
-            break
-    else:
+    other = 0
+    for leaf in [batch.inputs] if isinstance(batch.inputs, Tensor) else batches.flatten(batch.inputs)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            differs = (leaf != leaf[:1]).reshape(len(leaf), -1).any(1).nonzero()
+            other = max(other, int(differs[-1])) if len(differs) else other
+    if not other:
         return None
     pair = Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]])
     try:

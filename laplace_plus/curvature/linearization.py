@@ -1,9 +1,9 @@
-"""The derivative of a network's outputs on one batch, as products: ``J v`` and ``Jᵀ u`` for stacks of vectors.
+"""The derivative of a network's outputs on one batch, as products: ``J v`` and ``Jᵀ u`` for several vectors.
 
-``J v`` is taken in forward mode, mapped over the stack, where the network's operations have forward derivatives and
-batching rules; otherwise one vector after the other, and where there is no forward derivative at all (recurrent
-layers) by differentiating the pullback, which is linear in its cotangent, or else output by output. None of the quicker
-ways is trusted blindly: each must agree with a plain backward pass on the first batch that it is used for.
+``J v`` uses forward mode, mapped over the vectors, where the network's operations have forward derivatives and batching
+rules. Otherwise it takes one vector after the other. Without any forward derivative (recurrent layers), it
+differentiates the pullback, which is linear in its cotangent, or else goes output by output. Each quicker AD mode must
+agree with a plain backward pass on the first batch that uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Way = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
 _FORWARD: frozenset[Way] = frozenset({"mapped forward", "forward"})
 
 _ROWS = 16
-"""Outputs that are differentiated at a time where nothing else works."""
+"""Outputs that are differentiated together where no other mode works; bounds memory at 16 gradients."""
 
 _SMALL = 100_000
 """Up to this many parameters, mapped backward passes are the quicker ones on a CPU, too."""
@@ -33,7 +33,7 @@ _SMALL = 100_000
 
 @dataclass
 class Ways:
-    """Which ways of differentiating have proved right for a network, and which have not; shared by all batches."""
+    """The AD modes that gave correct products for a network, and those that did not; shared by all batches."""
 
     right: set[Way] = field(default_factory=set)
     wrong: set[Way] = field(default_factory=set)
@@ -41,18 +41,18 @@ class Ways:
     def attempt(
         self, way: Way, compute: Callable[[Tensor], Tensor], vectors: Tensor, agrees: Callable[[Tensor, Tensor], bool]
     ) -> Tensor | None:
-        """The products with ``vectors [m, k]`` in that way, or None if it cannot do them or is wrong.
+        """The products with ``vectors [m, k]`` in an AD mode, or None if it fails or is wrong.
 
         Args:
-            way: Its name.
-            compute: Multiplies a stack.
-            vectors: The stack.
-            agrees: Compares a stack and the products with it with what a plain backward pass gives.
+            way: The mode.
+            compute: Multiplies vectors ``[m, k]``.
+            vectors: The vectors.
+            agrees: Compares vectors and their products with a plain backward pass.
         """
         if way in self.wrong:
             return None
         known = way in self.right
-        # The caller's vectors may be all zero, or single out one entry; a random one more tells more.
+        # The caller's vectors may be zero or one-hot; one more, random vector makes the comparison meaningful.
         given = vectors if known else torch.cat([vectors, _random_like(vectors[:1])])
         try:
             with warnings.catch_warnings():
@@ -61,7 +61,7 @@ class Ways:
                 products = compute(given)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # noqa: BLE001  -- whatever it is, a plain backward pass will do
+        except Exception:  # noqa: BLE001  -- a plain backward pass works in any case
             self.wrong.add(way)
             return None
         if known:
@@ -77,7 +77,7 @@ class Pullback:
     Args:
         outputs: The tensor, with its graph.
         point: The vector, ``[P]``.
-        ways: What is known so far.
+        ways: AD modes tried so far.
     """
 
     def __init__(self, outputs: Tensor, point: Tensor, ways: Ways):
@@ -96,7 +96,7 @@ class Pullback:
             if mapped is not None:
                 return total.add_(mapped)
         for row, cotangent in zip(total, cotangents, strict=True):
-            row += self.one(cotangent)  # one after the other, and never a second stack
+            row += self.one(cotangent)  # one after the other: no second [m, P] tensor
         return total
 
     def one(self, cotangent: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Linearization:
         network: The network.
         vector: θ, ``[P]``.
         inputs: The batch's inputs.
-        ways: What is known so far about its derivatives.
+        ways: AD modes tried so far.
     """
 
     def __init__(self, network: Network, vector: Tensor, inputs: Any, ways: Ways):
@@ -209,7 +209,7 @@ class Linearization:
         )
 
     def _row_by_row(self, vectors: Tensor) -> Tensor:
-        """Without a second derivative of any kind: one backward pass for each output."""
+        """One backward pass for each output, without forward or second derivatives."""
         products = vectors.new_empty(len(vectors), self.outputs.numel())
         for some in torch.arange(self.outputs.numel()).split(_ROWS):
             units = torch.zeros(len(some), self.outputs.numel(), dtype=vectors.dtype, device=vectors.device)
@@ -238,5 +238,5 @@ def _random_like(tensor: Tensor) -> Tensor:
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """For comparisons of two ways: what is wrong is wrong in the first digits, while half precision has only three."""
+    """Tolerance for comparing two modes: errors show in the first digits, and half precision has only three."""
     return max(1e-3, torch.finfo(tensor.dtype).eps ** 0.5)

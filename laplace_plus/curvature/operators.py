@@ -11,8 +11,8 @@ observation noise. With ``J_n`` the Jacobian of example n's outputs in the selec
 :class:`RootOperator`      ``Λ^½ J``, whose small Gram matrix shares the spectrum of the GGN
 =========================  ===========================================================================================
 
-A product with a stack of vectors takes one pass over the data, whatever their number. For one vector that costs about
-two forward and two backward passes. Memory is that of one batch and ``chunk_size`` vectors, besides the stack itself.
+A product with several vectors takes one pass over the data. For one vector that costs about two forward and two
+backward passes. Memory is that of one batch and ``chunk_size`` vectors, besides the vectors themselves.
 Results do not depend on how the data are cut into batches, but for rounding.
 """
 
@@ -38,7 +38,7 @@ from laplace_plus.linalg.operators import Operator, Transposed
 from laplace_plus.network import Network, exact_arithmetic
 
 CHUNK_SIZE = 16
-"""Number of vectors that are pushed through the network at a time, unless said otherwise."""
+"""Default number of vectors that are pushed through the network together: activations take this times the memory."""
 
 
 class _RowOperator(NetworkOperator):
@@ -88,10 +88,10 @@ class _RowOperator(NetworkOperator):
         start = first_row = 0
         with exact_arithmetic(self.network):
             for batch in self._stream.batches(type(self).__name__, ordered=True):
-                for piece, gradients in micro_batches(self.network, batch):
+                for part, gradients in micro_batches(self.network, batch):
                     capture = gradients.capture
                     outputs = capture.outputs.view(capture.output_shape)
-                    root = self._output_root(piece, outputs, first_row)
+                    root = self._output_root(part, outputs, first_row)
                     rows = result[start : start + root.size].view(len(outputs), -1, self.shape[1])
                     for number in range(rows.shape[1]):
                         rows[:, number] = _rows_of_examples(gradients, root, number, rows.shape[1])
@@ -192,7 +192,7 @@ class CurvatureOperator(NetworkOperator):
         self.shape = (stream.network.n_parameters, stream.network.n_parameters)
 
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
-        """What the first pass finds out about a batch that ``n_seen`` examples precede."""
+        """Take note of a batch in the first pass, after ``n_seen`` examples."""
 
     @override
     def _transpose(self) -> Operator:
@@ -316,9 +316,7 @@ class FisherOperator(_SandwichOperator):
             raise ConfigurationError("Unknown Fisher information.", expected='"mc" or "empirical"', got=repr(kind))
         for name, value, least in (("n_samples", n_samples, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(
-                    "There is no such number.", expected=f"{name}: an integer >= {least}", got=repr(value)
-                )
+                raise ConfigurationError(f"{name} is out of range.", expected=f"an integer >= {least}", got=repr(value))
         self.kind, self.n_samples, self.seed = kind, n_samples, seed
         self._ordered = kind == "mc"
         self._drawn: list[Tensor] = []

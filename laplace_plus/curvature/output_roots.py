@@ -1,6 +1,6 @@
-"""Roots of a likelihood's curvature on one batch of outputs: ``S`` with ``S Sᵀ ≈ Λ``, as products with stacks.
+"""Roots of a likelihood's curvature on one batch of outputs: products with ``S``, where ``S Sᵀ ≈ Λ``.
 
-All are at the likelihood's current observation noise, and ignored targets count for nothing.
+All are at the likelihood's current observation noise; ignored targets contribute nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.likelihoods import Categorical, Likelihood
+from laplace_plus.likelihoods import Likelihood
 
 _SLICE_ENTRIES = 2**24
-"""Entries of the root that are held at a time."""
+"""Entries of the root that are held together: 64 MiB in float32."""
 
 
 class OutputRoot(ABC):
@@ -55,19 +55,17 @@ class IdentityRoot(OutputRoot):
         return coordinates.reshape(len(coordinates), *self._shape)
 
 
-class CategoricalRoot(OutputRoot):
-    """``diag √p − p √pᵀ`` of every row, never written out, and without cancellation where a class is all but certain.
+class SoftmaxRoot(OutputRoot):
+    """``diag √p − p √pᵀ`` of every observation, never written out, and without cancellation near p = 1.
 
     Args:
-        outputs: Logits ``[B, *, C]``.
-        weight: ``[N]``, zero for ignored rows.
+        p: Probabilities ``[N, C]``, all zero for ignored observations.
+        shape: ``(B, *, C)``.
     """
 
-    def __init__(self, outputs: Tensor, weight: Tensor):
-        p = outputs.reshape(-1, outputs.shape[-1]).softmax(-1)
-        self._shape, self._top = outputs.shape, p.argmax(-1, keepdim=True)
-        self._p, self._rest = p, p.scatter(-1, self._top, 0.0)
-        self._root, self._weight = p.sqrt(), weight.unsqueeze(-1).to(p.dtype)
+    def __init__(self, p: Tensor, shape: torch.Size):
+        self._shape, self._top = shape, p.argmax(-1, keepdim=True)
+        self._p, self._rest, self._root = p, p.scatter(-1, self._top, 0.0), p.sqrt()
         self.size = p.numel()
 
     @override
@@ -75,7 +73,7 @@ class CategoricalRoot(OutputRoot):
         u = tangents.reshape(len(tangents), *self._p.shape)
         u = u - u.gather(-1, self._top.expand(len(u), -1, -1))  # S does not see what is the same for all classes
         centred = u - (self._rest * u).sum(-1, keepdim=True)
-        return (self._weight * self._root * centred).flatten(1)
+        return (self._root * centred).flatten(1)
 
     @override
     def up(self, coordinates: Tensor) -> Tensor:
@@ -85,7 +83,7 @@ class CategoricalRoot(OutputRoot):
         result = z - self._p * (others + z.gather(-1, top))
         # z_t − p_t Σ z = (1 − p_t) z_t − p_t Σ_{i≠t} z_i
         at_top = self._rest.sum(-1, keepdim=True) * z.gather(-1, top) - self._p.gather(-1, self._top) * others
-        return (self._weight * result.scatter(-1, top, at_top)).view(len(z), *self._shape)
+        return result.scatter(-1, top, at_top).view(len(z), *self._shape)
 
 
 class LikelihoodRoot(OutputRoot):
@@ -158,9 +156,10 @@ class VectorRoot(OutputRoot):
 
 def exact_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
     """``Λ = −∂² log p(y|f) / ∂f²`` (or what the likelihood puts in its place)."""
-    if isinstance(likelihood, Categorical):
-        rows, _, weight = likelihood.rows(outputs, targets)
-        return CategoricalRoot(rows.view(outputs.shape), weight)
+    rows, _, weight = likelihood.rows(outputs, targets)
+    hessian = likelihood.output_curvature(rows, weight)
+    if hessian is not None and hessian.coupled:
+        return SoftmaxRoot(hessian.scales, outputs.shape)
     return LikelihoodRoot(likelihood, outputs, targets)
 
 

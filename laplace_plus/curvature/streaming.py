@@ -1,7 +1,7 @@
-"""Operators whose products run over a data loader: what all of them share.
+"""Operators whose products run over a data loader: the parts that all of them share.
 
-A product takes one pass over the data for a whole stack of vectors. Between passes neither the network nor the data may
-change; both are checked, as products would otherwise come from different matrices and no algorithm would notice.
+A product takes one pass over the data for any number of vectors. Between passes neither the network nor the data may
+change. Both are checked: products would otherwise come from different matrices, and no algorithm would notice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from laplace_plus.linalg.operators import Operator
 from laplace_plus.network import Network, exact_arithmetic
 
 _ENTRIES_AT_A_TIME = 2**22
-"""Entries of the data that are in float64 at the same time, for their sums."""
+"""Entries of the data that are converted to float64 together, for their sums: 32 MiB."""
 
 
 class Stream:
@@ -44,7 +44,7 @@ class Stream:
 
     Raises:
         DataError: Data that can be run over only once, or of no known form.
-        ConfigurationError: A chunk size that is none.
+        ConfigurationError: A chunk size that is no positive integer.
         NonFiniteError: NaN or infinity among the parameters.
     """
 
@@ -52,7 +52,9 @@ class Stream:
         self, network: Network | nn.Module, arrange: Any, data: Iterable[Any], chunk_size: int, progress: bool
     ):
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-            raise ConfigurationError("There is no such chunk.", expected="chunk_size >= 1", got=repr(chunk_size))
+            raise ConfigurationError(
+                "chunk_size must be a positive integer.", expected="chunk_size >= 1", got=repr(chunk_size)
+            )
         if isinstance(data, Iterator):
             raise DataError(
                 "The data can be run over only once.",
@@ -64,8 +66,8 @@ class Stream:
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
         self.ways = Ways()
         self.network.check_finite()
-        # The network remembers one state, which may be that of somebody else's last look; a copy has its own.
-        self._watch = self.network.twin()
+        # The network remembers one state, which may belong to another check; a twin has its own.
+        self._watch, self._names = self.network.twin(), self.network.parameter_names
         self._watch.remember()
         self.n_data = self.n_outputs = 0
         self._sums: tuple[float, float] | None = None
@@ -73,13 +75,13 @@ class Stream:
     def survey(self, description: str) -> Iterator[tuple[Batch, Tensor]]:
         """The first pass: every batch with the network's outputs ``[B, *, C]`` on it, which are finite.
 
-        Not to be run through outside of :func:`~laplace_plus.network.exact_arithmetic`, as all passes.
+        All passes must run inside :func:`~laplace_plus.network.exact_arithmetic`.
         """
         sums = DataSums(self.network.device)
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
                 capture_batch(self.network, batch)  # tells which layer is the last one, and refuses what is cut off
-                self._watch.selected = self.network.selected
+                self._names = self.network.parameter_names
             outputs = self.network.forward(batch.inputs)
             if not bool(torch.isfinite(outputs).all()):
                 raise _not_finite(batch, outputs, number)
@@ -105,7 +107,7 @@ class Stream:
             ModelChangedError: The network is not what it was in the first pass.
             DataError: The data are not what they were.
         """
-        if self._watch.has_changed() or self._watch.parameter_names != self.network.parameter_names:
+        if self._watch.has_changed() or self._names != self.network.parameter_names:
             raise ModelChangedError(
                 "The network has changed since the operator was made.",
                 expected="the same weights, buffers and selection in every pass over the data",
@@ -175,10 +177,10 @@ class NetworkOperator(Operator):
 
     @abstractmethod
     def _multiply(self, vectors: Tensor) -> Tensor:
-        """``A v`` for a stack ``[m, n]``, in one pass over the data."""
+        """``A v`` for vectors ``[m, n]``, in one pass over the data."""
 
     def _run(self, multiply: Callable[[Tensor], Tensor], transpose: Operator, size: int, vectors: Tensor) -> Tensor:
-        """A product with ``[..., n]`` by a function of stacks ``[m, n] -> [m, size]``; differentiable."""
+        """A product with ``[..., n]`` by a function ``[m, n] -> [m, size]``; differentiable."""
 
         def products(stack: Tensor) -> Tensor:
             self.matvecs += len(stack)
@@ -205,7 +207,7 @@ class NetworkOperator(Operator):
 
 
 class DataSums:
-    """A summary of the data by which two passes are compared: their number, and two sums over their entries.
+    """A summary of the data that tells two passes apart: the number of examples, and two sums over their entries.
 
     An example contributes ``Σ_k r_k + Σ_{j<k} r_j r_k``, where ``r_k`` is a weighted sum over the entries of its k-th
     tensor, the target among them: inputs with other examples' targets have other products. The second sum weights
@@ -250,7 +252,7 @@ class DataSums:
 
 
 def same_sum(before: float, now: float) -> bool:
-    """Whether two sums of :class:`DataSums` are of the same data."""
+    """Whether two sums of :class:`DataSums` come from the same data, up to rounding."""
     return not abs(before - now) > 1e-6 * (1 + abs(before))
 
 
@@ -262,7 +264,7 @@ def _row_sums(values: Tensor) -> Tensor:
 
 
 def _irregular(start: int, stop: int, device: torch.device) -> Tensor:
-    """Weights between 1/2 and 3/2 of no regularity, one for each number."""
+    """Weights between 1/2 and 3/2 without regularity (multiples of the golden ratio), one for each number."""
     numbers = torch.arange(start, stop, dtype=torch.float64, device=device)
     return 0.5 + (numbers * 0.6180339887498949) % 1.0
 

@@ -170,6 +170,14 @@ class Curvature:
     def __iter__(self) -> Iterator[tuple[Layout, Block]]:
         return iter(self.blocks)
 
+    @property
+    def layouts(self) -> list[Layout]:
+        """The blocks' layouts."""
+        layouts = []
+        for layout, _ in self.blocks:
+            layouts.append(layout)
+        return layouts
+
     def add_(self, other: Curvature) -> Curvature:
         """Add the curvature of further data in place, and return the sum.
 

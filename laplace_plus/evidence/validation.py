@@ -108,7 +108,9 @@ class Validation:
         assert self.data is not None
         with torch.no_grad():
             for batch in iterate(self.data, device=network.device, progress=progress, description="validation"):
-                functional = functional_posteriors(network, factor_sets, batch.inputs, outputs=outputs)
+                functional = functional_posteriors(
+                    network, factor_sets, batch.inputs, outputs=outputs, layouts=model.curvature.layouts
+                )
                 likelihood.validate(functional[0].mean, batch.target)
                 n_targets += likelihood.rows(functional[0].mean, batch.target)[2].sum().item()
                 seed = int(torch.randint(2**62, (), generator=generator, device=source)) if draws else 0

@@ -38,7 +38,7 @@ from laplace_plus.curvature.capture import Capture, capture_batch
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import Curvature, DiagonalStructure, KroneckerStructure, Structure, whole_layout
 from laplace_plus.integrations.foreign import ForeignBackend, Layer, loss_targets
-from laplace_plus.likelihoods import Bernoulli, Likelihood
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import Network
 from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
@@ -141,7 +141,7 @@ class BackPack(ForeignBackend):
             return Curvature(list(blocks)), outputs
         values = _vectors(network, found)
         if isinstance(structure, DiagonalStructure):
-            if by_output:  # directions of the squared error's root are outputs
+            if by_output:  # the cotangents of the squared error's root are outputs
                 values = values.square().sum(1)
             values = values.view(-1, network.n_parameters) * scale  # [K, P]
             layouts = Gradients(network, capture).layouts
@@ -227,7 +227,8 @@ class BackPack(ForeignBackend):
         """Run a second-order extension; returns the factor by which its results are to be multiplied."""
         raw = batches.output_tensor(batches.call(private, _detached(batch.inputs)))
         outputs = network.arrange(raw)
-        if isinstance(likelihood, Bernoulli) and raw.ndim == 2 and raw.shape[1] > 1:
+        loss, scale = self.loss(likelihood)
+        if isinstance(loss, nn.BCEWithLogitsLoss) and raw.ndim == 2 and raw.shape[1] > 1:
             raise self.refusal("has a binary loss for one output", expected="C = 1", got=f"C = {raw.shape[1]}")
         if raw.ndim != 2 or outputs.shape != raw.shape:
             raise self.refusal(
@@ -238,10 +239,9 @@ class BackPack(ForeignBackend):
             raise self.refusal(
                 "counts ignored targets", expected="no target equal to ignore_index", got="ignored targets"
             )
-        loss = self.loss(likelihood)
         with backpack(extension):
-            extend(loss.module)(raw, targets).backward()
-        return loss.scale
+            extend(loss)(raw, targets).backward()
+        return scale
 
 
 class _Chain(TorchFunctionMode):
@@ -367,10 +367,10 @@ def _kronecker_block(
     """Join the factors of weight and bias, which BackPACK has one by one: the bias's input is the constant one."""
     prefix = f"{layer.name}." if layer.name else ""
     count = torch.tensor(float(n_data), dtype=torch.float64)
-    left = found[prefix + ("weight" if layer.has_weight else "bias")][0]
-    if layer.has_weight:
+    left = found[prefix + ("weight" if layer.call.weight is not None else "bias")][0]
+    if layer.call.weight is not None:
         right = found[prefix + "weight"][1] * n_data  # BackPACK's is an average
-        if layer.has_bias:
+        if layer.call.bias is not None:
             (column,) = input_sums
             border = torch.cat([column, column.new_full((1,), n_data)])
             right = torch.cat([torch.cat([right, column[:, None]], 1), border[None]])

@@ -23,8 +23,8 @@ from laplace_plus.curvature.base import KINDS
 from laplace_plus.curvature.calls import EmbeddingCall
 from laplace_plus.curvature.capture import Capture, capture_batch
 from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure, whole_layout
-from laplace_plus.integrations.foreign import ForeignBackend, Loss, loss_targets
-from laplace_plus.likelihoods import Categorical, Likelihood
+from laplace_plus.integrations.foreign import ForeignBackend, loss_targets
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
@@ -83,7 +83,9 @@ class Curvlinops(ForeignBackend):
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
         self.check(structure, likelihood)
-        loss = self.loss(likelihood)
+        loss, scale = self.loss(likelihood)
+        if self.kind == "empirical_fisher":  # which is quadratic in the loss
+            scale *= scale
         capture = capture_batch(network, batch)
         outputs = capture.outputs.view(capture.output_shape)
         likelihood.validate(outputs, batch.target)
@@ -102,14 +104,10 @@ class Curvlinops(ForeignBackend):
                 expected="no target equal to ignore_index",
                 got="ignored targets",
             )
-        task = _Task(network, likelihood, loss, batch.inputs, targets, capture, generator)
+        task = _Task(network, likelihood, loss, scale, batch.inputs, targets, capture, generator)
         if isinstance(structure, KroneckerStructure):
             return self._factored(task, structure.weight_sharing), outputs
         return self._full(task), outputs
-
-    def _scale(self, loss: Loss) -> float:
-        """What a curvature of the loss is to be multiplied by; the empirical Fisher is quadratic in the loss."""
-        return loss.scale**2 if self.kind == "empirical_fisher" else loss.scale
 
     # -- full matrices -------------------------------------------------------------------------------------------------
 
@@ -119,11 +117,11 @@ class Curvlinops(ForeignBackend):
         options: dict[str, Any] = {"mc_samples": self.n_samples} if self.kind == "ggn_mc" else {}
         parts = []
         for component in task.components:
-            model = _FunctionOfVector(network, task.likelihood, component)
+            model = _FunctionOfVector(network, task.loss, component)
             if self.kind == "ggn_mc":
                 options["seed"] = task.seed()
             operator = _FULL[self.kind](
-                model, task.loss.module, [model.vector], task.data(component), **task.common, **options
+                model, task.loss, [model.vector], task.data(component), **task.common, **options
             )
             # Attention's fused kernels have no derivatives forwards.
             with self.translated(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
@@ -131,7 +129,7 @@ class Curvlinops(ForeignBackend):
                 warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 parts.append(_dense(operator, network, capture.activation_elements))
-        matrix = torch.stack(parts)[:, None] * self._scale(task.loss)  # [K, 1, P, P]
+        matrix = torch.stack(parts)[:, None] * task.scale  # [K, 1, P, P]
         tolerance = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max()
         if bool(((matrix - matrix.mT).abs() > tolerance).any()):
             raise self.refusal(
@@ -166,14 +164,14 @@ class Curvlinops(ForeignBackend):
         layers = self.kronecker_layers(network, task.capture, private)
         positions = {layer.name: _watch_positions(layer.module) for layer in layers}
         parameters = dict(private.named_parameters())
-        scale = self._scale(task.loss)
+        scale = task.scale
         lefts: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
         rights: dict[str, Tensor] = {}
         for component in task.components:
             with self.translated(), torch.enable_grad():
                 operator = KFACLinearOperator(
                     _WithOutputs(private, network, component),
-                    task.loss.module,
+                    task.loss,
                     [parameters[name] for name in network.parameter_names],
                     task.data(component),
                     seed=task.seed() if self.kind == "ggn_mc" else 0,
@@ -190,7 +188,7 @@ class Curvlinops(ForeignBackend):
                 key = f"private.{layer.name}" if layer.name else "private"
                 left = factors["gradient_covariances"].get(key)
                 right = factors["input_covariances"].get(key)
-                if left is None or (right is None and layer.has_weight):
+                if left is None or (right is None and layer.call.weight is not None):
                     raise self.refusal(
                         f"did not see {layer.name!r} at work",
                         expected="layers that are called as modules and that the outputs depend on",
@@ -210,7 +208,7 @@ class Curvlinops(ForeignBackend):
                     )
                 n_rows, per_example = n_data, 1
             # curvlinops has divided the sum of a aᵀ by the number of examples and of positions of each.
-            right = rights[layer.name] * (n_data * per_example if layer.has_weight else n_rows)
+            right = rights[layer.name] * (n_data * per_example if layer.call.weight is not None else n_rows)
             count = torch.tensor(float(n_rows), dtype=torch.float64)
             left = torch.stack(lefts[layer.name])[:, None].to(network.dtype)
             blocks.append((layer.layout, KroneckerBlock(left, right[None].to(network.dtype), count)))
@@ -223,7 +221,8 @@ class _Task:
 
     network: Network
     likelihood: Likelihood
-    loss: Loss
+    loss: nn.Module
+    scale: float
     inputs: Any
     targets: Tensor
     capture: Capture
@@ -255,10 +254,10 @@ class _Task:
 class _FunctionOfVector(nn.Module):
     """The outputs as a function of the parameter vector, the only parameter, in the axes that torch's losses take."""
 
-    def __init__(self, network: Network, likelihood: Likelihood, component: int | None):
+    def __init__(self, network: Network, loss: nn.Module, component: int | None):
         super().__init__()
         self.vector = nn.Parameter(network.vector())
-        self.classes_first = isinstance(likelihood, Categorical)
+        self.classes_first = isinstance(loss, nn.CrossEntropyLoss)
         self.component = component
         # In a tuple: the user's model must not become a part of this module.
         self.network = (network,)

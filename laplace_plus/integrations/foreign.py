@@ -23,7 +23,7 @@ from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import MATRIX, KroneckerStructure, Layout, Structure
 from laplace_plus.errors import InputError, LaplacePlusError, UnsupportedError
-from laplace_plus.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 
 
@@ -71,23 +71,20 @@ class ForeignBackend(Backend):
                 "cannot differentiate this network", expected="operations that the library knows", got=text[:400]
             ) from error
 
-    def loss(self, likelihood: Likelihood) -> Loss:
-        """The torch loss that stands for a likelihood at unit noise.
+    def loss(self, likelihood: Likelihood) -> tuple[nn.Module, float]:
+        """The torch loss that stands for a likelihood at unit noise, and its factor; see :meth:`Likelihood.torch_loss`.
 
         Raises:
             UnsupportedError: There is none.
         """
-        if isinstance(likelihood, Categorical):
-            return Loss(nn.CrossEntropyLoss(reduction="sum"), 1.0)
-        if isinstance(likelihood, Bernoulli):
-            return Loss(nn.BCEWithLogitsLoss(reduction="sum"), 1.0)
-        if isinstance(likelihood, Gaussian):
-            return Loss(nn.MSELoss(reduction="sum"), 0.5)
-        raise self.refusal(
-            f"has no loss for {type(likelihood).__name__}",
-            expected="a Categorical, Bernoulli or Gaussian likelihood",
-            got=type(likelihood).__name__,
-        )
+        loss = likelihood.torch_loss()
+        if loss is None:
+            raise self.refusal(
+                f"has no loss for {type(likelihood).__name__}",
+                expected="a likelihood with a torch_loss, such as Categorical, Bernoulli or Gaussian",
+                got=type(likelihood).__name__,
+            )
+        return loss
 
     def private_copy(self, network: Network) -> nn.Module:
         """A copy of the model in evaluation mode, for hooks and attributes to be hung on.
@@ -145,8 +142,6 @@ class ForeignBackend(Backend):
                 what = type(module).__name__ if module is not None else "several modules"
             elif layout.rule != MATRIX or len(calls) != 1:
                 what = "a weight that is shared, or used by something else than its layer"
-            elif bool((layout.index < 0).any()):
-                what = "a selection of single entries"
             elif layout.shape[0] != 1:
                 what = "a grouped convolution"
             elif isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
@@ -160,20 +155,6 @@ class ForeignBackend(Backend):
             name = layout.names[0].rpartition(".")[0]
             layers.append(Layer(layout, name, module, calls[0], axes[id(calls[0])]))
         return layers
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A sum-reduced torch loss that stands for a likelihood.
-
-    Attributes:
-        module: The loss.
-        scale: The negative log-likelihood at unit noise is this times the loss, up to a constant: ½ for the squared
-            error, whose gradient is twice the residual.
-    """
-
-    module: nn.Module
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -194,16 +175,6 @@ class Layer:
     call: Call
     axis: ExampleAxis | None
 
-    @property
-    def has_weight(self) -> bool:
-        """Whether the weight is selected."""
-        return self.call.weight is not None
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether the bias is selected."""
-        return self.call.bias is not None
-
 
 def loss_targets(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> tuple[Tensor, bool]:
     """Targets as torch's losses take them, and whether some are to be ignored.
@@ -218,6 +189,6 @@ def loss_targets(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> tuple
     """
     _, targets, weight = likelihood.rows(outputs, batch.target)
     ignored = bool((weight == 0).any())
-    if isinstance(likelihood, Categorical):
+    if not targets.is_floating_point():
         return torch.where(weight > 0, targets, torch.full_like(targets, -100)).view(outputs.shape[:-1]), ignored
     return targets.view(outputs.shape), ignored

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.batches import batch_size, can_be_cut, cut
+from laplace_plus.curvature import Layout
 from laplace_plus.curvature.gradients import same_outputs
 from laplace_plus.errors import DataError
 from laplace_plus.network import Network
@@ -40,17 +41,26 @@ class FactorCovariances(Covariances):
         factor_sets: One for each posterior.
         unit: What is left out.
         n_outputs: C.
+        layouts: The blocks of the precisions, where they may be others than the layers.
     """
 
-    def __init__(self, network: Network, factor_sets: Sequence[Mapping[str, Factor]], unit: Unit, n_outputs: int):
-        self._network, self._sets, self._unit, self._n_outputs = network, factor_sets, unit, n_outputs
+    def __init__(
+        self,
+        network: Network,
+        factor_sets: Sequence[Mapping[str, Factor]],
+        unit: Unit,
+        n_outputs: int,
+        layouts: Sequence[Layout] | None = None,
+    ):
+        self._network, self._sets, self._unit = network, factor_sets, unit
+        self._options: dict[str, Any] = {"expected_outputs": n_outputs, "layouts": layouts}
 
     @override
     def of(self, inputs: Any, outputs: Tensor) -> list[Tensor]:
         shape = outputs.shape
         if self._unit == "example" and shape[1:-1].numel() > 1:
             return self._of_examples(inputs, shape)
-        found = functional_posteriors(self._network, self._sets, inputs, expected_outputs=self._n_outputs)
+        found = functional_posteriors(self._network, self._sets, inputs, **self._options)
         return [posterior.covariance.reshape(-1, shape[-1], shape[-1]) for posterior in found]
 
     def _of_examples(self, inputs: Any, shape: torch.Size) -> list[Tensor]:
@@ -66,7 +76,7 @@ class FactorCovariances(Covariances):
         parts = []
         for number in range(count):
             one = cut(inputs, slice(number, number + 1))
-            found = functional_posteriors(self._network, self._sets, one, joint=True, expected_outputs=self._n_outputs)
+            found = functional_posteriors(self._network, self._sets, one, joint=True, **self._options)
             parts.append([posterior.covariance.reshape(1, size, size) for posterior in found])
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 

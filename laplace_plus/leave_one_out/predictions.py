@@ -382,7 +382,7 @@ class LeavingOut:
         displaced: tuple[Any, Any] = (self.precision, self.noise_std)
         wanted = [displaced, *points] if self.exact is None else list(points)
         sets = model.factor_sets(wanted, self.temperature) if wanted else []
-        source = FactorCovariances(self.network, sets, self.unit, model.n_outputs)
+        source = FactorCovariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         if self.exact is not None:
             self.exact.start()
         for batch in iterate(data, device=self.network.device, progress=progress, description="leave-one-out"):

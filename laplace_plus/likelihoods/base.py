@@ -279,6 +279,15 @@ class Likelihood(ABC):
         root: Tensor = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
         return root
 
+    def torch_loss(self) -> tuple[torch.nn.Module, float] | None:
+        """A sum-reduced torch loss for other libraries, or None.
+
+        Returns:
+            The loss, and a factor: the negative log-likelihood at unit noise is the factor times the loss, up to a
+            constant.
+        """
+        return None
+
     # Sums over the data ----------------------------------------------------------------------------------------------
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:

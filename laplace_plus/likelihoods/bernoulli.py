@@ -90,6 +90,10 @@ class Bernoulli(Likelihood):
         scales = weight.to(outputs.dtype).unsqueeze(-1) * (logsigmoid(outputs) + logsigmoid(-outputs)).exp()
         return OutputCurvature(scales, scales, coupled=False)
 
+    def torch_loss(self) -> tuple[torch.nn.Module, float]:
+        """Binary cross-entropy."""
+        return torch.nn.BCEWithLogitsLoss(reduction="sum"), 1.0
+
     def distribution(self, outputs: Tensor) -> BernoulliDistribution:
         """Bernoulli distributions with batch shape ``[..., C]``."""
         return BernoulliDistribution(logits=widen(outputs), validate_args=False)

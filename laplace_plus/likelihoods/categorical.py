@@ -126,6 +126,10 @@ class Categorical(Likelihood):
         root = p.sqrt()
         return torch.diagonal_scatter(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement, dim1=-2, dim2=-1)
 
+    def torch_loss(self) -> tuple[torch.nn.Module, float]:
+        """Cross-entropy."""
+        return torch.nn.CrossEntropyLoss(reduction="sum"), 1.0
+
     def distribution(self, outputs: Tensor) -> CategoricalDistribution:
         """A categorical distribution with batch shape ``[...]``."""
         return CategoricalDistribution(logits=widen(outputs), validate_args=False)

@@ -140,6 +140,10 @@ class Gaussian(Likelihood):
         """The identity (unit noise), ``[N, C, C]``."""
         return self.output_hessian(outputs, targets)
 
+    def torch_loss(self) -> tuple[torch.nn.Module, float]:
+        """The squared error, whose gradient is twice the residual."""
+        return torch.nn.MSELoss(reduction="sum"), 0.5
+
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., C]``."""
         outputs = widen(outputs)

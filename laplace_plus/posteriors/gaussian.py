@@ -351,6 +351,7 @@ class GaussianPosterior(Posterior):
             outputs=outputs,
             differentiable=differentiable,
             expected_outputs=self.n_outputs,
+            layouts=self.sums.curvature.layouts,
         )[0]
         if self._tangent_mean is None:
             return found

@@ -18,7 +18,7 @@ from laplace_plus._memory import budget
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients, same_outputs
 from laplace_plus.curvature.last_layer import output_layer_gradients
-from laplace_plus.curvature.structures import GENERAL
+from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network import Network
 from laplace_plus.structured import Factor
@@ -64,6 +64,7 @@ def functional_posteriors(
     differentiable: bool = False,
     expected_outputs: int | None = None,
     apart: bool = True,
+    layouts: Sequence[Layout] | None = None,
 ) -> list[FunctionalPosterior]:
     """Functional posteriors under several covariances, e.g. for a grid of prior precisions, from one Jacobian pass.
 
@@ -78,6 +79,7 @@ def functional_posteriors(
         differentiable: Whether gradients flow to the inputs.
         expected_outputs: C, where it is known.
         apart: Whether the batch may be cut into micro-batches to save memory.
+        layouts: The blocks of the precision, where they may be others than the layers.
 
     Raises:
         ConfigurationError: Outputs that the network does not have, or a memory budget that does not hold the gradients
@@ -90,7 +92,7 @@ def functional_posteriors(
         raise DataError("There is nothing to predict.", expected="at least one example", got=batches.describe(inputs))
     if expected_outputs is not None and shape[-1] != expected_outputs:
         require_outputs(shape, expected_outputs, inputs)
-    gradients = Gradients(network, capture)
+    gradients = Gradients(network, capture, layouts)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     device = mean.device
     diagonal = isinstance(outputs, str)
@@ -107,7 +109,7 @@ def functional_posteriors(
     head = None
     if capture.pointwise and WHOLE not in factor_sets[0]:
         head = output_layer_gradients(gradients, chosen.reshape(len(mean), -1) if individual else chosen)
-    if head is not None:
+    if head is not None and head[0].key in factor_sets[0]:
         covariances = _quadratic_forms([head], factor_sets, mode)
     else:
         flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
@@ -128,7 +130,9 @@ def functional_posteriors(
                     own: Outputs = chosen[part] if individual else outputs
                     cut = batches.cut(capture.inputs, part)
                     found.append(
-                        functional_posteriors(network, factor_sets, cut, outputs=own, differentiable=differentiable)
+                        functional_posteriors(
+                            network, factor_sets, cut, outputs=own, differentiable=differentiable, layouts=layouts
+                        )
                     )
                 joined = []
                 for one in zip(*found, strict=True):
@@ -138,7 +142,13 @@ def functional_posteriors(
                 # An example's output depends on the other examples: the batch must stay whole.
                 del found, joined, capture
                 return functional_posteriors(
-                    network, factor_sets, inputs, outputs=outputs, differentiable=differentiable, apart=False
+                    network,
+                    factor_sets,
+                    inputs,
+                    outputs=outputs,
+                    differentiable=differentiable,
+                    apart=False,
+                    layouts=layouts,
                 )
         if each > allowed:
             require_room(each, f"the gradients of one output for {len(flat)} examples", device)

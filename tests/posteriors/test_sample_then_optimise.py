@@ -15,9 +15,9 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension, group_sums, total_dimension
+from laplace_plus.posteriors.sampled.expectation_maximisation import LARGEST_STEP, updated_noise, updated_precision
 from laplace_plus.posteriors.sampled.objective import PriorUnits, TangentCurvature, largest_eigenvalue
 from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solver_config
-from laplace_plus.posteriors.sampled.updates import LARGEST_STEP, updated_noise, updated_precision
 
 
 def generator(seed=0):

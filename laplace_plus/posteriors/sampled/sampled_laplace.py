@@ -36,10 +36,11 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     group_sums,
     total_dimension,
 )
+from laplace_plus.posteriors.sampled.expectation_maximisation import SampledTuningResult
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
 from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solve, solver_config
-from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult, tune_prior
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence, tune_prior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.selection import Selection
@@ -95,6 +96,7 @@ class SampledLaplace(SampleBased):
         "em": SampledEvidence,
         "tangent": SampledEvidence,
     }
+
 
     def __init__(
         self,

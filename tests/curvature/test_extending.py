@@ -1,0 +1,206 @@
+"""Structures, blocks and layer rules of other packages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+import laplace_plus as lp
+from laplace_plus.curvature import (
+    DenseAccumulation,
+    DiagonalAccumulation,
+    Layout,
+    LinearCall,
+    Structure,
+    register_block,
+    register_rule,
+    register_structure,
+)
+from laplace_plus.errors import CheckpointError, ConfigurationError, UnsupportedError
+from laplace_plus.structured import DenseBlock
+
+
+@dataclass(frozen=True)
+class NeuronStructure(Structure):
+    """A dense block for each neuron's weights and bias."""
+
+    name: str = "neuron"
+
+    def layouts(self, network, layers):
+        return [Layout(f"{own.key} by neuron", own.names, own.rule, own.index.transpose(0, 1)) for own in layers]
+
+
+@dataclass(frozen=True)
+class PairStructure(Structure):
+    """One dense block over the last two layers, and the other layers' own."""
+
+    name: str = "pair"
+
+    def layouts(self, network, layers):
+        *others, first, second = layers
+        index = torch.cat([first.index.flatten(), second.index.flatten()])[None, None]
+        return [*others, Layout("pair", first.names + second.names, "general", index)]
+
+
+class NeuronBlock(DenseBlock):
+    storage = "dense by neuron"
+
+    def clone(self):
+        return NeuronBlock([part.clone() for part in self.sums], self.shape)
+
+    @classmethod
+    def from_tensors(cls, tensors, shape):
+        return cls(tensors["matrix"], shape)
+
+
+class NeuronAccumulation(DenseAccumulation):
+    def add(self, cotangents, components):
+        for layout, gradients in self.blocks(cotangents):
+            n = layout.shape[1] * layout.shape[2]
+
+            def create(layout=layout, n=n):
+                return NeuronBlock(torch.zeros(1, layout.shape[0], n, n, dtype=torch.float64), layout.shape)
+
+            block, _ = self.block(layout, NeuronBlock, create)
+            values = gradients.dense(slice(None)).flatten(3)  # [V, B, G, n]
+            block.sums[0].add_rows(values.flatten(0, 1).movedim(1, 0))
+            block.changed()
+
+
+register_block(NeuronBlock)
+register_structure(NeuronStructure, NeuronAccumulation)
+register_structure(PairStructure, DenseAccumulation)
+
+
+class Neuron(lp.GaussianPosterior):
+    structure = NeuronStructure()
+
+
+class Pair(lp.GaussianPosterior):
+    structure = PairStructure()
+
+
+lp.register("Neuron", Neuron)
+lp.register("Pair", Pair)
+
+
+def problem():
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    return nn.Sequential(*layers).double(), torch.randn(9, 3).double(), torch.arange(9) % 2
+
+
+def kept_entries(curvature, n):
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for layout in curvature.layouts:
+        for own in layout.index.flatten(1):
+            mask[own[:, None], own] = True
+    return mask
+
+
+@pytest.mark.parametrize("cls", [Neuron, Pair])
+def test_structures_of_other_packages(cls, tmp_path):
+    model, x, y = problem()
+    posterior = cls(model, "classification").fit([(x[:5], y[:5])]).update([(x[5:], y[5:])])
+    exact = lp.Full(model, "classification").fit([(x, y)]).precision_matrix()
+    mask = kept_entries(posterior.laplace_model().curvature, len(exact))
+    assert not mask.all()
+    torch.testing.assert_close(posterior.precision_matrix(), exact * mask, rtol=1e-10, atol=1e-12)
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows_of(model, x)]).unflatten(0, (9, 2))
+    expected = jacobian @ torch.linalg.inv(exact * mask) @ jacobian.mT
+    torch.testing.assert_close(posterior.functional_posterior(x).covariance, expected, rtol=1e-8, atol=1e-10)
+    assert posterior.sample(3).shape == (3, len(exact))
+    evidence = posterior.log_marginal_likelihood()
+    posterior.save(tmp_path / "saved")
+    again = lp.load(tmp_path / "saved", model)
+    torch.testing.assert_close(again.log_marginal_likelihood(), evidence)
+    torch.testing.assert_close(again.functional_posterior(x).covariance, expected, rtol=1e-8, atol=1e-10)
+    again.update([(x, y)])
+    assert [type(block) for _, block in again.laplace_model().curvature] == [
+        type(block) for _, block in posterior.laplace_model().curvature
+    ]
+    posterior.fit_prior_precision()
+    assert posterior.log_marginal_likelihood() >= evidence
+
+
+def rows_of(model, x):
+    for value in model(x).flatten():
+        yield torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+
+
+@dataclass(frozen=True)
+class Unregistered(Structure):
+    name: str = "unregistered"
+
+
+def test_a_structure_has_to_be_registered_once():
+    class Stranger(lp.GaussianPosterior):
+        structure = Unregistered()
+
+    model, x, y = problem()
+    with pytest.raises(UnsupportedError, match="unregistered"):
+        Stranger(model, "classification").fit([(x, y)])
+    with pytest.raises(ConfigurationError, match="registered already"):
+        register_structure(NeuronStructure, DiagonalAccumulation)
+    with pytest.raises(ConfigurationError, match="from_tensors"):
+        register_block(type("Other", (DenseBlock,), {"storage": "other"}))
+
+
+def test_a_block_of_an_unknown_kind_is_named(tmp_path, monkeypatch):
+    model, x, y = problem()
+
+    class Passing(NeuronBlock):
+        storage = "never registered"
+
+    posterior = Neuron(model, "classification").fit([(x, y)])
+    for _, block in posterior.laplace_model().curvature:
+        block.storage = Passing.storage
+    posterior.save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="never registered"):
+        lp.load(tmp_path / "saved", model)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def doubled_linear(x, weight, bias=None):
+    if has_torch_function((x, weight)):
+        return handle_torch_function(doubled_linear, (x, weight), x, weight, bias=bias)
+    return torch.einsum("...i,oi->...o", 2 * x, weight) + (0 if bias is None else bias)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return doubled_linear(x, self.weight, self.bias)
+
+
+class Reference(nn.Linear):
+    def forward(self, x):
+        return F.linear(2 * x, self.weight, self.bias)
+
+
+def test_a_rule_gives_a_function_of_ones_own_its_kronecker_factors():
+    def rule(find, x, weight, bias=None):
+        return LinearCall(find(weight), find(bias), 2 * x, example_axes=tuple(range(x.ndim - 1)))
+
+    _, x, y = problem()
+    torch.manual_seed(1)
+    own = nn.Sequential(Doubled(3, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+    plain = nn.Sequential(Reference(3, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+    plain.load_state_dict(own.state_dict())
+    expected = lp.KFAC(plain, "classification").fit([(x, y)])
+    without = lp.KFAC(own, "classification").fit([(x, y)])
+    exact = lp.Diagonal(plain, "classification").fit([(x, y)]).variance()
+    torch.testing.assert_close(lp.Diagonal(own, "classification").fit([(x, y)]).variance(), exact)
+    assert not torch.allclose(without.precision_matrix(), expected.precision_matrix())
+    register_rule(doubled_linear, rule)
+    posterior = lp.KFAC(own, "classification").fit([(x, y)])
+    torch.testing.assert_close(posterior.precision_matrix(), expected.precision_matrix())
+    torch.testing.assert_close(posterior.predictive(x).mean, expected.predictive(x).mean)
+    with pytest.raises(ConfigurationError, match="rule already"):
+        register_rule(doubled_linear, lambda find, *args: None)
