@@ -124,6 +124,9 @@ class JoinedSpectra:
     Args:
         spectra: One for each block, none with negative eigenvalues.
         groups: For each block the number of its δ, from 0 to R−1; each number occurs.
+
+    Attributes:
+        nodes: Quadrature nodes of all groups, ``[m]`` float64.
     """
 
     def __init__(self, spectra: Sequence[Spectrum], groups: Sequence[int]):
@@ -136,10 +139,10 @@ class JoinedSpectra:
             nodes.append(own_nodes)
             weights.append(own_weights)
             sizes.append(sum(spectrum.size for spectrum in members))
-        self._nodes, self._weights = torch.cat(nodes), torch.cat(weights)
+        self.nodes, self._weights = torch.cat(nodes), torch.cat(weights)
         lengths = torch.tensor([len(own) for own in nodes])
-        self._group = torch.repeat_interleave(torch.arange(len(nodes)), lengths).to(self._nodes.device)
-        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self._nodes.device)
+        self._group = torch.repeat_interleave(torch.arange(len(nodes)), lengths).to(self.nodes.device)
+        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self.nodes.device)
 
     def log_determinant(self, weight: Tensor, shifts: Tensor) -> Tensor:
         """``Σ_b log det(w H_b + δ_g(b) I)``, 0-d float64.
@@ -153,7 +156,7 @@ class JoinedSpectra:
         """
         levels = shifts.log()
         ratios = (weight.log() - levels)[self._group]
-        return self._sizes @ levels + self._weights @ torch.logaddexp(self._nodes + ratios, torch.zeros_like(ratios))
+        return self._sizes @ levels + self._weights @ torch.logaddexp(self.nodes + ratios, torch.zeros_like(ratios))
 
 
 def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:

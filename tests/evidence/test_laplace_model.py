@@ -146,7 +146,7 @@ def test_nothing_is_computed_twice(monkeypatch):
 
     model = posterior.laplace_model()
     assert model is posterior.laplace_model()
-    nodes = sum(len(joined._places) for _, joined in model._evaluations.values())
+    nodes = sum(len(joined.nodes) for _, joined in model._evaluations.values())
     with Watch():
         model.log_marginal_likelihood(precisions(posterior, "scalar"))
     assert max(sizes) <= nodes
