@@ -115,7 +115,7 @@ class LaplaceModel:
     def diagonals(self, prior: GaussianPrior) -> dict[str, Tensor]:
         """By layout key the prior precision of a block, 0-d or ``[G, o, i]``, float64."""
         precision = prior.precision.to(self.vector.device, torch.float64)
-        if prior.structure == "scalar":
+        if precision.ndim == 0:
             return dict.fromkeys(self.parameter_slices, precision)
         if prior.structure == "diagonal":
             return {key: placement.gather(precision) for key, placement in self.parameter_slices.items()}
@@ -133,7 +133,15 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        return dict(FactorsOnDemand(self, precision, temperature, noise_std))
+        weights = self.backend.component_weights(self.likelihood, noise_std).to(self.vector.device, torch.float64)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(self.vector.device)
+        weights = (weights / temperature).to(self.vector)
+        diagonals = self.diagonals(self._unit_prior.with_precision(precision))
+        result: dict[str, Factor] = {}
+        for layout, block in self.curvature:
+            result[layout.key] = block.factor(weights, diagonals[layout.key].to(weights))
+        return result
 
     def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> Sequence[Mapping[str, Factor]]:
         """As :meth:`factors`, for several hyperparameters with which the same stacks of gradients are to be weighed.
