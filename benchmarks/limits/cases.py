@@ -206,7 +206,7 @@ def diagonal_predict(problem: Problem) -> Iterator[Task]:
 
 def evidence(problem: Problem) -> Iterator[Task]:
     """The evidence and its gradient at a hundred prior precisions."""
-    from laplace_plus.evidence.search import Objective  # noqa: PLC0415  -- not public: what tuning calls
+    from laplace_plus.evidence.objective import Objective  # noqa: PLC0415  -- not public: what tuning calls
 
     kind = lp.Full if problem.name == "mlp50" else lp.KFAC
     posterior = _fit(problem, kind)
