@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import limits_factors as factors
@@ -30,8 +32,14 @@ def _fit(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> 
     return kind(problem.model, problem.likelihood, **options).fit(problem.batches)
 
 
-def _fit_and_factorise(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> None:
-    _fit(problem, kind, **options).factors()  # decompositions wait until they are asked for
+def _fit_and_decompose(
+    problem: Problem, kind: type[lp.GaussianPosterior], *, tuned: bool = False, **options: Any
+) -> lp.GaussianPosterior:
+    posterior = _fit(problem, kind, **options)
+    if tuned:
+        posterior.fit_prior_precision()
+    posterior.sample(1)  # decompositions wait until they are needed
+    return posterior
 
 
 def _by_hand(
@@ -67,7 +75,7 @@ def kfac_fit(problem: Problem) -> Iterator[Task]:
         "kfac_fit",
         f"KFAC exact fit, N={len(problem.inputs)}",
         problem,
-        lambda: _fit_and_factorise(problem, lp.KFAC),
+        lambda: _fit_and_decompose(problem, lp.KFAC),
         lambda: factors.kronecker_fit(problem, monte_carlo=False),
         f"{BATCHED} + Gram products + eigh",
         Target(1.3 if _has_norms(problem) else 1.15),
@@ -86,7 +94,7 @@ def kfac_mc_fit(problem: Problem) -> Iterator[Task]:
         "kfac_mc_fit",
         f"KFAC Monte Carlo fit, N={len(problem.inputs)}",
         problem,
-        lambda: _fit_and_factorise(problem, lp.KFAC, backend=lp.Native("ggn_mc")),
+        lambda: _fit_and_decompose(problem, lp.KFAC, backend=lp.Native("ggn_mc")),
         lambda: factors.kronecker_fit(problem, monte_carlo=True),
         "1 forward + 1 backward to layer outputs + Gram products + eigh",
         Target(1.15),
@@ -162,8 +170,7 @@ def diagonal_fit(problem: Problem) -> Iterator[Task]:
 def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str, name: str) -> Iterator[Task]:
     x = problem.probe(64)
     batch = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1].expand(64)}))
-    posterior = _fit(problem, kind)
-    posterior.factors()
+    posterior = _fit_and_decompose(problem, kind, tuned=True)
     others = {
         "functional_posterior": lambda: posterior.functional_posterior(x),
         "variances only": lambda: posterior.functional_posterior(x, outputs="diagonal"),
@@ -206,20 +213,24 @@ def diagonal_predict(problem: Problem) -> Iterator[Task]:
 
 def evidence(problem: Problem) -> Iterator[Task]:
     """The evidence and its gradient at a hundred prior precisions."""
-    from laplace_plus.evidence.objective import Objective  # noqa: PLC0415  -- not public: what tuning calls
-
     kind = lp.Full if problem.name == "mlp50" else lp.KFAC
-    posterior = _fit(problem, kind)
-    posterior.factors()
-    curvature = posterior.laplace_model().curvature
-    one = torch.ones(1)
-    values = [block.eigen(one)[1].flatten().clone() for _, block in curvature]  # type: ignore[attr-defined]
+    fitted = _fit(problem, kind)
     points = torch.linspace(-3, 3, 100, dtype=torch.float64)
-    likely = posterior.laplace_model().log_likelihood().item()
-    by_hand = predictive.Evidence(values, posterior.mean.double().square().sum().item(), likely)
-    double = predictive.Evidence([v.double() for v in values], by_hand.squared_norm, likely)
+    squared_norm = fitted.mean.double().square().sum().item()
+    with torch.no_grad():
+        likely = sum(_log_likelihood(problem, *batch).item() for batch in problem.batches)
+    posterior = copy.deepcopy(fitted)
+    posterior.sample(1)
+    if kind is lp.Full:
+        matrix = posterior.precision_matrix() - torch.eye(posterior.n_parameters)
+        values = [torch.linalg.eigvalsh(matrix)]
+    else:
+        pairs = [own.eigen() for own in factors.kronecker_factors(problem, monte_carlo=False)]
+        values = [left[:, None] * right for left, _, right, _ in pairs]
+    by_hand = predictive.Evidence(values, squared_norm, likely)
+    double = predictive.Evidence([v.double() for v in values], squared_norm, likely)
 
-    def ours() -> list[tuple[float, float]]:
+    def hundred_of(posterior: lp.GaussianPosterior) -> list[tuple[float, float]]:
         result = []
         for point in points:
             logarithm = point.clone().requires_grad_()
@@ -229,67 +240,60 @@ def evidence(problem: Problem) -> Iterator[Task]:
             result.append((value.item(), logarithm.grad.item()))
         return result
 
-    def by_objective() -> list[Any]:
-        objective = Objective.create(posterior.laplace_model(), "scalar", torch.ones(()), False)
-        return [objective.value_and_gradient(point[None]) for point in points]
-
-    def hundred(what: predictive.Evidence) -> list[tuple[float, float]]:
+    def by_hand_hundred(what: predictive.Evidence) -> list[tuple[float, float]]:
         return [what.value_and_gradient(point) for point in points.tolist()]
 
     def check() -> float:
-        pairs = zip(ours(), hundred(double), strict=True)
-        return max(abs(a - b) / (1 + abs(b)) for first, second in pairs for a, b in zip(first, second, strict=True))
+        both = zip(hundred_of(posterior), by_hand_hundred(double), strict=True)
+        return max(abs(a - b) / (1 + abs(b)) for first, second in both for a, b in zip(first, second, strict=True))
 
     name = f"100 evidence steps, {kind.__name__} P={posterior.n_parameters}"
-    others = {"in float64 by hand": lambda: hundred(double)}
+    others = {"in float64 by hand": lambda: by_hand_hundred(double)}
     theirs = {"laplace-torch": (peers.tune(problem, "full" if kind is lp.Full else "kron", 100), 1.0)}
-    ways = (("log_marginal_likelihood + backward", ours), ("Objective.value_and_gradient", by_objective))
     if kind is lp.KFAC:
-        for words, call in ways:
-            yield Task(
-                "evidence",
-                f"{name}: {words}",
-                problem,
-                call,
-                lambda: hundred(by_hand),
-                "value and closed-form gradient from eigenvalues",
-                Target(1.5),
-                others,
-                theirs if call is ours else {},
-                check if call is ours else None,
-            )
-        return
-    matrix = posterior.precision_matrix() - torch.eye(posterior.n_parameters)
-
-    def afresh(call: Callable[[], Any]) -> None:
-        for _, block in curvature:
-            block.changed()  # type: ignore[attr-defined]
-        posterior._model_cache = None
-        call()
-
-    def with_eigenvalues() -> None:
-        torch.linalg.eigvalsh(matrix)
-        hundred(by_hand)
-
-    for words, call in ways:
         yield Task(
             "evidence",
-            f"{name}, from the fit on: {words}",
+            name,
             problem,
-            partial(afresh, call),
-            with_eigenvalues,
-            "eigvalsh once, value and closed-form gradient from eigenvalues",
+            lambda: hundred_of(posterior),
+            lambda: by_hand_hundred(by_hand),
+            "value and closed-form gradient from eigenvalues",
             Target(1.5),
-            others | {"the steps alone (ours)": call},
-            theirs if call is ours else {},
-            check if call is ours else None,
+            others,
+            theirs,
+            check,
         )
+        return
+
+    def with_eigenvalues() -> None:
+        torch.linalg.eigvalsh(matrix.clone())
+        by_hand_hundred(by_hand)
+
+    yield Task(
+        "evidence",
+        f"{name}, from the fit on",
+        problem,
+        lambda: hundred_of(copy.deepcopy(fitted)),
+        with_eigenvalues,
+        "eigvalsh once, value and closed-form gradient from eigenvalues",
+        Target(1.5),
+        others | {"the steps alone (ours)": lambda: hundred_of(posterior)},
+        theirs,
+        check,
+    )
+
+
+def _log_likelihood(problem: Problem, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Of one batch, constants included; regression with a noise level of one."""
+    outputs = problem.model(inputs).double()
+    if problem.likelihood == "classification":
+        return -torch.nn.functional.cross_entropy(outputs, targets, reduction="sum")
+    return torch.distributions.Normal(outputs, 1.0).log_prob(targets.double()).sum()
 
 
 def kfac_samples(problem: Problem) -> Iterator[Task]:
     """Draws from the posterior."""
-    posterior = _fit(problem, lp.KFAC)
-    posterior.factors()
+    posterior = _fit_and_decompose(problem, lp.KFAC)
     known = predictive.decomposed(problem)
 
     def check() -> float:
@@ -341,8 +345,7 @@ def last_layer(problem: Problem) -> Iterator[Task]:
             problem.forward()
 
         try:
-            posterior = fitted()
-            posterior.factors()
+            posterior = _fit_and_decompose(problem, kind, tuned=True, parameters="last_layer")
         except (lp.errors.LaplacePlusError, RuntimeError) as error:
             failure = error
 
@@ -397,6 +400,6 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
 }
 
 
-def tasks(case: str, model: str) -> Iterator[Task]:
+def tasks(case: str, model: str, networks: Path) -> Iterator[Task]:
     """Everything of one case on one network, set up one after the other."""
-    yield from CASES[case][0](build(model))
+    yield from CASES[case][0](build(model, networks))

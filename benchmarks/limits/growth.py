@@ -110,7 +110,7 @@ def _fit(family: str, kind: type[lp.GaussianPosterior], sizes: Sizes) -> Call:
 def _predict(family: str, kind: type[lp.GaussianPosterior], sizes: Sizes) -> Call:
     model, shape = sizes.network(family)
     posterior = kind(model, "classification").fit(_data(replace(sizes, n_data=32), shape))
-    posterior.factors()
+    posterior.sample(1)  # decompositions wait until they are needed
     x = torch.randn(sizes.batch, *shape)
     return partial(posterior.functional_posterior, x)
 

@@ -1,13 +1,21 @@
-"""The six networks, with random weights and data, and plain passes through them."""
+"""The six networks, trained, with their data, and plain passes through them.
+
+Networks of ten classes are trained on scikit-learn's digits, enlarged and shifted by up to two pixels. The regression
+network learns Friedman's function, the network of 1000 classes noisy copies of 1000 smooth random images. Trained
+weights are kept in a folder, so that each network is trained once.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -18,12 +26,13 @@ class Problem:
     """A network in evaluation mode with data to fit to.
 
     Attributes:
-        name: One of :data:`MODELS`.
+        name: One of :data:`RECIPES`.
         model: The network.
         likelihood: ``"classification"`` or ``"regression"``.
         inputs: ``[N, …]``.
         targets: ``[N]`` classes or ``[N, C]`` values.
         batch_size: Of the fit.
+        test_inputs: ``[M, …]``, to predict at.
         n_outputs: C.
         batched: Whether a batched backward pass is the quicker one; else one pass for each direction is.
     """
@@ -33,6 +42,7 @@ class Problem:
     likelihood: str
     inputs: Tensor
     targets: Tensor
+    test_inputs: Tensor
     batch_size: int
     n_outputs: int
     batched: bool
@@ -50,6 +60,7 @@ class Problem:
         """A copy of everything in float64: where two ways to compute something are compared."""
         targets = self.targets.double() if self.targets.is_floating_point() else self.targets
         changed = {"model": copy.deepcopy(self.model).double(), "inputs": self.inputs.double(), "targets": targets}
+        changed["test_inputs"] = self.test_inputs.double()
         return Problem(**(vars(self) | changed))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -71,9 +82,8 @@ class Problem:
             self.model.zero_grad()
 
     def probe(self, n: int) -> Tensor:
-        """N inputs to predict at."""
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(n, *self.inputs.shape[1:], generator=generator).to(self.inputs)
+        """N test inputs."""
+        return self.test_inputs[:n]
 
 
 def multilayer(*sides: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -104,25 +114,126 @@ def vit_tiny() -> nn.Module:
     return create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=10)
 
 
+Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+"""Draws that many inputs and targets."""
+
+
+def digits(*shape: int) -> Data:
+    """Scikit-learn's digits with so many channels and so large, shifted at random, in random order."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    labels = torch.tensor(labels)
+    channels, side = (shape[0], shape[1]) if len(shape) == 3 else (1, 28)
+    large = nn.functional.interpolate(images, size=(side, side), mode="bilinear").expand(-1, channels, -1, -1)
+
+    def draw(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(large), (n,), generator=generator)
+        shifts = torch.randint(-2, 3, (n, 2), generator=generator).tolist()
+        moved = [image.roll(tuple(shift), (1, 2)) for image, shift in zip(large[chosen], shifts, strict=True)]
+        return torch.stack(moved).reshape(n, *shape), labels[chosen]
+
+    return draw
+
+
+def friedman(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Friedman's first function of five of eight uniform inputs, in units of its deviation, with noise of a tenth."""
+    x = torch.rand(n, 8, generator=generator)
+    y = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
+    noise = 0.1 * torch.randn(n, generator=generator)
+    return x, ((y - 14.4) / 4.9 + noise)[:, None]
+
+
+def thousand_classes(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noisy copies of 1000 smooth random images."""
+    own = torch.Generator().manual_seed(1000)
+    prototypes = torch.randn(1000, 3, 8, 8, generator=own)
+    labels = torch.randint(1000, (n,), generator=generator)
+    images = nn.functional.interpolate(prototypes[labels], size=(32, 32), mode="bilinear")
+    return images + 0.3 * torch.randn(images.shape, generator=generator), labels
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a problem is made.
+
+    Attributes:
+        make: What builds the network.
+        data: What draws its data.
+        n_outputs: C.
+        n_data: N, to fit to.
+        batch_size: Of the fit.
+        batched: Whether a batched backward pass is the quicker one.
+        steps: Of training with Adam, on fresh batches of 128.
+        learning_rate: Of training; it falls to zero along a cosine.
+    """
+
+    make: Callable[[], nn.Module]
+    data: Data
+    n_outputs: int
+    n_data: int
+    batch_size: int
+    batched: bool
+    steps: int
+    learning_rate: float = 1e-3
+
+    @property
+    def likelihood(self) -> str:
+        """By the number of outputs."""
+        return "regression" if self.n_outputs == 1 else "classification"
+
+    def trained(self) -> nn.Module:
+        """The network after training, in evaluation mode."""
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        model = self.make().train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=self.learning_rate, weight_decay=1e-5)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+        loss_of = nn.functional.mse_loss if self.n_outputs == 1 else nn.functional.cross_entropy
+        for _ in range(self.steps):
+            inputs, targets = self.data(128, generator)
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            schedule.step()
+        return model.eval()
+
+
 IMAGE = (3, 32, 32)
-# what builds it, an input's shape, numbers of outputs and of data, batch size, whether batched backwards are quicker
-MODELS: dict[str, tuple[Any, tuple[int, ...], int, int, int, bool]] = {
-    "mlp50": (lambda: multilayer(8, 50, 50, 1, activation=nn.Tanh), (8,), 1, 1000, 100, True),
-    "mlp1024": (lambda: multilayer(784, 1024, 1024, 10), (784,), 10, 2000, 64, True),
-    "lenet": (lenet, (1, 28, 28), 10, 2000, 64, True),
-    "resnet18": (lambda: resnet18(10), IMAGE, 10, 64, 64, False),
-    "vit_tiny": (vit_tiny, IMAGE, 10, 64, 64, False),
-    "resnet18_1000": (lambda: resnet18(1000), IMAGE, 1000, 256, 64, False),
+RECIPES: dict[str, Recipe] = {
+    "mlp50": Recipe(lambda: multilayer(8, 50, 50, 1, activation=nn.Tanh), friedman, 1, 1000, 100, True, 2000),
+    "mlp1024": Recipe(lambda: multilayer(784, 1024, 1024, 10), digits(784), 10, 2000, 64, True, 400),
+    "lenet": Recipe(lenet, digits(1, 28, 28), 10, 2000, 64, True, 800, 2e-3),
+    "resnet18": Recipe(lambda: resnet18(10), digits(*IMAGE), 10, 64, 64, False, 60),
+    "vit_tiny": Recipe(vit_tiny, digits(*IMAGE), 10, 64, 64, False, 80, 5e-4),
+    "resnet18_1000": Recipe(lambda: resnet18(1000), thousand_classes, 1000, 256, 64, False, 150, 2e-3),
 }
+_TEST = 256
+"""Inputs to predict at."""
 
 
-def build(name: str) -> Problem:
-    """The problem of that name; always the same one."""
-    make, shape, n_outputs, n_data, batch_size, batched = MODELS[name]
-    torch.manual_seed(0)
-    model = make().eval()
-    inputs = torch.randn(n_data, *shape)
-    regression = n_outputs == 1
-    targets = torch.randn(n_data, 1) if regression else torch.randint(n_outputs, (n_data,))
-    likelihood = "regression" if regression else "classification"
-    return Problem(name, model, likelihood, inputs, targets, batch_size, n_outputs, batched)
+def train(name: str, folder: Path) -> None:
+    """Train a network and keep its weights, unless they are there."""
+    path = folder / f"{name}.safetensors"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(RECIPES[name].trained().state_dict(), path)
+
+
+def build(name: str, folder: Path) -> Problem:
+    """The problem of that name; its network has been trained by :func:`train`."""
+    recipe = RECIPES[name]
+    model = recipe.make().eval()
+    model.load_state_dict(load_file(folder / f"{name}.safetensors"))
+    inputs, targets = recipe.data(recipe.n_data, torch.Generator().manual_seed(1))
+    test_inputs, _ = recipe.data(_TEST, torch.Generator().manual_seed(2))
+    return Problem(
+        name,
+        model,
+        recipe.likelihood,
+        inputs,
+        targets,
+        test_inputs,
+        recipe.batch_size,
+        recipe.n_outputs,
+        recipe.batched,
+    )

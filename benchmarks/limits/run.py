@@ -4,8 +4,9 @@
     python benchmarks/limits/run.py --peer --output benchmarks/results/limits-cpu
     python benchmarks/limits/run.py --cases kfac_fit --models lenet          # one row, some seconds
 
-Every case runs in a process of its own, on one thread and with a cap on its memory. Rows are written as JSON, and as
-tables in Markdown beside it; cases that are not run again keep their rows in an output that exists.
+Networks are trained first, once, which takes some minutes; their weights are kept in ``--networks``. Every case runs in
+a process of its own, on one thread and with a cap on its memory. Rows are written as JSON, and as tables in Markdown
+beside it; cases that are not run again keep their rows in an output that exists.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from cases import CASES, tasks
 from measuring import reason
+from models import train
 from report import line, markdown
 from tasks import Row, run
 
@@ -88,7 +90,7 @@ def _measured(case: str, model: str, arguments: argparse.Namespace) -> Iterator[
 
         yield from rows(model, arguments.seconds)
         return
-    for task in tasks(case, model):
+    for task in tasks(case, model, arguments.networks):
         if arguments.only is None or arguments.only in task.quantity:
             yield from run(
                 task, seconds=arguments.seconds, with_peers=arguments.peer, peer_seconds=arguments.peer_seconds
@@ -98,7 +100,7 @@ def _measured(case: str, model: str, arguments: argparse.Namespace) -> Iterator[
 def in_new_process(case: str, model: str, arguments: argparse.Namespace) -> Iterator[Row]:
     """The rows of one case, measured in a process of its own; what that process dies of is a row too."""
     command = [sys.executable, "-W", "ignore", __file__, "--worker", case, model]
-    for name in ("seconds", "memory", "peer_seconds", "only"):
+    for name in ("seconds", "memory", "peer_seconds", "only", "networks"):
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     command += ["--peer"] if arguments.peer else []
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="of the cases' own; by default all of them")
     parser.add_argument("--only", help="quantities that contain this text")
     parser.add_argument("--peer", action="store_true", help="laplace-torch too, which takes much longer")
+    parser.add_argument("--networks", type=Path, default=Path("runs/limits"), help="folder of trained networks")
     parser.add_argument("--output", type=Path, help="prefix of a .json and a .md")
     parser.add_argument("--seconds", type=float, default=8.0, help="CPU seconds for the rounds of one quantity")
     parser.add_argument("--peer-seconds", type=float, default=180.0, help="after which a peer's call is given up")
@@ -145,6 +148,8 @@ def main() -> None:
     rows: list[Row] = []
     if target and target.exists():
         rows = json.loads(target.read_text())["rows"]
+    for model in dict.fromkeys(model for case, model in asked if case != "growth"):
+        train(model, arguments.networks)
     for case, model in asked:
         start = time.perf_counter()
         if arguments.only is None:
