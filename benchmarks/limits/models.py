@@ -200,7 +200,7 @@ class Recipe:
 
 IMAGE = (3, 32, 32)
 RECIPES: dict[str, Recipe] = {
-    "mlp50": Recipe(lambda: multilayer(8, 50, 50, 1, activation=nn.Tanh), friedman, 1, 1000, 100, True, 2000),
+    "mlp50": Recipe(lambda: multilayer(8, 50, 50, 1, activation=nn.Tanh), friedman, 1, 1000, 100, True, 2000, 1e-2),
     "mlp1024": Recipe(lambda: multilayer(784, 1024, 1024, 10), digits(784), 10, 2000, 64, True, 400),
     "lenet": Recipe(lenet, digits(1, 28, 28), 10, 2000, 64, True, 800, 2e-3),
     "resnet18": Recipe(lambda: resnet18(10), digits(*IMAGE), 10, 64, 64, False, 60),

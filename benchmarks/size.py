@@ -1,0 +1,150 @@
+"""How large the package is to read: lines, what one file pulls in, and how many functions the first calls enter.
+
+    python benchmarks/size.py            # the figures
+    python benchmarks/size.py --list     # and the functions, by file
+
+The import closure of a module follows each ``from laplace_plus.x import name`` to the file that defines the name; files
+``__init__.py`` that only re-export are not followed. Functions are counted while KFAC is fitted to, and then tuned and
+predicts with, a network of two linear layers; lambdas and comprehensions count as functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import laplace_plus as lp
+
+PACKAGE = Path(lp.__file__).parent
+FILES = {
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def lines_of(modules: Any) -> int:
+    """All lines of some modules."""
+    return sum(len(FILES[module].read_text().splitlines()) for module in modules)
+
+
+def code_of(modules: Any) -> int:
+    """Lines that are neither empty nor a comment nor a docstring."""
+    total = 0
+    for module in modules:
+        text = FILES[module].read_text()
+        strings = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        ]
+        documented = {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in documented)
+        total += sum(1 for line in lines if line and not line.startswith("#"))
+    return total
+
+
+class Imports:
+    """Which file an imported name is defined in."""
+
+    def __init__(self) -> None:
+        self.trees = {module: ast.parse(file.read_text()) for module, file in FILES.items()}
+        self.names = {module: set(self._defined(tree)) for module, tree in self.trees.items()}
+
+    @staticmethod
+    def _defined(tree: ast.Module) -> Iterator[str]:
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+    def resolve(self, module: str, name: str) -> str:
+        """The module that defines a name which is imported from a module."""
+        if name in self.names.get(module, ()):
+            return module
+        if f"{module}.{name}" in FILES:
+            return f"{module}.{name}"
+        for node in self.trees[module].body if module in self.trees else ():
+            for alias in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
+                if (alias.asname or alias.name) == name:
+                    return self.resolve(str(node.module), alias.name)  # type: ignore[union-attr]
+        return module
+
+    def closure(self, start: str) -> set[str]:
+        """Every module that a module needs."""
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            module = todo.pop()
+            if module in seen or module not in FILES:
+                continue
+            seen.add(module)
+            if FILES[module].name == "__init__.py":
+                continue
+            for node in ast.walk(self.trees[module]):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("laplace_plus"):
+                    todo += [self.resolve(str(node.module), alias.name) for alias in node.names]
+        return seen
+
+
+def entered(call: Callable[[], Any]) -> dict[str, set[str]]:
+    """The package's functions that a call enters, by file."""
+    found: dict[str, set[str]] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in file.parents:
+            found.setdefault(str(file.relative_to(PACKAGE)), set()).add(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def first_calls() -> dict[str, dict[str, set[str]]]:
+    """The functions that KFAC's ``fit`` and first ``predictive`` enter, by file."""
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 4), torch.randint(0, 3, (50,))
+    posterior = lp.KFAC(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "classification")
+    fit = entered(lambda: posterior.fit([(x, y)]))
+    posterior.fit_prior_precision()
+    return {"fit": fit, "first predictive": entered(lambda: posterior.predictive(x[:5]))}
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the functions")
+    arguments = parser.parse_args()
+    imports = Imports()
+    reached = imports.closure("laplace_plus.posteriors.kfac")
+    say = sys.stdout.write
+    say(f"package: {lines_of(FILES)} lines in {len(FILES)} files, {code_of(FILES)} of code\n")
+    say(f"import closure of posteriors/kfac.py: {lines_of(reached)} lines in {len(reached)} files\n")
+    for name, functions in first_calls().items():
+        say(f"{name} of KFAC: {sum(map(len, functions.values()))} functions in {len(functions)} files\n")
+        for file, names in sorted(functions.items()) if arguments.list else ():
+            say(f"  {file}: {', '.join(sorted(names))}\n")
+
+
+if __name__ == "__main__":
+    main()
