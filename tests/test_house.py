@@ -1,0 +1,99 @@
+"""The package stays small enough to read, and no folder reaches into another's private names."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks import size
+
+ROOT = Path(__file__).parents[1]
+PUBLIC_DESPITE_UNDERSCORE = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples
+FOREIGN = {"torch", "aten", "nn", "forward_ad"}  # torch's own names, some of which have no public form
+OF_TENSORS = {"_version", "_is_view", "_schema", "_ops"}
+
+
+def nodes(file):
+    return ast.walk(ast.parse(file.read_text()))
+
+
+def defined(file):
+    """Names that a file defines: functions, classes, attributes, arguments, variables."""
+    for node in nodes(file):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_DESPITE_UNDERSCORE | OF_TENSORS
+
+
+def root_of(node):
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def own(node):
+    """Whether an attribute is one of ``self``, ``cls`` or ``super()``."""
+    value = node.value
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def reaches(files, group):
+    """Private attributes of other objects that no file of the same group defines."""
+    known = defaultdict(set)
+    for file in files:
+        known[group(file)].update(defined(file))
+    for file in files:
+        for node in nodes(file):
+            if isinstance(node, ast.Attribute) and private(node.attr) and not own(node):
+                if node.attr not in known[group(file)] and root_of(node) not in FOREIGN:
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("laplace_plus."):
+                for alias in node.names:
+                    if private(alias.name) and alias.name not in known[group(file)]:
+                        yield f"{file.relative_to(ROOT)}:{node.lineno}: {alias.name}"
+
+
+def test_no_folder_reaches_into_anothers_private_names():
+    assert list(reaches(list(size.PACKAGE.rglob("*.py")), lambda file: file.parent)) == []
+
+
+def test_tests_use_public_names():
+    assert list(reaches(list((ROOT / "tests").rglob("*.py")), lambda file: file)) == []
+
+
+def test_no_module_imports_for_types_only():
+    for file in size.FILES.values():
+        names = {node.id for node in nodes(file) if isinstance(node, ast.Name)}
+        assert "TYPE_CHECKING" not in names or file.name == "__init__.py", file
+
+
+def test_files_are_short():
+    long = {module: size.lines_of([module]) for module in size.FILES if size.lines_of([module]) > 500}
+    assert long == {}
+
+
+def test_the_package_is_small():
+    assert size.lines_of(size.FILES) <= 36_000
+    assert size.code_of(size.FILES) <= 23_000
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 14_000
+
+
+def test_first_calls_enter_few_functions():
+    calls = size.first_calls()
+    functions = {name: (sum(map(len, files.values())), len(files)) for name, files in calls.items()}
+    assert functions["fit"] <= (90, 20)
+    assert functions["fit"][1] <= 20
+    assert functions["first predictive"] <= (60, 15)
+    assert functions["first predictive"][1] <= 15
