@@ -4,11 +4,20 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
 from laplace_plus.evidence.tangent import Tangent, TangentResult
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
-from laplace_plus.evidence.tuning import Tuner, TuningResult
+from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, TuningResult
 from laplace_plus.evidence.validation import Validation
+
+GAUSSIAN_TUNERS.update(
+    marginal_likelihood=MarginalLikelihood,
+    mackay=MacKay,
+    em=ExpectationMaximisation,
+    tangent=Tangent,
+    validation=Validation,
+)
 
 __all__ = [
     "ExpectationMaximisation",
+    "GAUSSIAN_TUNERS",
     "LaplaceModel",
     "MacKay",
     "MarginalLikelihood",

@@ -68,6 +68,10 @@ class Tuner(Protocol):
         """
 
 
+GAUSSIAN_TUNERS: dict[str, type[Any]] = {}
+"""The tuners of Gaussian posteriors, by shorthand; the first is ``"auto"``. Each package of tuners adds its own."""
+
+
 class Restartable(Protocol):
     """The loaders of a fit."""
 

@@ -39,6 +39,7 @@ from laplace_plus.leave_one_out.predictions import (
     check_choices,
     check_leverages,
     checked_factor,
+    leave_one_out,
     leave_out,
     require_network_mean,
 )
@@ -129,6 +130,9 @@ class LeaveOneOut:
         check_counts(n_samples=self.n_samples)
         if self.grid is not None:
             checked_grid(self.grid)
+
+    predictions = staticmethod(leave_one_out)
+    """The leave-one-out predictions themselves; see :meth:`laplace_plus.GaussianPosterior.leave_one_out`."""
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None

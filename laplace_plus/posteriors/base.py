@@ -17,8 +17,7 @@ from laplace_plus._memory import budget
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
-from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.evidence.tuning import resolve_tuner
+from laplace_plus.evidence.tuning import Tuner, TuningResult, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.storing import Stored

@@ -15,19 +15,8 @@ from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError
-from laplace_plus.evidence import (
-    ExpectationMaximisation,
-    LaplaceModel,
-    MacKay,
-    MarginalLikelihood,
-    Tangent,
-    Tuner,
-    Validation,
-)
-from laplace_plus.evidence.tuning import check_choice
-from laplace_plus.leave_one_out import LeaveOneOut, LeaveOneOutPredictions
-from laplace_plus.leave_one_out.covariances import Unit
-from laplace_plus.leave_one_out.predictions import Leverages, leave_one_out
+from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice
 from laplace_plus.posteriors.base import Posterior, Summary
 from laplace_plus.posteriors.configuration import check_count, full_precision
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
@@ -57,14 +46,7 @@ class GaussianPosterior(Posterior):
     structure: Structure
     """The structure that this posterior asks a backend for."""
 
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {
-        "marginal_likelihood": MarginalLikelihood,
-        "mackay": MacKay,
-        "em": ExpectationMaximisation,
-        "tangent": Tangent,
-        "validation": Validation,
-        "leave_one_out": LeaveOneOut,
-    }
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = GAUSSIAN_TUNERS
 
     _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
@@ -263,11 +245,11 @@ class GaussianPosterior(Posterior):
         prior_precision: float | Tensor | None = None,
         noise_std: float | Tensor | None = None,
         kappa: float = 1.0,
-        leverages: Leverages = "own",
-        unit: Unit = "example",
+        leverages: Literal["own", "full", "last_layer"] = "own",
+        unit: Literal["example", "position"] = "example",
         progress: bool = False,
-    ) -> LeaveOneOutPredictions:
-        """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.evidence`.
+    ) -> Any:
+        """What the posterior says about each datum without having seen it; see :mod:`laplace_plus.leave_one_out`.
 
         Exact, in mean and covariance, for linear models with Gaussian noise; otherwise one Newton step. The mean
         depends on the prior of training, the covariance on the posterior's own.
@@ -282,13 +264,16 @@ class GaussianPosterior(Posterior):
             unit: ``"example"``, or ``"position"`` to leave out single tokens or pixels.
             progress: Whether to show a progress bar.
 
+        Returns:
+            :class:`~laplace_plus.leave_one_out.LeaveOneOutPredictions`.
+
         Raises:
             NotFittedError: Before :meth:`fit`.
             ConfigurationError: Unknown choices, or what does not fit into the memory budget.
             DataError: Other data than were fitted to, or none.
             NotPositiveDefiniteError: Leverages at or above one, which a curvature that is not the exact one may have.
         """
-        return leave_one_out(
+        return GAUSSIAN_TUNERS["leave_one_out"].predictions(
             self,
             data,
             prior_precision=prior_precision,
