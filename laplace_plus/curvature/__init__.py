@@ -26,6 +26,7 @@ from laplace_plus.curvature.operators import (
     HessianOperator,
     JacobianOperator,
     RootOperator,
+    curvature_operator,
 )
 from laplace_plus.curvature.structures import (
     Curvature,
@@ -62,6 +63,7 @@ __all__ = [
     "RootOperator",
     "Structure",
     "backend_from_config",
+    "curvature_operator",
     "register_backend",
     "register_block",
     "register_rule",

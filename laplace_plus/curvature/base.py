@@ -13,7 +13,6 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.linalg import Operator
 from laplace_plus.network import Network
 
 Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
@@ -121,25 +120,13 @@ class Backend(ABC):
         *,
         generator: torch.Generator | None = None,
         progress: bool = False,
-    ) -> Operator:
-        """The curvature of all the data as an operator that is only known by its products.
+    ) -> Any:
+        """A :class:`laplace_plus.linalg.Operator` of the curvature of all the data at unit noise, for ``lp.LowRank``.
 
-        Args:
-            network: The network.
-            likelihood: Its noise is taken to be 1.
-            data: An iterable of batches that can be started again; each product passes over it.
-            generator: Source of the sampled labels of ``"ggn_mc"``.
-            progress: Whether to show a progress bar for each pass.
-
-        Raises:
-            UnsupportedError: The backend has no operators.
+        None, unless a backend overrides it, for the package's own operator of that kind; see
+        :func:`~laplace_plus.curvature.curvature_operator`, which takes the same arguments.
         """
-        raise UnsupportedError(
-            f"The {self.name} backend has no matrix-free operators.",
-            expected="a backend with operators",
-            got=self.name,
-            fix='Use backend="native".',
-        )
+        return None
 
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
         """Refuse by name what the backend cannot do."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,10 @@ from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import Gradients, micro_batches
 from laplace_plus.curvature.last_layer import last_layer_curvature
-from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator
 from laplace_plus.curvature.structures import Curvature, FullStructure, Layout, Structure, whole_layout
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.linalg import Operator
 from laplace_plus.network import Network
 from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 
@@ -116,25 +113,6 @@ class Native(Backend):
                         block.correct_(own, components)
             count += capture.output_shape[0]
         return count
-
-    @override
-    def operator(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        data: Iterable[Any],
-        *,
-        generator: torch.Generator | None = None,
-        progress: bool = False,
-    ) -> Operator:
-        unit = likelihood if likelihood.noise_std is None else likelihood.with_noise(1.0)
-        if self.kind == "ggn":
-            return GGNOperator(network, unit, data, progress=progress)
-        if self.kind == "hessian":
-            return HessianOperator(network, unit, data, progress=progress)
-        fisher: Literal["mc", "empirical"] = "mc" if self.kind == "ggn_mc" else "empirical"
-        seed = draw_seed(torch.default_generator if generator is None else generator)
-        return FisherOperator(network, unit, data, kind=fisher, n_samples=self.n_samples, seed=seed, progress=progress)
 
     def _cotangents(
         self,

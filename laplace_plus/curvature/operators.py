@@ -27,13 +27,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.batches import Batch
+from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.gradients import Gradients, micro_batches
 from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
 from laplace_plus.curvature.output_roots import IdentityRoot, OutputRoot, empirical_root, exact_root, sampled_root
 from laplace_plus.curvature.streaming import NetworkOperator, Stream
+from laplace_plus.curvature.structures import LowRankStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.likelihoods.checks import check_outputs
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.operators import Operator, Transposed
 from laplace_plus.network import Network, exact_arithmetic
 
@@ -404,6 +407,48 @@ class HessianOperator(CurvatureOperator):
             got=got,
             fix="Replace that operation by elementary ones, or use the GGN.",
         )
+
+
+def curvature_operator(
+    backend: Backend,
+    network: Network,
+    likelihood: Likelihood,
+    data: Iterable[Any],
+    *,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Operator:
+    """The operator of a backend's curvature of all the data, at unit observation noise.
+
+    Args:
+        backend: Its own :meth:`Backend.operator` is preferred; otherwise its kind and number of samples count.
+        network: The network.
+        likelihood: The likelihood.
+        data: An iterable of batches that can be started again; each product passes over it.
+        generator: Source of the sampled labels of ``"ggn_mc"``.
+        progress: Whether to show a progress bar for each pass.
+
+    Raises:
+        UnsupportedError: The backend has no low-rank curvature of its kind.
+    """
+    backend.check(LowRankStructure(), likelihood)
+    own: Operator | None = backend.operator(network, likelihood, data, generator=generator, progress=progress)
+    if own is not None:
+        return own
+    unit = likelihood if likelihood.noise_std is None else likelihood.with_noise(1.0)
+    if backend.kind == "ggn":
+        return GGNOperator(network, unit, data, progress=progress)
+    if backend.kind == "hessian":
+        return HessianOperator(network, unit, data, progress=progress)
+    return FisherOperator(
+        network,
+        unit,
+        data,
+        kind="mc" if backend.kind == "ggn_mc" else "empirical",
+        n_samples=backend.n_samples,
+        seed=draw_seed(torch.default_generator if generator is None else generator),
+        progress=progress,
+    )
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

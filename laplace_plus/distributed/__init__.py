@@ -8,8 +8,9 @@ error on one rank becomes an error on all of them rather than a wait.
 
 from laplace_plus.distributed.factors import OwnedSum, assign, balanced_eigen, gathered
 from laplace_plus.distributed.group import Distributed, Group, Ranks, resolve_group
-from laplace_plus.distributed.messages import SummedOperator, broadcast_, sum_
+from laplace_plus.distributed.messages import broadcast_, sum_
 from laplace_plus.distributed.models import is_sharded, plain_module, refresh_, sharded_source
+from laplace_plus.distributed.operators import SummedOperator
 
 __all__ = [
     "Distributed",

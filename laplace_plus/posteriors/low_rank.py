@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.curvature import Backend, Curvature, LowRankStructure
+from laplace_plus.curvature import Backend, Curvature, LowRankStructure, curvature_operator
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
@@ -155,7 +155,9 @@ class LowRank(GaussianPosterior):
         assert sums is not None
         operator: Operator | None = None
         if own is not None:
-            operator = self.backend.operator(network, self.likelihood, data, generator=generator, progress=progress)
+            operator = curvature_operator(
+                self.backend, network, self.likelihood, data, generator=generator, progress=progress
+            )
         block: Block | None = None
         with torch.no_grad():
             if group is None:
