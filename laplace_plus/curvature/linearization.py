@@ -20,9 +20,9 @@ from torch import Tensor
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.network import Network
 
-Way = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
+ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
 
-_FORWARD: frozenset[Way] = frozenset({"mapped forward", "forward"})
+_FORWARD: frozenset[ADMode] = frozenset({"mapped forward", "forward"})
 
 _ROWS = 16
 """Outputs that are differentiated together where no other mode works; bounds memory at 16 gradients."""
@@ -32,26 +32,30 @@ _SMALL = 100_000
 
 
 @dataclass
-class Ways:
+class ADModes:
     """The AD modes that gave correct products for a network, and those that did not; shared by all batches."""
 
-    right: set[Way] = field(default_factory=set)
-    wrong: set[Way] = field(default_factory=set)
+    right: set[ADMode] = field(default_factory=set)
+    wrong: set[ADMode] = field(default_factory=set)
 
     def attempt(
-        self, way: Way, compute: Callable[[Tensor], Tensor], vectors: Tensor, agrees: Callable[[Tensor, Tensor], bool]
+        self,
+        mode: ADMode,
+        compute: Callable[[Tensor], Tensor],
+        vectors: Tensor,
+        agrees: Callable[[Tensor, Tensor], bool],
     ) -> Tensor | None:
         """The products with ``vectors [m, k]`` in an AD mode, or None if it fails or is wrong.
 
         Args:
-            way: The mode.
+            mode: The mode.
             compute: Multiplies vectors ``[m, k]``.
             vectors: The vectors.
             agrees: Compares vectors and their products with a plain backward pass.
         """
-        if way in self.wrong:
+        if mode in self.wrong:
             return None
-        known = way in self.right
+        known = mode in self.right
         # The caller's vectors may be zero or one-hot; one more, random vector makes the comparison meaningful.
         given = vectors if known else torch.cat([vectors, _random_like(vectors[:1])])
         try:
@@ -62,13 +66,13 @@ class Ways:
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001  -- a plain backward pass works in any case
-            self.wrong.add(way)
+            self.wrong.add(mode)
             return None
         if known:
             return products
         if bool(torch.isfinite(given).all()):
-            (self.right if agrees(given, products) else self.wrong).add(way)
-        return None if way in self.wrong else products[: len(vectors)]
+            (self.right if agrees(given, products) else self.wrong).add(mode)
+        return None if mode in self.wrong else products[: len(vectors)]
 
 
 class Pullback:
@@ -77,11 +81,11 @@ class Pullback:
     Args:
         outputs: The tensor, with its graph.
         point: The vector, ``[P]``.
-        ways: AD modes tried so far.
+        ad_modes: AD modes tried so far.
     """
 
-    def __init__(self, outputs: Tensor, point: Tensor, ways: Ways):
-        self._outputs, self._point, self._ways = outputs, point, ways
+    def __init__(self, outputs: Tensor, point: Tensor, ad_modes: ADModes):
+        self._outputs, self._point, self._ad_modes = outputs, point, ad_modes
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         """``[m, *outputs.shape] -> [m, P]``."""
@@ -92,7 +96,7 @@ class Pullback:
         if not self._outputs.requires_grad:
             return total
         if len(cotangents) > 1 and (self._point.device.type != "cpu" or len(self._point) <= _SMALL):
-            mapped = self._ways.attempt("mapped backward", self._mapped, cotangents, self._agrees)
+            mapped = self._ad_modes.attempt("mapped backward", self._mapped, cotangents, self._agrees)
             if mapped is not None:
                 return total.add_(mapped)
         for row, cotangent in zip(total, cotangents, strict=True):
@@ -135,11 +139,11 @@ class Linearization:
         network: The network.
         vector: θ, ``[P]``.
         inputs: The batch's inputs.
-        ways: AD modes tried so far.
+        ad_modes: AD modes tried so far.
     """
 
-    def __init__(self, network: Network, vector: Tensor, inputs: Any, ways: Ways):
-        self._network, self._vector, self._inputs, self._ways = network, vector, inputs, ways
+    def __init__(self, network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes):
+        self._network, self._vector, self._inputs, self._ad_modes = network, vector, inputs, ad_modes
         self._seen: Tensor | None = None  # outputs that came with products in forward mode
         self._known: Tensor | None = None
         self._doubled: tuple[Tensor, Tensor] | None = None
@@ -158,22 +162,22 @@ class Linearization:
     def pull(self) -> Pullback:
         """``Jᵀ u``."""
         point, outputs = self._graph
-        return Pullback(outputs, point, self._ways)
+        return Pullback(outputs, point, self._ad_modes)
 
     def push(self, vectors: Tensor) -> Tensor:
         """``J v``, ``[m, P] -> [m, B, *, C]``."""
-        if not (self._ways.right & _FORWARD or self._graph[1].requires_grad):
+        if not (self._ad_modes.right & _FORWARD or self._graph[1].requires_grad):
             return vectors.new_zeros(len(vectors), *self.outputs.shape)
-        ways: list[tuple[Way, Callable[[Tensor], Tensor]]] = [
+        modes: list[tuple[ADMode, Callable[[Tensor], Tensor]]] = [
             ("forward", self._looped_forward),
             ("backward twice", self._backward_twice),
         ]
         if len(vectors) > 1:
-            ways.insert(0, ("mapped forward", self._mapped_forward))
-        for way, compute in ways:
-            products = self._ways.attempt(way, compute, vectors, self._adjoint)
+            modes.insert(0, ("mapped forward", self._mapped_forward))
+        for mode, compute in modes:
+            products = self._ad_modes.attempt(mode, compute, vectors, self._adjoint)
             if products is not None:
-                if way in _FORWARD and self._known is None:
+                if mode in _FORWARD and self._known is None:
                     self._known = self._seen
                 return products
         return self._row_by_row(vectors)

@@ -385,9 +385,9 @@ class HessianOperator(CurvatureOperator):
             rows, targets, weight = self.likelihood.rows(outputs, batch.target)
             loss = -(self.likelihood.log_density(rows, targets) * weight).sum()
             if not loss.requires_grad:  # the selected parameters are not used
-                return Pullback(torch.zeros_like(point), point, self._stream.ways)
+                return Pullback(torch.zeros_like(point), point, self._stream.ad_modes)
             (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
-        return Pullback(gradient, point, self._stream.ways)
+        return Pullback(gradient, point, self._stream.ad_modes)
 
     def _prove(self, pull: Pullback) -> None:
         """Refuse second derivatives that are not symmetric, as those of some of torch's fused operations are."""

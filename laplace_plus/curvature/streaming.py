@@ -18,7 +18,7 @@ from typing_extensions import override
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.linearization import Linearization, Ways
+from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import ConfigurationError, DataError, ModelChangedError, NonFiniteError
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator
@@ -64,7 +64,7 @@ class Stream:
             )
         self.network = network if isinstance(network, Network) else Network(network, "all", arrange)
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
-        self.ways = Ways()
+        self.ad_modes = ADModes()
         self.network.check_finite()
         # The network remembers one state, which may belong to another check; a twin has its own.
         self._watch, self._names = self.network.twin(), self.network.parameter_names
@@ -131,7 +131,7 @@ class Stream:
         """One more pass, with the network linearised on each batch; errors as for :meth:`batches`."""
         vector = self.network.vector()
         for batch in self.batches(description, ordered=ordered):
-            yield batch, Linearization(self.network, vector, batch.inputs, self.ways)
+            yield batch, Linearization(self.network, vector, batch.inputs, self.ad_modes)
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)

@@ -161,9 +161,7 @@ class Tangent:
         objective = Objective.create(model, structure, posterior.temperature, self.tune_noise, self.scaling)
         objective = replace(objective, limits=_limits(objective))
         kept, temperature = self.keep_jacobian, posterior.temperature
-        tangent = TangentModel(
-            posterior.network, model.likelihood, data, temperature=temperature, keep_jacobian=kept
-        )
+        tangent = TangentModel(posterior.network, model.likelihood, data, temperature=temperature, keep_jacobian=kept)
         if tangent.n_data != posterior.n_data:
             raise DataError(
                 "The tangent model's optimum is that of the training data.",

@@ -56,9 +56,7 @@ class TuningResult:
 class Tuner(Protocol):
     """Chooses hyperparameters of a posterior; implementations are frozen dataclasses, whose fields are its options."""
 
-    def tune(
-        self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None
-    ) -> TuningResult:
+    def tune(self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None) -> TuningResult:
         """Choose hyperparameters; the posterior stays as it is.
 
         Args:

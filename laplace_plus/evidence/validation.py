@@ -140,9 +140,7 @@ class Validation:
         by_level = scores.view(len(levels), -1).amin(1)
         converged = grid_settled(levels, by_level, best // len(candidates), "validation", float(precision.mean()))
         noise = candidate.noise_std if objective.tune_noise else None
-        return TuningResult(
-            "validation", precision, noise, -scores[best].item(), converged, n_evaluations=len(points)
-        )
+        return TuningResult("validation", precision, noise, -scores[best].item(), converged, n_evaluations=len(points))
 
 
 def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:

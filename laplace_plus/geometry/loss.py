@@ -322,7 +322,7 @@ class LossLandscape(Landscape):
             yield from zip(self._kept, self._tangents, strict=True)
             return
         for batch in self._batches():
-            yield batch, Linearization(self.network, self.vector, batch.inputs, self._stream.ways)
+            yield batch, Linearization(self.network, self.vector, batch.inputs, self._stream.ad_modes)
 
     def _keep_tangents(self) -> list[_WrittenOut] | None:
         """The Jacobian of all data, if it is small."""
@@ -332,7 +332,9 @@ class LossLandscape(Landscape):
         if n_bytes > min(_KEPT_BYTES, _memory.budget(self.network.device) // 4):
             return None
         with exact_arithmetic(self.network), torch.no_grad():
-            lines = (Linearization(self.network, self.vector, batch.inputs, self._stream.ways) for batch in self._kept)
+            lines = (
+                Linearization(self.network, self.vector, batch.inputs, self._stream.ad_modes) for batch in self._kept
+            )
             return [_WrittenOut(line, len(self.vector), self._stream.chunk_size) for line in lines]
 
     # -- the Gauss-Newton matrix ---------------------------------------------------------------------------------------

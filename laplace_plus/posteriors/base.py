@@ -111,7 +111,6 @@ class Posterior(Stored, ABC):
     tuning: TuningResult | None = None
     """The result of the last tuning."""
 
-
     _tangent_mean: Tensor | None = None
     """The tangent model's optimum, where linearised predictions have it as their mean."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
@@ -24,7 +24,7 @@ class SampleBased(Posterior):
     A subclass gives :meth:`_deviations`. Memory is O(k·P), and the relative standard error of a variance ``(2/k)^½``.
     """
 
-    _ways: Ways
+    _ad_modes: ADModes
 
     @abstractmethod
     def _deviations(self) -> Tensor:
@@ -59,7 +59,7 @@ class SampleBased(Posterior):
     def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
         """The outputs' mean ``[B, *, C]`` and the samples' deviations from it, ``[k, B, *, C]``."""
         return pushed(
-            self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs, ways=self._ways
+            self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
         )
 
     @override

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget
-from laplace_plus.curvature.linearization import Linearization, Ways
+from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import DataError
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import (
@@ -27,7 +27,7 @@ _LARGE_COVARIANCE = 512 * 2**20
 
 
 def pushed(
-    network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None, ways: Ways
+    network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None, ad_modes: ADModes
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v`` for deviations v ``[k, P]``, ``[k, B, *, C]``.
 
@@ -38,12 +38,12 @@ def pushed(
         deviations: ``[k, P]``, or chunks of them.
         inputs: A batch's inputs, on the network's device.
         n_outputs: C, where it is known.
-        ways: The AD modes that work for this network, as far as known.
+        ad_modes: The AD modes that work for this network, as far as known.
 
     Raises:
         DataError: No examples, or another number of outputs.
     """
-    linear = Linearization(network, network.vector(), inputs, ways)
+    linear = Linearization(network, network.vector(), inputs, ad_modes)
     outputs = linear.outputs
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
@@ -61,7 +61,7 @@ def pushed(
 
 
 def functional_samples(
-    network: Network, deviations: Iterable[Tensor], inputs: Any, *, ways: Ways | None = None
+    network: Network, deviations: Iterable[Tensor], inputs: Any, *, ad_modes: ADModes | None = None
 ) -> tuple[Tensor, Tensor]:
     """Outputs of the linearised network at sampled parameters, ``f(θ̂, x) + J(x) (θ − θ̂)``.
 
@@ -72,13 +72,15 @@ def functional_samples(
         network: The network.
         deviations: Chunks ``[n, P]`` of ``θ − θ̂`` for sampled θ.
         inputs: A batch's inputs.
-        ways: The AD modes that work for this network, as far as known.
+        ad_modes: The AD modes that work for this network, as far as known.
 
     Returns:
         Mean ``[B, *, C]`` and samples ``[S, B, *, C]``. For Gaussian deviations, these are joint draws from the
         functional posterior over all inputs.
     """
-    mean, moved = pushed(network, deviations, inputs, n_outputs=None, ways=Ways() if ways is None else ways)
+    mean, moved = pushed(
+        network, deviations, inputs, n_outputs=None, ad_modes=ADModes() if ad_modes is None else ad_modes
+    )
     return mean, mean + moved
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import (
@@ -253,7 +253,7 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
         self.projector, self.n_samples, self.chunk_size = resolve_projector(projector), n_samples, chunk_size
-        self._ways = Ways()
+        self._ad_modes = ADModes()
 
     @property
     @override
@@ -298,7 +298,7 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
 
     def _take_noise(self, noise: ProjectedNoise, mean: Tensor, start: FitStart) -> None:
         """Make the results of a fit the posterior's own."""
-        self._noise, self._vector, self._ways = noise, mean, Ways()
+        self._noise, self._vector, self._ad_modes = noise, mean, ADModes()
         self.n_data, self.n_outputs = start.n_data, start.n_outputs
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.linearization import Linearization, Ways
+from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, SmoothnessWarning
@@ -364,7 +364,7 @@ class Riemannian(AroundTangent):
             for number in order:
                 yield self.network(x, self.network.substitute(points[number]))
             return
-        line = Linearization(self.network, self.mean, x, Ways())
+        line = Linearization(self.network, self.mean, x, ADModes())
         for some in order.split(self.chunk_size):
             yield from line.outputs + line.push(points[some] - self.mean)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend, Native
-from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.distributed import Distributed
@@ -97,7 +97,6 @@ class SampledLaplace(SampleBased):
         "tangent": SampledEvidence,
     }
 
-
     def __init__(
         self,
         model: nn.Module,
@@ -139,7 +138,7 @@ class SampledLaplace(SampleBased):
         self._report: SamplingReport | None = None
         self._problem: TangentProblem | None = None
         self._checkpoint_folder: Path | None = None
-        self._ways = Ways()
+        self._ad_modes = ADModes()
 
     @override
     def options(self) -> dict[str, Any]:
@@ -199,7 +198,7 @@ class SampledLaplace(SampleBased):
         self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
         self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
         self.data_sum = problem.curvature.data_sum
-        self._ways = Ways()
+        self._ad_modes = ADModes()
         self._take(z, solved)
 
     def _prepare(self, data: Iterable[Any]) -> TangentProblem:
@@ -401,7 +400,9 @@ class SampledLaplace(SampleBased):
         z = self._deviations()
         if self._tangent_mean is not None:
             z = torch.cat([z, (self._tangent_mean - self.mean).to(z)[None]])
-        mean, deviations = pushed(self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ways=self._ways)
+        mean, deviations = pushed(
+            self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
+        )
         return (mean, deviations) if self._tangent_mean is None else (mean + deviations[-1], deviations[:-1])
 
     # -- storage -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget
-from laplace_plus.curvature.linearization import Ways
+from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name
@@ -70,7 +70,7 @@ class BoundAtMean:
 
     def __init__(self, elbo: ELBO, network: Network, noise: ProjectedNoise, rank: float, n_outputs: int):
         self._elbo, self._network, self._noise = elbo, network, noise
-        self._rank, self._n_outputs, self._ways = rank, n_outputs, Ways()
+        self._rank, self._n_outputs, self._ad_modes = rank, n_outputs, ADModes()
         self._mean = network.vector()
         self._distance = elbo.squared_distance(self._mean).cpu()
         self._kept: list[Pushed] | None = None
@@ -147,7 +147,7 @@ class BoundAtMean:
         for batch in self._elbo.batches():
             with torch.no_grad():
                 outputs, moved = pushed(
-                    self._network, vectors, batch.inputs, n_outputs=self._n_outputs, ways=self._ways
+                    self._network, vectors, batch.inputs, n_outputs=self._n_outputs, ad_modes=self._ad_modes
                 )
             null_space, in_range = moved.chunk(2)
             entry = outputs, null_space, in_range, batch.target

@@ -386,7 +386,7 @@ class VIKING(ProjectedNoisePosterior):
     @override
     def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
         center = self._center
-        return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs, ways=self._ways)
+        return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes)
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
