@@ -167,8 +167,7 @@ class SoftmaxOutputLogDeterminant(torch.autograd.Function):
     def forward(ctx: Any, rows: SoftmaxOutputRows, weight: Tensor, diagonal: Tensor) -> Tensor:
         """The value; see :class:`SoftmaxOutputFactor`."""
         wanted = any(ctx.needs_input_grad[1:])
-        dtype = torch.float64 if wanted else None
-        factor = SoftmaxOutputFactor(rows, weight, diagonal, dtype=dtype, derivatives=wanted and not diagonal.ndim)
+        factor = SoftmaxOutputFactor(rows, weight, diagonal, derivatives=wanted and not diagonal.ndim)
         value = factor.log_determinant()
         if wanted:
             size = factor.n_outputs * factor.n_features
