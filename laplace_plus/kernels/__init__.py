@@ -3,11 +3,11 @@
 | what | reference | Triton on CUDA |
 |---|---|---|
 | :func:`symmetric_update`, :func:`symmetrize_` | ``syrk`` or matrix products | one triangle, rows split, batched |
-| :func:`convolution_factor` | products of lags, or patches in chunks | patches gathered inside the product |
-| :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
+| :func:`convolution_factor` | products of lags, or patches in chunks | – |
+| :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | – |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`checksums` | weighted sums | – |
-| :func:`symmetric_eigen` | LAPACK | Jacobi's method, one matrix for each program |
+| :func:`symmetric_eigen` | LAPACK, or torch's solvers | – |
 
 Device, type and size decide which one runs; :func:`use` overrides this, see :mod:`laplace_plus.kernels.selection`. None
 of the functions builds an autograd graph.

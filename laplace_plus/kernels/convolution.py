@@ -2,44 +2,74 @@
 
 A k × k convolution is a linear map of patches, so KFAC's input factor (Grosse and Martens 2016) is a sum of their outer
 products. Unfolding the input into patches takes k² times its memory, and the product k⁴ C² operations for each
-position. Three methods do with less:
+position. Two methods do with less:
 
-* the *lags* of :mod:`laplace_plus.kernels.lags`: a sixth of the operations for 3 × 3 kernels and large images, and one
-  copy of the input;
+* *lags*, for stride 1: block (u, u') of the factor, for two taps u and u' of the kernel, is the correlation of the
+  input at the lag δ(u' − u) with dilation δ, summed over a window that depends on u. Lags repeat: a 3 × 3 kernel has 81
+  blocks but 25 lags, by symmetry 13. One product of two shifted views of a zero-padded copy gives the sum over the
+  whole image; the few rows and columns outside u's window are subtracted;
 * *patches*, unfolded in chunks of bounded size, each added by a
-  :func:`~laplace_plus.kernels.symmetric_update.symmetric_update` of one triangle;
-* on CUDA, a Triton kernel that gathers the patches' entries while it multiplies.
+  :func:`~laplace_plus.kernels.symmetric_update.symmetric_update` of one triangle.
 
-The CPU takes lags where counted operations say that they are faster than patches. On one core of an EPYC (Zen 4),
-float32, they take 4.0 (16 channels, 32 × 32 pixels), 2.1 (32, 16 × 16), 2.2 (64, 8 × 8), 2.4 (64, 32 × 32), 1.8 (64,
-56 × 56) and 2.1 times (128, 28 × 28) less time at 3 × 3 layers of ResNets; with 512 channels of 4 × 4 pixels, and with
-stride 2, patches are faster.
+On CUDA the faster one is measured. The CPU takes lags where counted operations say that they are faster than patches.
+On one core of an EPYC (Zen 4), float32, they take 4.0 (16 channels, 32 × 32 pixels), 2.1 (32, 16 × 16), 2.2 (64,
+8 × 8), 2.4 (64, 32 × 32), 1.8 (64, 56 × 56) and 2.1 times (128, 28 × 28) less time at 3 × 3 layers of ResNets; with 512
+channels of 4 × 4 pixels, and with stride 2, patches are faster.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, get_args
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels.lags import Axis, add_lags, operations
-from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, size_class, triton_kernels
-from laplace_plus.kernels.symmetric_update import dot_precision, symmetric_update, symmetrize_
+from laplace_plus.kernels.selection import REFERENCE, Key, add_fastest, size_class
+from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
-Method = Literal["lags", "patches"]
 Extent = int | Sequence[int]
 Padding = int | Sequence[int] | Sequence[tuple[int, int]]
-
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Pair = tuple[int, int]
 
 _CHUNK = {"cpu": 1 << 25, "cuda": 1 << 28}
 """Bytes of patches in memory at a time: about the caches of a CPU, and enough to fill a GPU."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a convolution: pixels, taps, steps between output positions and between taps, zeros on both sides."""
+
+    size: int
+    kernel: int
+    stride: int
+    dilation: int
+    padding: Pair
+
+    @cached_property
+    def positions(self) -> int:
+        """Number of output positions."""
+        return (self.size + sum(self.padding) - self.reach - 1) // self.stride + 1
+
+    @property
+    def reach(self) -> int:
+        """Distance between the first tap and the last, the largest lag."""
+        return self.dilation * (self.kernel - 1)
+
+    def windows(self, tap: int, lag: int) -> tuple[Pair, Pair]:
+        """Pixels whose partner at the lag lies in the image: all of them, and those under the tap (stride 1)."""
+        low = max(0, -lag)
+        high = max(low, min(self.size, self.size - lag))
+        offset = self.dilation * tap - self.padding[0]
+        first = min(max(low, offset), high)
+        return (low, high), (first, max(first, min(high, offset + self.positions)))
 
 
 def convolution_factor(
@@ -52,7 +82,7 @@ def convolution_factor(
     groups: int = 1,
     bias: bool = False,
     total: Tensor | None = None,
-    method: Method | None = None,
+    method: str | None = None,
 ) -> Tensor:
     """``Σ_n Σ_p patch patchᵀ`` over the examples n and output positions p of a convolution.
 
@@ -66,7 +96,7 @@ def convolution_factor(
         bias: Append the bias's entry, 1, to each patch.
         total: Add to this one, ``[G, d, d]`` of float32 or float64, in place. Only its lower triangle is then right,
             until :func:`~laplace_plus.kernels.symmetric_update.symmetrize_` after the last batch.
-        method: ``"lags"`` (up to two axes of space) or ``"patches"``; by default the faster one.
+        method: ``"lags"`` (stride 1, up to two axes of space) or ``"patches"``; by default the faster one.
 
     Returns:
         ``[G, d, d]`` with d = C/G·k (+ 1 with a bias), entries in the order of :func:`torch.nn.functional.unfold`:
@@ -84,34 +114,45 @@ def convolution_factor(
                  [ 3.,  6.,  3.]]])
     """
     axes = _axes(inputs, kernel_size, stride, padding, dilation, groups)
-    if method is not None and method not in get_args(Method):
-        raise ConfigurationError("Unknown method.", expected=" or ".join(map(repr, get_args(Method))), got=repr(method))
-    if method == "lags" and len(axes) == 3:
-        raise ConfigurationError("Lags take images.", expected="one or two axes of space", got="three")
+    can_take_lags = len(axes) < 3 and all(axis.stride == 1 for axis in axes)
+    if method not in ("lags", "patches", None) or (method == "lags" and not can_take_lags):
+        raise ConfigurationError(
+            "The method does not fit the convolution.",
+            expected='"patches", or "lags" for stride 1 and one or two axes of space',
+            got=repr(method),
+        )
     size = inputs.shape[1] // groups * math.prod(axis.kernel for axis in axes) + bias
     given = total is not None
     if total is None:
         total = inputs.new_zeros(groups, size, size, dtype=torch.promote_types(inputs.dtype, torch.float32))
-    elif total.shape != (groups, size, size) or total.dtype not in (torch.float32, torch.float64):
+    elif (
+        total.shape != (groups, size, size)
+        or total.dtype not in (torch.float32, torch.float64)
+        or total.device != inputs.device
+    ):
         raise ConfigurationError(
             "The total does not fit the convolution.",
-            expected=f"[{groups}, {size}, {size}] of float32 or float64",
-            got=f"{list(total.shape)} of {total.dtype}",
-        )
-    elif total.device != inputs.device:
-        raise ConfigurationError(
-            "Inputs and total are on different devices.", expected=str(total.device), got=str(inputs.device)
+            expected=f"[{groups}, {size}, {size}] of float32 or float64 on {inputs.device}",
+            got=f"{list(total.shape)} of {total.dtype} on {total.device}",
         )
     if inputs.numel() > 0:
         target, image = total.detach(), inputs.detach()
         if len(axes) == 1:
             image, axes = image.unsqueeze(2), (Axis(1, 1, 1, 1, (0, 0)), *axes)
-        if method is None:
-            method = "lags" if len(axes) == 2 and _prefers_lags(image, axes, groups) else "patches"
-            if len(axes) == 2 and (INTERPRETED or target.is_cuda):
-                _on_device(target, image, axes, bias, method)
-                return total if given else symmetrize_(total)
-        _METHODS[method](target, image, axes, bias)
+        chosen = method or ("lags" if can_take_lags and _prefers_lags(image, axes, groups) else "patches")
+        if method is None and can_take_lags and target.is_cuda:
+            names = {REFERENCE: chosen, "other": "patches" if chosen == "lags" else "lags"}
+            key: Key = ("convolution_factor", target.device, image.dtype, target.dtype, bias, groups, chosen)
+            work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
+            add_fastest(
+                (*key, *axes, image.shape[1], *size_class(len(image))),
+                target,
+                work,
+                names,
+                lambda name, scratch: _add(names[name], scratch, image, axes, bias),
+            )
+        else:
+            _add(chosen, target, image, axes, bias)
     return total if given else symmetrize_(total)
 
 
@@ -120,7 +161,7 @@ def _axes(
 ) -> tuple[Axis, ...]:
     """The axes of space, checked."""
     space = inputs.ndim - 2
-    if space not in (1, 2, 3) or inputs.dtype not in _TYPES:
+    if space not in (1, 2, 3) or not inputs.is_floating_point():
         raise ConfigurationError(
             "The inputs do not fit a convolution.",
             expected="[N, C, *space] with one to three axes of space, floating point",
@@ -130,7 +171,6 @@ def _axes(
         raise ConfigurationError(
             "The channels do not divide into the groups.", expected=f"a divisor of {inputs.shape[1]}", got=str(groups)
         )
-    taps, steps, spread = (_each(value, space, 1) for value in (kernel_size, stride, dilation))
     if isinstance(padding, str):
         raise ConfigurationError(
             "The padding must be given in numbers.",
@@ -138,10 +178,20 @@ def _axes(
             got=repr(padding),
             fix='Take the numbers that the module itself uses: padding="same" is (kernel_size − 1)·dilation in all.',
         )
-    given: list[Any] = [padding] * space if isinstance(padding, int) else list(padding)
-    pairs = [(value, value) if isinstance(value, int) else (value[0], value[1]) for value in given]
-    if len(pairs) != space or min(min(pair) for pair in pairs) < 0:
-        raise ConfigurationError("The padding does not fit.", expected=f"{space} numbers ≥ 0", got=str(padding))
+    settings: list[list[Any]] = []
+    for value in (kernel_size, stride, dilation, padding):
+        settings.append([value] * space if isinstance(value, int) else list(value))
+    taps, steps, spread, pads = settings
+    pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in pads]
+    if (
+        any(len(values) != space for values in settings)
+        or min(*taps, *steps, *spread, *(1 + min(p) for p in pairs)) < 1
+    ):
+        raise ConfigurationError(
+            "The settings do not fit the convolution.",
+            expected=f"{space} numbers for each, padding ≥ 0, the others ≥ 1",
+            got=f"kernel_size={kernel_size}, stride={stride}, padding={padding}, dilation={dilation}",
+        )
     axes = tuple(map(Axis, inputs.shape[2:], taps, steps, spread, pairs))
     if min(axis.positions for axis in axes) < 1:
         raise ConfigurationError(
@@ -152,15 +202,6 @@ def _axes(
     return axes
 
 
-def _each(value: Extent, count: int, least: int) -> list[int]:
-    values = [value] * count if isinstance(value, int) else list(value)
-    if len(values) != count or min(values) < least:
-        raise ConfigurationError(
-            "A setting of the convolution does not fit.", expected=f"{count} numbers ≥ {least}", got=str(value)
-        )
-    return values
-
-
 def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     """Whether counted operations favour lags; see the measurements above.
 
@@ -168,17 +209,87 @@ def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     entry). With less than 16 channels in a group, the products are too small.
     """
     channels = inputs.shape[1] // groups
-    size = channels * math.prod(axis.kernel for axis in axes)
-    triangle = float(inputs.shape[0]) * math.prod(axis.positions for axis in axes) * size**2
-    one_group = inputs[:, :channels]
-    return channels >= 16 and operations(one_group, axes[0], axes[1]) + 280.0 * size**2 < 0.8 * triangle
+    n_lags, pixels, size = 1, float(len(inputs)), channels
+    for axis in axes:
+        n_lags *= 2 * axis.kernel - 1
+        pixels *= axis.size + axis.reach
+        size *= axis.kernel
+    triangle = float(len(inputs)) * math.prod(axis.positions for axis in axes) * size**2
+    operations = (n_lags + 1) * pixels * channels**2  # by symmetry, half of the lags
+    return channels >= 16 and operations + 280.0 * size**2 < 0.8 * triangle
 
 
-def _add_by_lags(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
-    size = total.shape[1] - bias
-    add_lags(total[:, :size, :size], inputs, axes[0], axes[1])
-    if bias:
-        _add_ones(total, inputs, axes)
+def _add(method: str, total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
+    """Add the factor by ``"lags"`` or by ``"patches"``."""
+    if method == "lags":
+        size = total.shape[1] - bias
+        _add_lags(total[:, :size, :size], inputs, *axes)
+        if bias:
+            _add_ones(total, inputs, axes)
+    else:
+        _add_patches(total, inputs, axes, bias)
+
+
+def _add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis) -> None:
+    """Add the factor ``[G, c·k, c·k]``, without the bias's row, to both triangles."""
+    groups, taps = total.shape[0], list(product(range(rows.kernel), range(columns.kernel)))
+    blocks = total.unflatten(2, (-1, len(taps))).unflatten(1, (-1, len(taps)))  # a view, whatever the strides
+    grouped = inputs.unflatten(1, (groups, -1)).permute(1, 0, 3, 4, 2)  # [G, N, H, W, c]
+    # Zeros after each line and each image, so that no lag reaches the next one.
+    lines, pixels = rows.size + rows.reach, columns.size + columns.reach
+    image = total.new_zeros(groups, len(inputs), lines, pixels, grouped.shape[-1])
+    image[:, :, : rows.size, : columns.size] = grouped
+    by_lag: dict[Pair, list[tuple[int, int]]] = defaultdict(list)
+    for i, left in enumerate(taps):
+        for j, right in enumerate(taps[: i + 1]):
+            lag = rows.dilation * (right[0] - left[0]), columns.dilation * (right[1] - left[1])
+            if lag >= (0, 0):  # of a lag and its reverse, the one whose shift is not negative
+                by_lag[lag].append((i, j))
+            else:
+                by_lag[-lag[0], -lag[1]].append((j, i))
+    for lag, pairs in by_lag.items():
+        sums = _LagSums(image, lag)
+        for tap, other in pairs:
+            block = sums.within(rows.windows(taps[tap][0], lag[0]), columns.windows(taps[tap][1], lag[1]))
+            blocks[:, :, tap, :, other].add_(block)
+            if tap != other:
+                blocks[:, :, other, :, tap].add_(block.mT)
+
+
+class _LagSums:
+    """Sums of one lag over windows of ``[G, N, H, W, c]``: the sum over the whole image minus the strips outside."""
+
+    def __init__(self, image: Tensor, lag: Pair):
+        self.image, self.lag = image, lag
+        flat, shift = image.flatten(1, 3), lag[0] * image.shape[3] + lag[1]
+        self.whole = torch.bmm(flat[:, : flat.shape[1] - shift].mT, flat[:, shift:])
+        self.known: dict[tuple[Pair, Pair], Tensor] = {}
+
+    def within(self, rows: tuple[Pair, Pair], columns: tuple[Pair, Pair]) -> Tensor:
+        """The sum over a window, given as (whole interval, window) along each axis."""
+        inside = self.whole
+        for strip in _outside(*rows):
+            inside = inside - self.strip(strip, columns[0])
+        for strip in _outside(*columns):
+            inside = inside - self.strip(rows[0], strip)
+            for crossing in _outside(*rows):  # subtracted twice
+                inside = inside + self.strip(crossing, strip)
+        return inside
+
+    def strip(self, rows: Pair, columns: Pair) -> Tensor:
+        """The sum over some rows and columns."""
+        if (rows, columns) not in self.known:
+            a, b = self.lag
+            left = self.image[:, :, rows[0] : rows[1], columns[0] : columns[1]]
+            right = self.image[:, :, rows[0] + a : rows[1] + a, columns[0] + b : columns[1] + b]
+            self.known[rows, columns] = torch.bmm(left.flatten(1, 3).mT, right.flatten(1, 3))
+        return self.known[rows, columns]
+
+
+def _outside(whole: Pair, window: Pair) -> list[Pair]:
+    """The intervals of ``whole`` before and after a window."""
+    parts = [whole] if window[0] >= window[1] else [(whole[0], window[0]), (window[1], whole[1])]
+    return [(low, high) for low, high in parts if low < high]
 
 
 def _add_ones(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...]) -> None:
@@ -198,7 +309,8 @@ def _add_ones(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...]) -> None:
     total[:, last, last] += math.prod(axis.positions for axis in axes) * inputs.shape[0]
 
 
-def _add_by_patches(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
+def _add_patches(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
+    """Add the factor by unfolding chunks of examples into patches."""
     groups, space = total.shape[0], len(axes)
     pads = [amount for axis in reversed(axes) for amount in axis.padding]
     positions = math.prod(axis.positions for axis in axes)
@@ -207,59 +319,12 @@ def _add_by_patches(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias:
     for chunk in inputs.split(examples):
         padded = F.pad(chunk.to(total.dtype) if total.device.type == "cpu" else chunk, pads)
         if space == 2:
-            kernel, dilation, stride = (tuple(getattr(axis, name) for axis in axes) for name in _SETTINGS)
+            kernel, dilation, stride = zip(*((axis.kernel, axis.dilation, axis.stride) for axis in axes), strict=True)
             columns = F.unfold(padded, kernel, dilation=dilation, stride=stride)  # [N, C·k, S]
             rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         else:
             for number, axis in enumerate(axes, start=2):
-                extent = (axis.kernel - 1) * axis.dilation + 1
-                padded = padded.unfold(number, extent, axis.stride)[..., :: axis.dilation]
+                padded = padded.unfold(number, axis.reach + 1, axis.stride)[..., :: axis.dilation]
             padded = padded.unflatten(1, (groups, -1)).movedim((1, 2), (0, 2 + space))  # [G, N, *out, C/G, *k]
             rows = padded.flatten(2 + space).flatten(1, 1 + space)
         symmetric_update(total, F.pad(rows, (0, 1), value=1.0) if bias else rows)
-
-
-_SETTINGS = ("kernel", "dilation", "stride")
-_METHODS: dict[str, Callable[[Tensor, Tensor, tuple[Axis, ...], bool], None]] = {
-    "lags": _add_by_lags,
-    "patches": _add_by_patches,
-}
-
-
-def _on_device(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool, method: Method) -> None:
-    """The fastest of Triton's kernels, lags and patches for two axes of space; ``method`` is the reference."""
-    usable = total.dtype == torch.float32 and inputs.dtype != torch.float64 and total.stride(2) == 1
-    kernels: Any = triton_kernels("convolution", total.device) if usable else None
-    precision, size = dot_precision(), total.shape[1]
-
-    def add(name: str, target: Tensor) -> None:
-        if name not in tilings:
-            _METHODS[method if name == REFERENCE else name](target, inputs, axes, bias)
-            return
-        kernels.update(
-            target[:, : size - bias, : size - bias],
-            inputs,
-            kernel=tuple(axis.kernel for axis in axes),
-            stride=tuple(axis.stride for axis in axes),
-            dilation=tuple(axis.dilation for axis in axes),
-            padding=tuple(axis.padding[0] for axis in axes),
-            output=tuple(axis.positions for axis in axes),
-            precision=precision,
-            tiling=tilings[name],
-        )
-        if bias:
-            _add_ones(target, inputs, axes)
-
-    scratch: list[Tensor] = []
-
-    def trial(name: str) -> None:
-        if not scratch:
-            scratch.append(torch.zeros_like(total))
-        add(name, scratch[0])
-
-    tilings = {} if kernels is None else {f"triton {tiling}": tiling for tiling in kernels.tilings(inputs.dtype, size)}
-    names = [REFERENCE, *tilings, *(other for other in _METHODS if other != method)]
-    key: Key = ("convolution_factor", total.device, inputs.dtype, total.dtype, precision, bias, total.shape[0])
-    key += (*axes, inputs.shape[1], *size_class(inputs.shape[0]))
-    work = 2.0 * inputs.shape[0] * math.prod(axis.positions for axis in axes) * total.shape[0] * size**2
-    add(choose(key, total.device, work, {name: partial(trial, name) for name in names}), total)

@@ -2,17 +2,15 @@
 
 On CUDA, the time of ``torch.linalg.eigh`` varies by a factor of a hundred with the size, the batch and the solver's
 version: a batch of 500 matrices of 100 × 100 has been reported to take 914 ms instead of 8 ms (pytorch#174674), with a
-step between n = 32 and 33 (pytorch#175585). Therefore the batched call, one call for each matrix, LAPACK on the CPU,
-and Jacobi's method in Triton for n ≤ 32 are timed once for each size. The CPU uses LAPACK: on one thread SciPy's, whose
-divide and conquer takes 1.2 (float32) and 1.4 (float64) times less time than torch's at n = 1025 on one core of an EPYC
-(Zen 4), otherwise torch's. Divide and conquer sometimes fails to converge in float32 on matrices of low rank; slower QR
-iterations then take over.
+step between n = 32 and 33 (pytorch#175585). Therefore the batched call, one call for each matrix and LAPACK on the CPU
+are timed once for each size. The CPU uses LAPACK: on one thread SciPy's, whose divide and conquer takes 1.2 (float32)
+and 1.4 (float64) times less time than torch's at n = 1025 on one core of an EPYC (Zen 4), otherwise torch's. Divide and
+conquer sometimes fails to converge in float32 on matrices of low rank; slower QR iterations then take over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import scipy.linalg
@@ -21,14 +19,10 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels.reductions import all_finite
-from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
+from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import blas_is_serial
 
 Eigen = tuple[Tensor, Tensor]
-
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LARGEST_JACOBI = 32
-"""Largest size for Jacobi's method: its matrix must fit in one program's registers."""
 
 _SCIPY_FROM = 64
 """Size from which SciPy's solver repays its overhead for each call."""
@@ -53,15 +47,12 @@ def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Ei
         >>> values
         tensor([1., 3.])
     """
-    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.dtype not in _TYPES:
+    square = matrix.ndim >= 2 and matrix.shape[-1] == matrix.shape[-2]
+    if not square or not matrix.is_floating_point() or dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(
-            "symmetric_eigen takes square matrices of a floating type.",
-            expected="[..., n, n], floating point",
-            got=f"{list(matrix.shape)} of {matrix.dtype}",
-        )
-    if dtype not in (torch.float32, torch.float64):
-        raise ConfigurationError(
-            "Eigendecompositions are computed in float32 or float64.", expected="one of them", got=str(dtype)
+            "symmetric_eigen decomposes square matrices of a floating type in float32 or float64.",
+            expected="[..., n, n], floating point; dtype float32 or float64",
+            got=f"{list(matrix.shape)} of {matrix.dtype}; dtype {dtype}",
         )
     result_type = torch.promote_types(matrix.dtype, torch.float32)
     n = matrix.shape[-1]
@@ -80,22 +71,24 @@ def symmetric_eigen(matrix: Tensor, *, dtype: torch.dtype = torch.float64) -> Ei
 def _decompose(matrices: Tensor) -> Eigen:
     """Decompose finite ``[B, n, n]`` of float32 or float64."""
     batch, n, _ = matrices.shape
-    if not matrices.is_cuda and n >= _SCIPY_FROM and torch.get_num_threads() == 1 and blas_is_serial():
-        return _by_scipy(matrices, "evd")
-    candidates: dict[str, Callable[[], Eigen]] = {REFERENCE: lambda: _by_torch(matrices)}
-    kernels: Any = triton_kernels("eigen", matrices.device) if n <= _LARGEST_JACOBI else None
-    if kernels is not None:
-        candidates["triton"] = lambda: kernels.eigen(matrices)
-    if matrices.is_cuda:
-        if batch > 1:
-            candidates["torch, one by one"] = lambda: _one_by_one(matrices)
-        candidates["LAPACK on the CPU"] = lambda: _on_cpu(matrices)
+    if not matrices.is_cuda:
+        serial = n >= _SCIPY_FROM and torch.get_num_threads() == 1 and blas_is_serial()
+        return _by_scipy(matrices, "evd") if serial else _by_torch(matrices)
+    candidates: dict[str, Callable[[], Eigen]] = {
+        REFERENCE: lambda: _by_torch(matrices),
+        "torch, one by one": lambda: _stack(torch.linalg.eigh(matrix) for matrix in matrices),
+        "LAPACK on the CPU": lambda: _by_torch(matrices.cpu()),
+    }
+    if batch == 1:
+        del candidates["torch, one by one"]
     key = ("symmetric_eigen", matrices.device, matrices.dtype, n, *size_class(batch))
     # A thousand times the operations: rotations are sequential, and a bad choice costs milliseconds at any size.
-    return candidates[choose(key, matrices.device, 1e3 * batch * n**3, candidates)]()
+    values, vectors = candidates[choose(key, matrices.device, 1e3 * batch * n**3, candidates)]()
+    return values.to(matrices.device), vectors.to(matrices.device)
 
 
 def _by_torch(matrices: Tensor) -> Eigen:
+    """The batched solver, or QR iterations where it does not converge."""
     try:
         values, vectors = torch.linalg.eigh(matrices)
     except torch.linalg.LinAlgError:
@@ -111,17 +104,12 @@ def _by_scipy(matrices: Tensor, driver: str) -> Eigen:
             pair = scipy.linalg.eigh(matrix.T, lower=False, driver=driver, check_finite=False)
         except np.linalg.LinAlgError:
             pair = scipy.linalg.eigh(matrix.T, lower=False, driver="ev", check_finite=False)
-        pairs.append(tuple(map(torch.from_numpy, pair)))
-    if len(pairs) == 1:
-        return pairs[0][0][None], pairs[0][1][None]
-    return torch.stack([values for values, _ in pairs]), torch.stack([vectors for _, vectors in pairs])
+        pairs.append((torch.from_numpy(pair[0]), torch.from_numpy(pair[1])))
+    return _stack(pairs)
 
 
-def _one_by_one(matrices: Tensor) -> Eigen:
-    pairs = [torch.linalg.eigh(matrix) for matrix in matrices]
-    return torch.stack([values for values, _ in pairs]), torch.stack([vectors for _, vectors in pairs])
-
-
-def _on_cpu(matrices: Tensor) -> Eigen:
-    values, vectors = _by_torch(matrices.cpu())
-    return values.to(matrices.device), vectors.to(matrices.device)
+def _stack(pairs: Iterable[Eigen]) -> Eigen:
+    values, vectors = zip(*pairs, strict=True)
+    if len(values) == 1:
+        return values[0][None], vectors[0][None]
+    return torch.stack(values), torch.stack(vectors)

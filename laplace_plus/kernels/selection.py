@@ -1,6 +1,7 @@
 """Choice among implementations of one operation: measured on a GPU, by a fixed rule elsewhere.
 
-Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch, and most have a Triton kernel beside it.
+Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch; symmetric updates have Triton kernels
+beside it.
 
 * On a CUDA device the candidates are timed on the first call for each (operation, device, type, size class), and the
   fastest is used for the rest of the process. torch's own stays unless another is faster by more than the noise of the
@@ -20,15 +21,17 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from types import ModuleType
 from typing import Literal, cast, get_args
 
 import torch
+from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 
@@ -42,7 +45,6 @@ _MARGIN = 0.97
 
 _SMALLEST_WORK = 1e8
 """Operations below which nothing is measured: such work takes about 50 µs, and launches dominate."""
-
 
 _mode: ContextVar[Mode | None] = ContextVar("laplace_plus_kernels", default=None)
 
@@ -131,12 +133,7 @@ def size_class(*sizes: int) -> tuple[int, ...]:
 
 
 def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """The Triton kernels of one operation, or None where they cannot run.
-
-    Args:
-        name: A module of ``laplace_plus.kernels._triton``.
-        device: Where the tensors are.
-    """
+    """The module ``laplace_plus.kernels._triton.<name>``, or None where its kernels cannot run."""
     if device.type != "cuda" and not (INTERPRETED and mode() == "triton"):
         return None
     if mode() == "reference" or importlib.util.find_spec("triton") is None:
@@ -176,14 +173,30 @@ def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str,
     return chosen
 
 
-def device_seconds(call: Callable[[], object], *, warm_up: int, repetitions: int) -> float:
-    """Median seconds of a call on the current CUDA device.
+def add_fastest(
+    key: Key, total: Tensor, work: float, names: Iterable[str], add: Callable[[str, Tensor], object]
+) -> None:
+    """Add to a total by the fastest implementation; candidates are timed on scratch memory.
 
     Args:
-        call: What is timed.
-        warm_up: Calls before; the first one compiles.
-        repetitions: Calls that are timed, each by events of its own.
+        key: See :func:`choose`.
+        total: The sum so far.
+        work: See :func:`choose`.
+        names: Names of the implementations.
+        add: Adds to a tensor by the implementation of that name.
     """
+    scratch: list[Tensor] = []
+
+    def trial(name: str) -> None:
+        if not scratch:
+            scratch.append(torch.zeros_like(total))
+        add(name, scratch[0])
+
+    add(choose(key, total.device, work, {name: partial(trial, name) for name in names}), total)
+
+
+def device_seconds(call: Callable[[], object], *, warm_up: int, repetitions: int) -> float:
+    """Median seconds of a call on the current CUDA device, after ``warm_up`` calls, the first of which compiles."""
     for _ in range(warm_up):
         call()
     torch.cuda.synchronize()

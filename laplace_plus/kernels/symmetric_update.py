@@ -12,7 +12,6 @@ upper one once, after the last batch.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ from scipy.linalg import blas
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, size_class, triton_kernels
-
-_ROW_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, add_fastest, size_class, triton_kernels
 
 _SYRK_FROM = 128
 """Columns from which syrk is faster than torch's product on one thread; see the measurements above."""
@@ -51,15 +48,12 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
         tensor([[10., 14.],
                 [14., 20.]])
     """
-    if total.dtype not in (torch.float32, torch.float64) or rows.dtype not in _ROW_TYPES:
+    wide = total.dtype in (torch.float32, torch.float64)
+    if not wide or not rows.is_floating_point() or rows.device != total.device:
         raise ConfigurationError(
-            "The types do not fit.",
-            expected="a total of float32 or float64, rows of a floating type",
-            got=f"{total.dtype} and {rows.dtype}",
-        )
-    if rows.device != total.device:
-        raise ConfigurationError(
-            "Rows and total are on different devices.", expected=str(total.device), got=str(rows.device)
+            "The rows do not fit the total.",
+            expected="a total of float32 or float64, and rows of a floating type on its device",
+            got=f"{total.dtype} on {total.device} and {rows.dtype} on {rows.device}",
         )
     if total.ndim not in (2, 3) or rows.shape[:-2] != total.shape[:-2] or total.shape[-2:] != rows.shape[-1:] * 2:
         raise ConfigurationError(
@@ -152,20 +146,13 @@ def _on_device(total: Tensor, rows: Tensor) -> None:
         return
     tilings = {f"triton {tiling}": tiling for tiling in kernels.tilings(rows.dtype, total.shape[-1])}
     precision = dot_precision()
-    scratch: list[Tensor] = []
 
-    def run(target: Tensor, name: str) -> None:
+    def add(name: str, target: Tensor) -> None:
         if name == REFERENCE:
             _reference(target, rows)
         else:
             kernels.update(target, rows, precision=precision, tiling=tilings[name])
 
-    def trial(name: str) -> None:
-        if not scratch:
-            scratch.append(torch.zeros_like(total))
-        run(scratch[0], name)
-
     groups, n_rows, width = rows.shape
     key: Key = ("symmetric_update", total.device, rows.dtype, precision, *size_class(groups, n_rows, width))
-    candidates = {name: partial(trial, name) for name in [REFERENCE, *tilings]}
-    run(total, choose(key, total.device, 2.0 * groups * n_rows * width**2, candidates))
+    add_fastest(key, total, 2.0 * groups * n_rows * width**2, [REFERENCE, *tilings], add)

@@ -9,7 +9,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import convolution_factor
-from laplace_plus.kernels.lags import Axis, lags_of
 
 SETTINGS = list(
     product(
@@ -39,6 +38,8 @@ def test_equals_unfolded_patches(method: str | None) -> None:
     checked = 0
     for (height, width), kernel, stride, padding, dilation, groups in SETTINGS:
         x = images(2, 4, height, width)
+        if method == "lags" and stride != 1:
+            continue
         try:
             unfolded = patches(x, kernel, stride, padding, dilation, groups)
         except RuntimeError:  # no output position
@@ -53,7 +54,7 @@ def test_equals_unfolded_patches(method: str | None) -> None:
             assert (actual - exact).abs().max() <= 1e-10
             assert torch.equal(actual, actual.mT)
             checked += 1
-    assert checked > 200
+    assert checked > (60 if method == "lags" else 200)
 
 
 @pytest.mark.parametrize("method", ["lags", "patches"])
@@ -80,9 +81,9 @@ def test_batches_add_up(method: str | None) -> None:
 def test_one_and_three_axes_of_space() -> None:
     line = images(3, 4, 11)
     exact = convolution_factor(line.unsqueeze(2), (1, 3), stride=(1, 2), padding=(0, 1), groups=2)
-    for method in ("lags", "patches"):
-        actual = convolution_factor(line, 3, stride=2, padding=1, groups=2, method=method)
-        torch.testing.assert_close(actual, exact)
+    torch.testing.assert_close(convolution_factor(line, 3, stride=2, padding=1, groups=2), exact)
+    exact = convolution_factor(line.unsqueeze(2), (1, 3), padding=(0, 1), method="patches")
+    torch.testing.assert_close(convolution_factor(line, 3, padding=1, method="lags"), exact)
 
     volume = images(2, 2, 5, 4, 6)
     weight = images(3, 2, 2, 3, 2)
@@ -91,16 +92,6 @@ def test_one_and_three_axes_of_space() -> None:
     # w A wᵀ is the sum of squares of the outputs
     squares = torch.einsum("noabc,npabc->op", output, output)
     torch.testing.assert_close(weight.flatten(1) @ factor @ weight.flatten(1).T, squares)
-
-
-def test_number_of_lags() -> None:
-    """13 products for a 3 × 3 kernel, instead of 45 blocks; 85 instead of 1225 for 7 × 7; 34 with stride 2."""
-
-    def count(kernel: int, stride: int) -> int:
-        axis = Axis(30, kernel, stride, 1, (1, 1))
-        return len(lags_of(axis, axis))
-
-    assert [count(1, 1), count(3, 1), count(7, 1), count(3, 2)] == [1, 13, 85, 34]
 
 
 def test_no_patches_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +125,7 @@ def test_empty_batch() -> None:
         ((2, 3, 5, 5), 3, {"groups": 2}),
         ((2, 3, 5, 5), 3, {"method": "fft"}),
         ((2, 3, 5, 5, 5), 3, {"method": "lags"}),
+        ((2, 3, 5, 5), 3, {"method": "lags", "stride": 2}),
         ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 5, 5)}),
         ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 27, 27, dtype=torch.float16)}),
         ((2, 3, 5, 5), 3, {"total": torch.zeros(1, 27, 27, device="meta")}),

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import kernels
-from laplace_plus.kernels import gram_schmidt, selection
-from laplace_plus.kernels._triton import convolution as triton_convolution
-from laplace_plus.kernels._triton import eigen as triton_eigen
-from laplace_plus.kernels._triton import gram_schmidt as triton_gram_schmidt
+from laplace_plus.kernels import selection
 from laplace_plus.kernels._triton import symmetric_update as triton_update
 from laplace_plus.kernels._triton.symmetric_update import Tiling
 
@@ -104,83 +101,6 @@ def test_symmetric_update_dispatches_to_triton(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("probes", "rows", "n"), [(1, 1, 1), (3, 3, 70), (2, 5, 3000), (1, 40, 500), (1, 130, 300)])
-def test_gram_schmidt(probes: int, rows: int, n: int, dtype: torch.dtype) -> None:
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
-    basis = torch.linalg.qr(random(probes, n, rows, dtype=torch.float64))[0].mT.to(dtype).contiguous()
-    vector = random(probes, n, dtype=dtype)
-    scale = vector.abs().max()
-    for passes in (1, 2):
-        exact = gram_schmidt.reference_orthogonalize(basis.double(), vector.double(), passes)
-        actual = triton_gram_schmidt.orthogonalize(basis, vector, passes)
-        for one, other in zip(actual, exact, strict=True):
-            assert (one - other).abs().max() <= tolerance * scale
-    with kernels.use("triton"):
-        part = kernels.orthogonalize(basis[:, : (rows + 1) // 2], vector)[0]
-    assert (basis[:, : (rows + 1) // 2] @ part[..., None]).abs().max() <= tolerance * scale
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_three_term_update(dtype: torch.dtype) -> None:
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
-    for probes, n in ((1, 1), (3, 70), (2, 9000)):
-        vector, current, previous = random(3, probes, n, dtype=dtype)
-        current = current / current.norm(dim=1, keepdim=True)
-        beta = random(probes, dtype=dtype)
-        actual = triton_gram_schmidt.three_term_update(vector, current, previous, beta)
-        exact = gram_schmidt.reference_three_term_update(*(x.double() for x in (vector, current, previous, beta)))
-        for one, other in zip(actual, exact, strict=True):
-            assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dtype"), [((3, 3), torch.float32), ((2, 3), torch.bfloat16), ((1, 1), torch.float32)], ids=str
-)
-@pytest.mark.parametrize("stride", [(1, 1), (2, 1)], ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_convolution(
-    kernel: tuple[int, int], stride: tuple[int, int], groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_convolution, "tilings", lambda *_: [Tiling(16, 32, 4, 2)])
-    images = random(2, 4, 6, 9, dtype=dtype)
-    for padding, dilation, bias in (((0, 0), 1, False), ((1, 1), (2, 1), True), (((0, 2), (1, 0)), 1, True)):
-        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
-        exact = kernels.convolution_factor(images.double(), kernel, method="patches", **options)
-        with kernels.use("triton"):
-            actual = kernels.convolution_factor(images, kernel, **options)
-        close(actual, exact)
-
-
-@pytest.mark.parametrize(
-    ("n", "dtype"),
-    [
-        (1, torch.float32),
-        (2, torch.float32),
-        (9, torch.float32),
-        (9, torch.float64),
-        (17 if INTERPRETED else 31, torch.float64),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy, in the interpreter: a rotation by no angle
-def test_jacobi(n: int, dtype: torch.dtype) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-14
-    matrices = random(4, n, n, dtype=dtype)  # full, diagonal, of rank one, zero
-    matrices = matrices @ matrices.mT
-    matrices[1] = torch.diag(torch.arange(n, 0, -1).to(dtype))
-    matrices[2] = 1.0
-    matrices[3] = 0.0
-    values, vectors = triton_eigen.eigen(matrices)
-    scale = matrices.abs().sum(-1).amax(-1).clamp(min=1)
-    exact = torch.linalg.eigvalsh(matrices.double())
-    assert ((values - exact).abs().amax(-1) <= tolerance * scale).all()
-    assert (vectors.mT @ vectors - torch.eye(n, device=DEVICE)).abs().max() <= tolerance
-    residual = matrices @ vectors - vectors * values.unsqueeze(-2)
-    assert (residual.abs().amax((-2, -1)) <= tolerance * scale).all()
-    with kernels.use("triton"):
-        assert torch.allclose(kernels.symmetric_eigen(matrices)[0].double(), exact, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_choice_is_measured_and_kept() -> None:
     selection.forget()
@@ -197,13 +117,11 @@ def test_choice_is_measured_and_kept() -> None:
 def test_lanczos_in_a_graph() -> None:
     basis = torch.linalg.qr(random(5000, 8))[0].T.contiguous()
     vector = random(5000)
-    for choice in ("reference", "triton"):
-        with kernels.use(choice):
-            expected = kernels.orthogonalize(basis, vector)  # compiles
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                captured = kernels.orthogonalize(basis, vector)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert torch.allclose(captured[0], expected[0], atol=1e-5)
+    expected = kernels.orthogonalize(basis, vector)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = kernels.orthogonalize(basis, vector)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(captured[0], expected[0], atol=1e-5)
