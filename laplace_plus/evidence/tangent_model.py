@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import _memory
-from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.operators import CHUNK_SIZE
@@ -36,19 +35,19 @@ _KEPT_BYTES = 2 * 2**30
 """A Jacobian of all data up to this size is kept."""
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """One batch's linearised network.
-
-    Attributes:
-        outputs: ``f(θ̃)``, ``[B, *, C]``.
-        target: As the loader gave it.
-        jacobian: ``[n, P]`` with one row for each output.
-    """
-
-    outputs: Tensor
-    target: Any
-    jacobian: Tensor
+def batch_jacobian(network: Network, inputs: Any) -> tuple[Tensor, Tensor]:
+    """The network's outputs ``[B, *, C]`` and its Jacobian ``[B·M·C, P]``, one row for each output."""
+    capture = Capture(network, inputs)
+    gradients = Gradients(network, capture)
+    outputs = capture.outputs.to(network.dtype)  # may count positions as examples
+    n, size = len(outputs), outputs[0].numel()
+    jacobian = torch.empty(n, size, network.n_parameters, dtype=outputs.dtype, device=outputs.device)
+    one_hot = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
+    for some in gradients.cotangent_chunks(size):
+        cotangents = one_hot[some].expand(-1, n, *outputs.shape[1:])
+        batched = gradients.whole(cotangents)[1].dense(slice(0, n))  # [V, B, 1, 1, P]
+        jacobian[:, some] = batched.flatten(2).transpose(0, 1).to(jacobian)
+    return outputs.view(capture.output_shape).detach(), jacobian.flatten(0, 1)
 
 
 class TangentModel:
@@ -112,7 +111,11 @@ class TangentModel:
             if keep_jacobian is None:
                 keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 2)
             self._counter = [1]
-            self._kept = [self._keep(batch) for batch in self._batches()] if keep_jacobian else None
+            self._kept = None
+            if keep_jacobian:
+                self._counter[0] += 1
+                batches = self._stream.batches("tangent model", ordered=False)
+                self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
 
     @property
     def n_data(self) -> int:
@@ -130,24 +133,6 @@ class TangentModel:
         result.likelihood = likelihood
         return result
 
-    def _batches(self) -> Iterable[Batch]:
-        self._counter[0] += 1
-        return self._stream.batches("tangent model", ordered=False)
-
-    def _keep(self, batch: Batch) -> _Kept:
-        capture = Capture(self.network, batch.inputs)
-        gradients = Gradients(self.network, capture)
-        outputs = capture.outputs.to(self.vector.dtype)
-        size = outputs[0].numel()
-        units = torch.eye(size, dtype=outputs.dtype, device=outputs.device).view(size, 1, *outputs.shape[1:])
-        rows = torch.empty(len(outputs), size, len(self.vector), dtype=outputs.dtype, device=outputs.device)
-        for some in gradients.cotangent_chunks(size):
-            cotangents = units[some].expand(-1, len(outputs), *outputs.shape[1:])
-            stack = gradients.whole(cotangents)[1].dense(slice(0, len(outputs)))  # [V, B, 1, 1, P]
-            rows[:, some] = stack.flatten(2).transpose(0, 1).to(rows)
-        outputs = outputs.view(capture.output_shape)
-        return _Kept(outputs, batch.target, rows.flatten(0, 1))
-
     def evaluate(self, deviation: Tensor) -> Evaluation[Tensor]:
         """The loss ``−log p(D | h(θ))/T`` and its gradient, in one pass; ``extra`` is the likelihood's statistics.
 
@@ -159,10 +144,10 @@ class TangentModel:
         pushed = deviation.to(self.vector)
         with exact_arithmetic(self.network), torch.no_grad():
             if self._kept is not None:
-                for kept in self._kept:
-                    outputs = kept.outputs + (kept.jacobian @ pushed).view(kept.outputs.shape)
-                    statistics = statistics + self._statistics(outputs, kept.target)
-                    gradient += kept.jacobian.T @ self._residual(outputs, kept.target).flatten().to(pushed)
+                for target, outputs, jacobian in self._kept:
+                    outputs = outputs + (jacobian @ pushed).view(outputs.shape)
+                    statistics = statistics + self._statistics(outputs, target)
+                    gradient += jacobian.T @ self._residual(outputs, target).flatten().to(pushed)
             else:
                 for batch, line in self._lines():
                     outputs = line.outputs + line.push(pushed[None])[0]
@@ -184,11 +169,11 @@ class TangentModel:
         result, pushed = torch.zeros_like(vectors), deviation.to(self.vector)
         with exact_arithmetic(self.network), torch.no_grad():
             if self._kept is not None:
-                for kept in self._kept:
-                    outputs = kept.outputs + (kept.jacobian @ pushed).view(kept.outputs.shape)
-                    tangents = (vectors.to(pushed) @ kept.jacobian.T).view(len(vectors), *outputs.shape)
-                    root = exact_root(self.likelihood, outputs, kept.target)
-                    result += root.up(root.down(tangents)).flatten(1).to(vectors) @ kept.jacobian.to(vectors)
+                for target, outputs, jacobian in self._kept:
+                    outputs = outputs + (jacobian @ pushed).view(outputs.shape)
+                    tangents = (vectors.to(pushed) @ jacobian.T).view(len(vectors), *outputs.shape)
+                    root = exact_root(self.likelihood, outputs, target)
+                    result += root.up(root.down(tangents)).flatten(1).to(vectors) @ jacobian.to(vectors)
             else:
                 for batch, line in self._lines():
                     outputs = line.outputs + line.push(pushed[None])[0]

@@ -1,191 +1,203 @@
-"""The exact Gauss-Newton matrix behind leave-one-out displacements, for posteriors whose own curvature is another.
+"""Output covariances ``V = J Σ Jᵀ`` of deletion units, under the posterior's or the exact Gauss-Newton matrix.
 
-Its leverages are below one at any prior. It is formed over the P parameters where ``3 P²`` numbers fit into the memory
-budget, else over the R rows of all data's outputs together, where the Jacobian ``[R, P]`` and ``4 R²`` numbers do: with
-``K = J P₀⁻¹ Jᵀ`` and a root S of the data's Hessians, ``V = K − K S (I + Sᵀ K S)⁻¹ Sᵀ K`` is the same covariance.
+Leverages of the exact matrix lie below one at any prior. It is formed over the P parameters where ``3 P²`` numbers
+fit into the memory budget. Otherwise it is formed over the R outputs of all data, where the Jacobian ``[R, P]`` and
+``4 R²`` numbers fit. With ``K = J P₀⁻¹ Jᵀ`` and a root S of the data's Hessians, both give the same covariance:
+``V = K − K S (I + Sᵀ K S)⁻¹ Sᵀ K``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, in_words
-from laplace_plus.batches import iterate
-from laplace_plus.curvature import Curvature, FullStructure, Native
-from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.errors import ConfigurationError, SelectionError
+from laplace_plus.batches import batch_size, can_be_cut, cut, iterate
+from laplace_plus.curvature import FullStructure, Layout, Native
+from laplace_plus.curvature.gradients import same_outputs
+from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.leave_one_out.covariances import Covariances, FactorCovariances, KnownCovariances, Unit
+from laplace_plus.evidence.tangent_model import batch_jacobian
 from laplace_plus.network import Network
+from laplace_plus.predictive.linearized import functional_posteriors
 from laplace_plus.priors import as_hyperparameter
+from laplace_plus.structured import Factor
+
+Leverages = Literal["own", "full", "last_layer"]
+Unit = Literal["example", "position"]
+
+Covariances = Callable[[int, Any, Tensor], list[Tensor]]
+"""Maps a batch's number, inputs and outputs ``[B, *, C]`` to one ``[U, b, b]`` for each posterior.
+
+The U deletion units have b outputs each.
+"""
 
 
-@dataclass(frozen=True)
-class Displacement:
-    """Which covariances a route is asked for.
+def factor_covariances(
+    network: Network,
+    factor_sets: Sequence[Mapping[str, Factor]],
+    unit: Unit,
+    n_outputs: int,
+    layouts: Sequence[Layout] | None = None,
+) -> Covariances:
+    """Covariances from factorised posterior precisions, one set of factors for each posterior."""
+    options: dict[str, Any] = {"expected_outputs": n_outputs, "layouts": layouts}
 
-    Attributes:
-        model: The posterior's curvature and all that the evidence is a function of.
-        network: The network.
-        data: The data of the fit.
-        precision: Prior precision of the displacement.
-        temperature: Divides gradients and Hessians.
-        noise_std: Noise of the displacement; None for the likelihood's.
-        unit: What is left out.
-    """
+    def covariances(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:
+        if unit == "position" or outputs.shape[1:-1].numel() == 1:
+            found = functional_posteriors(network, factor_sets, inputs, **options)
+            return [posterior.covariance.reshape(-1, n_outputs, n_outputs) for posterior in found]
+        size, count = outputs[0].numel(), batch_size(inputs)
+        if not can_be_cut(inputs, count):
+            raise DataError(
+                "Leaving out an example with several positions requires running each example alone.",
+                expected="inputs whose tensors all have the examples along their first axis",
+                got="other inputs",
+                fix='Pass unit="position", which leaves out one position at a time.',
+            )
+        each = []
+        for example in range(count):
+            one = cut(inputs, slice(example, example + 1))
+            found = functional_posteriors(network, factor_sets, one, joint=True, **options)
+            each.append([posterior.covariance.reshape(1, size, size) for posterior in found])
+        return [torch.cat(column) for column in zip(*each, strict=True)]
 
-    model: LaplaceModel
-    network: Network
-    data: Iterable[Any]
-    precision: Any
-    temperature: Any
-    noise_std: Any
-    unit: Unit
+    return covariances
 
 
-def whole_route(of: Displacement) -> Covariances:
-    """Covariances under the exact Gauss-Newton matrix over all selected parameters.
+def exact_covariances(
+    leverages: Leverages,
+    model: LaplaceModel,
+    network: Network,
+    data: Iterable[Any],
+    *,
+    precision: Any,
+    temperature: Any,
+    noise_std: Any,
+    unit: Unit,
+) -> Covariances:
+    """Covariances under the exact Gauss-Newton matrix, of all selected parameters or of the last layer.
 
-    One pass over the data, and ``O(R P²)`` operations over parameters or ``O(R² P + R³)`` over rows.
+    One pass over the data. With all parameters, ``O(R P²)`` operations in parameter space or ``O(R² P + R³)`` in
+    output space. With the last layer, the other parameters are held fixed.
 
     Raises:
-        ConfigurationError: Neither form fits into the memory budget; says what they would take.
+        ConfigurationError: The matrix fits into the memory budget in neither form.
+        SelectionError: The posterior has no prior on the last layer.
     """
-    network = of.network
-    allowed, item = budget(network.device), network.dtype.itemsize
-    size = network.n_parameters
+    whole = network
+    if leverages == "last_layer":
+        network = Network(whole.model, "last_layer", model.likelihood.arrange)
+        network.ambient_autocast = whole.ambient_autocast
+    size, allowed, item = network.n_parameters, budget(network.device), network.dtype.itemsize
     dense = 3 * item * size**2
-    if dense > allowed:
-        rows = sum(
-            network.forward(batch.inputs).numel()
-            for batch in iterate(of.data, device=network.device, description="rows of outputs")
-        )
-        by_rows = item * rows * size + 4 * 8 * rows**2
-        if by_rows > allowed:
+    if leverages == "full" and dense > allowed:
+        n_rows = sum(network.forward(batch.inputs).numel() for batch in iterate(data, device=network.device))
+        in_output_space = item * n_rows * size + 4 * 8 * n_rows**2
+        if in_output_space > allowed:
+            needed = f"{in_words(dense)} over {size:,} parameters, or {in_words(in_output_space)} over all "
             raise ConfigurationError(
                 "The exact Gauss-Newton matrix fits into the memory budget in neither form.",
                 expected=f"at most {in_words(allowed)}",
-                got=f"{in_words(dense)} over {size:,} parameters, or {in_words(by_rows)} over all {rows:,} outputs",
+                got=f"{needed}{n_rows:,} outputs",
                 fix='Use leverages="last_layer", select fewer parameters, or raise memory_budget.',
             )
-        return _over_rows(of)
-    whole = replace(of.model, curvature=_exact(of.model, network, of.data), backend=Native())
-    factors = whole.factors(of.precision, of.temperature, of.noise_std)
-    return FactorCovariances(network, [factors], of.unit, of.model.n_outputs)
+        return _in_output_space(model, network, data, precision, temperature, noise_std, unit)
+    backend, curvature = Native(), None
+    for batch in iterate(data, device=network.device, description="curvature for leave-one-out"):
+        curvature, _ = backend.accumulate(curvature, network, model.likelihood, batch, FullStructure())
+    assert curvature is not None
+    exact = replace(model, curvature=curvature, backend=backend)
+    if leverages == "last_layer":
+        exact, precision = _on_last_layer(exact, whole, network, model.prior(precision).vector().detach())
+    factors = exact.factors(precision, temperature, noise_std)
+    return factor_covariances(network, [factors], unit, model.n_outputs)
 
 
-def last_layer_route(of: Displacement) -> Covariances:
-    """Covariances under the exact Gauss-Newton matrix of the last layer, the other parameters being held fixed.
-
-    Raises:
-        SelectionError: The posterior is not over the last layer, so that it has no prior there.
-        ConfigurationError: A matrix that does not fit into memory.
-    """
-    model, network = of.model, of.network
-    last = Network(network.model, "last_layer", model.likelihood.arrange)
-    last.ambient_autocast = network.ambient_autocast
-    curvature = _exact(model, last, of.data)  # only now it is certain which layer is last
-    spread = model.prior(of.precision).vector().detach()
-    starts = network.offsets()
-    sizes = {item.name: item.size for item in network.selected}
+def _on_last_layer(
+    model: LaplaceModel, whole: Network, last: Network, precision: Tensor
+) -> tuple[LaplaceModel, Tensor]:
+    """The model with the last layer's weights and prior mean, and the last layer's precisions out of ``[P]``."""
+    starts = whole.offsets()
+    sizes = {item.name: item.size for item in whole.selected}
     missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
     if missing:
         raise SelectionError(
-            "The posterior says nothing about the last layer.",
+            "The posterior is not over the last layer, and has no prior there.",
             expected=f"a selection with {', '.join(missing)}",
-            got=f"parameters {', '.join(network.parameter_names[:4])} …",
+            got=f"parameters {', '.join(whole.parameter_names[:4])} …",
             fix='Use leverages="full".',
         )
-    places = torch.cat([torch.arange(starts[item.name], starts[item.name] + item.size) for item in last.selected])
-    own = spread[places.to(spread.device)]
-    mean = as_hyperparameter(model.prior_mean)
-    head = replace(
+    index = torch.cat([torch.arange(starts[item.name], starts[item.name] + item.size) for item in last.selected])
+    own, mean = precision[index.to(precision.device)], as_hyperparameter(model.prior_mean)
+    model = replace(
         model,
-        curvature=curvature,
-        backend=Native(),
         vector=last.vector(),
         layer_index=last.layer_index(),
-        prior_mean=mean if mean.ndim == 0 else mean[places.to(mean.device)],
+        prior_mean=mean if mean.ndim == 0 else mean[index.to(mean.device)],
     )
-    level = own[0] if bool((own == own[0]).all()) else own
-    factors = head.factors(level, of.temperature, of.noise_std)
-    return FactorCovariances(last, [factors], of.unit, model.n_outputs)
+    return model, own[0] if bool((own == own[0]).all()) else own
 
 
-def _exact(model: LaplaceModel, network: Network, data: Iterable[Any]) -> Curvature:
-    """The exact Gauss-Newton matrix of all the data at unit noise."""
-    backend, total = Native(), None
-    for batch in iterate(data, device=network.device, description="curvature for leave-one-out"):
-        total, _ = backend.accumulate(total, network, model.likelihood, batch, FullStructure())
-    assert total is not None
-    return total
-
-
-def _over_rows(of: Displacement) -> Covariances:
-    """The covariances by way of the matrix over all rows of outputs."""
-    likelihood, network = of.model.likelihood, of.network
-    weights = likelihood.curvature_weights(of.noise_std) / as_hyperparameter(of.temperature).double()
-    deviations = of.model.prior(of.precision).vector().detach().double().rsqrt().to(network.device)
+def _in_output_space(
+    model: LaplaceModel,
+    network: Network,
+    data: Iterable[Any],
+    precision: Any,
+    temperature: Any,
+    noise_std: Any,
+    unit: Unit,
+) -> Covariances:
+    """Covariances by way of the matrix over the outputs of all data; later passes must come in the same order."""
+    likelihood = model.likelihood
+    weights = likelihood.curvature_weights(noise_std) / as_hyperparameter(temperature).double()
+    deviations = model.prior(precision).vector().detach().double().rsqrt().to(network.device)
     jacobians, roots, sizes, known = [], [], [], []
-    for batch in iterate(of.data, device=network.device, description="Jacobians for leave-one-out"):
-        jacobian, outputs = _jacobian(network, batch.inputs, deviations)
+    for batch in iterate(data, device=network.device, description="Jacobians for leave-one-out"):
+        outputs, jacobian = batch_jacobian(network, batch.inputs)
         likelihood.validate(outputs, batch.target)
-        rows, targets, weight = likelihood.rows(outputs.double(), batch.target)
-        root = likelihood.output_root(rows, targets) * weight[:, None, None]
+        flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
+        root = likelihood.output_root(flat, targets) * weight[:, None, None]
         groups = likelihood.output_groups(root.shape[-1]).to(root.device)
         roots.append(root * weights.to(root)[groups].sqrt())
-        jacobians.append(jacobian)
+        jacobians.append(jacobian * deviations.to(jacobian))
         known.append(outputs)
-        block = outputs.shape[-1] if of.unit == "position" else outputs[0].numel()
-        sizes.append((len(jacobian) // block, block))
-    together, root = torch.cat(jacobians), torch.cat(roots)
+        size = outputs.shape[-1] if unit == "position" else outputs[0].numel()
+        sizes.append((len(jacobian) // size, size))
+    jacobian, root = torch.cat(jacobians), torch.cat(roots)
     del jacobians, roots
-    kernel = torch.zeros(len(together), len(together), dtype=torch.float64, device=together.device)
-    # In double precision, some columns at a time: V is a difference of matrices that may be far larger than it.
-    for columns in together.split(max(1, len(together)), 1):
-        part = columns.double()
-        kernel.addmm_(part, part.T)
-    del together, part, columns
-    blocks = kernel.view(len(kernel), *root.shape[:2]).transpose(0, 1)  # a column block for each row of outputs
-    reach = torch.bmm(blocks, root).transpose(0, 1).reshape(len(kernel), -1)  # K S
-    inner = torch.bmm(root.mT, reach.view(*root.shape[:2], -1)).reshape(reach.shape[1], -1)  # Sᵀ K S
+    kernel = torch.zeros(len(jacobian), len(jacobian), dtype=torch.float64, device=jacobian.device)
+    # In double precision, some columns at a time: V is a small difference of matrices that may be far larger.
+    for columns in jacobian.split(max(1, len(jacobian)), 1):
+        kernel.addmm_(columns.double(), columns.double().T)
+    del jacobian, columns
+    blocks = kernel.view(len(kernel), *root.shape[:2]).transpose(0, 1)  # one block of C columns for each position
+    kernel_root = torch.bmm(blocks, root).transpose(0, 1).reshape(len(kernel), -1)  # K S
+    inner = torch.bmm(root.mT, kernel_root.view(*root.shape[:2], -1)).reshape(kernel_root.shape[1], -1)  # Sᵀ K S
     inner.diagonal().add_(1.0)
-    solved = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), reach.T, upper=False)
-    del reach, inner
+    solved = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), kernel_root.T, upper=False)
+    del kernel_root, inner
     found, start = [], 0
-    for count, block in sizes:
-        parts = []
+    for count, size in sizes:
+        covariances = []
         for _ in range(count):
-            own = slice(start, start + block)
-            parts.append(kernel[own, own] - solved[:, own].T @ solved[:, own])
-            start += block
-        found.append(torch.stack(parts))
-    return KnownCovariances(found, known)
+            own = slice(start, start + size)
+            covariances.append(kernel[own, own] - solved[:, own].T @ solved[:, own])
+            start += size
+        found.append(torch.stack(covariances))
 
+    def covariances_of(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:
+        if number >= len(found) or not same_outputs(known[number].to(outputs), outputs):
+            raise DataError(
+                "The data differ from those of the pass before, or come in another order.",
+                expected="the same batches in the same order in each pass",
+                got=f"another batch {number}",
+                fix="Pass data= as a loader that does not shuffle.",
+            )
+        return [found[number]]
 
-def _jacobian(network: Network, inputs: Any, deviations: Tensor) -> tuple[Tensor, Tensor]:
-    """``J P₀^(−½)`` of a batch, ``[B·M·C, P]``, and the outputs ``[B, *, C]``."""
-    capture = Capture(network, inputs)
-    gradients = Gradients(network, capture)
-    outputs = capture.outputs.view(capture.output_shape)
-    n, each = outputs.shape[0], outputs[0].numel()
-    # Captured outputs may count positions as examples of their own: cotangents have the captured shape.
-    shape = capture.outputs.shape
-    parts = []
-    for chunk in gradients.cotangent_chunks(each):
-        units = outputs.new_zeros(chunk.stop - chunk.start, n, each)
-        number = torch.arange(len(units), device=units.device)
-        units[number, :, number + chunk.start] = 1
-        _, stack = gradients.whole(units.view(len(units), *shape))
-        values = stack.dense(slice(0, stack.n_examples)).flatten(2)  # [V, B', P]
-        if stack.n_examples != n:
-            values = values.view(len(units), n, -1, values.shape[-1]).sum(2)
-        parts.append(values)
-    jacobian = torch.cat(parts).transpose(0, 1).reshape(n * each, -1)
-    return jacobian * deviations.to(jacobian), outputs.detach()
+    return covariances_of

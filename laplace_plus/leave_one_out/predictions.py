@@ -1,21 +1,21 @@
-"""Leave-one-out predictions of a Gaussian posterior, without fitting anything again.
+"""Leave-one-out predictions of a Gaussian posterior, without refitting.
 
-With output covariance ``V = J Σ Jᵀ`` of a datum under the posterior, the Hessian ``Λ`` and the gradient ``g`` of its
-negative log-likelihood by its outputs ``f``, taking the datum's own part away from the posterior precision gives
+A datum has the output covariance ``V = J Σ Jᵀ`` under the posterior. Its negative log-likelihood has the Hessian ``Λ``
+and the gradient ``g`` by its outputs ``f``. Without the datum's own term in the posterior precision,
 
     f₋ₙ = f + (I − V Λ)⁻¹ V g,        V₋ₙ = (I − V Λ)⁻¹ V.
 
 For linear-Gaussian models both are exact (Allen, 1974, "The relationship between variable selection and data
-augmentation and a method for prediction"); otherwise ``f₋ₙ`` is one Newton step from the optimum of all the data
+augmentation and a method for prediction"). Otherwise ``f₋ₙ`` is one Newton step from the optimum of all the data
 (Pregibon, 1981, "Logistic regression diagnostics"; Rad and Maleki, 2020, "A scalable estimate of the out-of-sample
 prediction error via approximate leave-one-out cross-validation"). The eigenvalues of ``V Λ`` are the datum's leverages.
-They lie below one where the posterior's curvature is the exact Gauss-Newton matrix of these data; where it is not
-(Kronecker factors, diagonals), they need not, and the formula then means nothing.
+They lie below one where the posterior's curvature is the exact Gauss-Newton matrix of these data. With Kronecker
+factors or diagonals they may exceed one, and the formula is then meaningless.
 
-Two priors enter, and are kept apart. The displacement ``f₋ₙ − f`` undoes what training did, so that it belongs to the
-prior of *training* (its weight decay); the covariance ``V₋ₙ`` belongs to the posterior that is to be used. With one
-precision in both places and the weights where they are, a large one would erase the displacement: predictions of data
-left out would then be those of data seen in training, and would always look best.
+Two priors enter, and must be kept apart. The displacement ``f₋ₙ − f`` undoes the effect of training, so it belongs to
+the prior of *training* (its weight decay). The covariance ``V₋ₙ`` belongs to the posterior that is to be used. If one
+precision served both with the weights held fixed, a large precision would remove the displacement. The left-out loss
+would then equal the training loss, and would always look best.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -32,40 +32,37 @@ from laplace_plus._memory import budget, in_words
 from laplace_plus.batches import iterate
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
-from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import Tunable
-from laplace_plus.leave_one_out.covariances import Covariances, FactorCovariances, Unit, split_units
-from laplace_plus.leave_one_out.leverages import Displacement, last_layer_route, whole_route
+from laplace_plus.leave_one_out.leverages import Leverages, Unit, exact_covariances, factor_covariances
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
-from laplace_plus.network import Network
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.priors import as_hyperparameter
 
-Leverages = Literal["own", "full", "last_layer"]
-ROUTES = ("own", "full", "last_layer")
-
 INTERPOLATION = 0.01
-"""Nats per datum below which a classifier's training loss leaves no gradients that leaving out could undo."""
+"""Mean training loss in nats below which a classifier counts as interpolating: gradients at its data vanish.
+
+An interpolating network had a leave-one-out loss of 0.000 where its test loss was 0.97.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOutPredictions:
     """What the posterior says about each datum without having seen it.
 
-    A unit is an example, or with ``unit="position"`` one of its positions, those that count in a row one after the
-    other. All tensors are in the order of the data and in float64.
+    A deletion unit is an example, or with ``unit="position"`` one position that is not ignored. All tensors are in
+    the order of the data and in float64.
 
     Attributes:
-        mean: ``f₋ₙ``, ``[N, *, C]``; positions as units ``[R, C]``.
-        covariance: ``V₋ₙ``, ``[N, *, C, C]`` at the posterior's own prior; with leverages of another curvature than the
-            posterior's, the posterior's ``V`` itself.
+        mean: ``f₋ₙ``, ``[N, *, C]``; with positions as deletion units ``[R, C]``.
+        covariance: ``V₋ₙ``, ``[N, *, C, C]``, at the posterior's own prior; the posterior's ``V`` itself where the
+            leverages are those of another curvature.
         outputs: ``f``, the network's outputs, shaped like ``mean``.
         targets: As the loader gave them.
-        leverages: Largest eigenvalue of ``V Λ`` of each unit at the displacement's prior, ``[N]``, all below 1.
-        traces: Sum of them, ``[N]``; over all units, the effective number of parameters.
-        likelihood: How targets are distributed given the outputs.
-        route: ``"own"``, ``"full"`` or ``"last_layer"``: of which curvature the leverages and displacements are.
+        leverages: Largest eigenvalue of each unit's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
+        traces: Trace of each unit's ``V Λ``, ``[N]``; their sum is the effective number of parameters.
+        likelihood: The distribution of targets given the outputs.
+        route: The curvature of leverages and displacements: ``"own"``, ``"full"`` or ``"last_layer"``.
         unit: ``"example"`` or ``"position"``.
     """
 
@@ -111,7 +108,7 @@ class LeaveOneOutPredictions:
         """
         if not (scale >= 0 and math.isfinite(scale) and temperature > 0 and math.isfinite(temperature)):
             raise ConfigurationError(
-                "There is no such scaling.",
+                "scale must be non-negative and temperature positive.",
                 expected="scale >= 0 and temperature > 0",
                 got=f"scale={scale}, temperature={temperature}",
             )
@@ -119,25 +116,25 @@ class LeaveOneOutPredictions:
         return from_functional(self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator)
 
     def log_prob(self, **options: Any) -> Tensor:
-        """``log p(yₙ | D₋ₙ)`` of each row in nats, ``[N, *]``, 0 for ignored ones; options as of :meth:`predictive`."""
+        """``log p(yₙ | D₋ₙ)`` in nats, ``[N, *]``, 0 for ignored targets; options as for :meth:`predictive`."""
         return self.predictive(**options).log_prob(self.targets)
 
     def nll(self, **options: Any) -> Tensor:
-        """Minus the mean of :meth:`log_prob` over the rows that count: 0-d float64, in nats; options likewise."""
+        """Minus the mean of :meth:`log_prob` over targets that are not ignored, 0-d float64, in nats."""
         return -self.log_prob(**options).sum().double() / self.n_rows
 
     @property
     def n_rows(self) -> float:
-        """How many rows (examples, or positions) count: ignored targets do not."""
+        """Number of flattened observations (examples, or positions) whose targets are not ignored."""
         return float(self.likelihood.rows(self.outputs, self.targets)[2].sum())
 
     def training_nll(self) -> Tensor:
-        """``−log p(yₙ|f)`` of the network itself, averaged over the rows that count: 0-d float64, in nats."""
-        rows, targets, weight = self.likelihood.rows(self.outputs, self.targets)
-        return -(checked_log_density(self.likelihood, rows, targets) * weight).sum() / weight.sum()
+        """The network's own mean loss ``−log p(yₙ|f)`` over targets that are not ignored, 0-d float64, in nats."""
+        flat, targets, weight = self.likelihood.rows(self.outputs, self.targets)
+        return -(checked_log_density(self.likelihood, flat, targets) * weight).sum() / weight.sum()
 
     def summary(self) -> str:
-        """A few lines in words."""
+        """Leverages, effective parameters and losses, as a few lines of text."""
         top = self.leverages
         return "\n".join(
             [
@@ -171,73 +168,53 @@ def leave_one_out(
     training = precision if prior_precision is None else as_hyperparameter(prior_precision).detach()
     training = checked_factor(kappa) * training
     data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
-    leaving = LeavingOut.create(
-        model,
-        network,
-        data,
-        n_data=n_data,
-        precision=training,
-        noise_std=noise_std,
-        temperature=posterior.temperature.detach(),
-        route=leverages,
-        unit=unit,
-    )
+    deletions = Deletions(posterior, data, training, noise_std, leverages, unit)
     outputs, targets, means, covariances = [], [], [], []
     values: list[Tensor] = []
-    others: list[Tensor] = []  # at the covariance's prior
+    at_own_prior: list[Tensor] = []
     seen, taken, limit = 0, 0, budget(network.device)
-    for piece in leaving.pieces(data, [(precision, None)], progress=progress):
-        seen += len(piece.network_outputs)
-        taken += 8 * piece.outputs.numel() * piece.outputs.shape[-1]
+    for batch in deletions.batches([(precision, None)], progress=progress):
+        seen += len(batch.network_outputs)
+        taken += 8 * batch.outputs.numel() * batch.outputs.shape[-1]
         needed = taken * n_data // seen
         if needed > limit:
             raise ConfigurationError(
                 "The covariances of all data do not fit into the memory budget.",
                 expected=f"at most {in_words(limit)}",
-                got=f"{in_words(needed)} for {n_data} examples of {piece.network_outputs[0].numel()} outputs",
+                got=f"{in_words(needed)} for {n_data} examples of {batch.network_outputs[0].numel()} outputs",
                 fix="Raise memory_budget.",
             )
-        (covariance,) = piece.covariances
+        (covariance,) = batch.covariances
         if leverages == "own":
-            left = leave_out(covariance, *piece.terms.at())
-            covariance = left.covariance
-            others.append(left.values)
-        covariances.append(piece.each(covariance))
-        outputs.append(piece.outputs)
-        targets.append(piece.targets)
-        means.append(piece.mean)
-        values.append(piece.left.values[piece.kept])
+            own, _, covariance = leave_out(covariance, batch.root, batch.gradient)
+            at_own_prior.append(own)
+        covariances.append(batch.by_position(covariance))
+        outputs.append(batch.outputs)
+        targets.append(batch.targets)
+        means.append(batch.mean)
+        values.append(batch.leverages)
     check_leverages(values, leverages, network.dtype)
-    if others:
-        check_leverages(others, leverages, network.dtype)
+    if at_own_prior:
+        check_leverages(at_own_prior, leverages, network.dtype)
     try:
-        mean, covariance, together, wanted = map(torch.cat, (means, covariances, outputs, targets))
+        mean, covariance, all_outputs, all_targets = map(torch.cat, (means, covariances, outputs, targets))
     except RuntimeError as error:
         raise DataError(
             "The batches' outputs are of different shapes.",
             expected="as many positions in every batch",
-            got=", ".join(sorted({str(list(part.shape[1:])) for part in outputs})),
+            got=", ".join(sorted({str(list(one.shape[1:])) for one in outputs})),
             fix='Pass unit="position", which leaves out one position at a time.',
         ) from error
-    largest = torch.cat([part.amax(-1) for part in values])
-    traces = torch.cat([part.sum(-1) for part in values])
-    tensors = mean, covariance, together, wanted, largest, traces
+    largest = torch.cat([one.amax(-1) for one in values])
+    traces = torch.cat([one.sum(-1) for one in values])
+    tensors = mean, covariance, all_outputs, all_targets, largest, traces
     return LeaveOneOutPredictions(*tensors, model.likelihood, leverages, unit)
 
 
-@dataclass(frozen=True)
-class Left:
-    """What comes out for some units: eigenvalues of V Λ ``[U, r]``, ``f₋ₙ − f`` ``[U, b]`` and ``V₋ₙ [U, b, b]``."""
+def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Remove each deletion unit's own term: its leverages ``[U, r]``, ``f₋ₙ − f`` ``[U, b]`` and ``V₋ₙ [U, b, b]``.
 
-    values: Tensor
-    shift: Tensor
-    covariance: Tensor
-
-
-def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> Left:
-    """Take each unit's own part away.
-
-    Through ``SᵀVS = Q diag(l) Qᵀ``, which has the eigenvalues of ``V Λ`` with ``Λ = S Sᵀ`` and is symmetric:
+    With ``Λ = S Sᵀ``, the symmetric ``SᵀVS = Q diag(l) Qᵀ`` has the eigenvalues of ``V Λ``. Then
     ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``.
 
     Args:
@@ -246,169 +223,146 @@ def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> Left:
         gradient: g, ``[U, b]``.
     """
     covariance, root, gradient = covariance.double(), root.double(), gradient.double()
-    reach = covariance @ root
-    product = root.mT @ reach
-    values, vectors = torch.linalg.eigh((product + product.mT) / 2)
-    turned = reach @ vectors
-    # Values of one and more are refused by whoever called; here they must only not divide by zero.
-    rest = (1 - values).masked_fill(values == 1, torch.finfo(values.dtype).tiny)
-    left = covariance + (turned / rest[:, None]) @ turned.mT
-    return Left(values, (left @ gradient[..., None])[..., 0], left)
+    product = covariance @ root
+    inner = root.mT @ product
+    leverages, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+    product = product @ vectors
+    # The caller refuses leverages of one and more. Here they must only not divide by zero.
+    rest = (1 - leverages).masked_fill(leverages == 1, torch.finfo(leverages.dtype).tiny)
+    left = covariance + (product / rest[:, None]) @ product.mT
+    return leverages, (left @ gradient[..., None])[..., 0], left
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Roots ``[U, b, r]`` of Hessians and gradients ``[U, b]`` at unit noise, and the noise groups of r and b."""
-
-    root: Tensor
-    gradient: Tensor
-    groups: tuple[Tensor, Tensor]
-    likelihood: Likelihood
-    temperature: Any
-
-    def at(self, noise_std: Any = None) -> tuple[Tensor, Tensor]:
-        """Root and gradient of the tempered log-likelihood at a noise level, by default the likelihood's."""
-        temperature = as_hyperparameter(self.temperature).detach().double()
-        weights = (self.likelihood.curvature_weights(noise_std) / temperature).to(self.gradient)
-        directions, outputs = (groups.to(self.root.device) for groups in self.groups)
-        return self.root * weights.sqrt()[directions], self.gradient * weights[outputs]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One batch: what left-out results are made of.
+class DeletionBatch:
+    """One batch's leave-one-out quantities.
 
     Attributes:
         network_outputs: ``[B, *, C]``.
-        outputs: f, ``[U', *, C]`` float64, of the units that count.
-        targets: Theirs.
-        kept: Which of the batch's units these are: all, or the positions that are not ignored.
-        terms: Hessians and gradients.
-        left: At the displacement's prior.
-        covariances: V under the posterior at each point that was asked for, ``[U, b, b]``.
+        outputs: f, ``[U', *, C]`` float64, of the deletion units that are not ignored.
+        targets: Their targets.
+        kept: Index of these units in the batch.
+        root: S with ``Λ = S Sᵀ`` at the likelihood's noise, ``[U, b, r]``.
+        gradient: g at the likelihood's noise, ``[U, b]``.
+        leverages: Of the U' units at the displacement's prior, ``[U', r]``.
+        mean: ``f₋ₙ``, shaped like ``outputs``.
+        covariances: V under the posterior at each requested point, ``[U, b, b]``.
     """
 
     network_outputs: Tensor
     outputs: Tensor
     targets: Tensor
     kept: Tensor | slice
-    terms: Terms
-    left: Left
+    root: Tensor
+    gradient: Tensor
+    leverages: Tensor
+    mean: Tensor
     covariances: tuple[Tensor, ...]
 
-    @property
-    def mean(self) -> Tensor:
-        """``f₋ₙ``, shaped like ``outputs``."""
-        return self.outputs + self.left.shift[self.kept].reshape(self.outputs.shape)
-
-    def each(self, covariance: Tensor) -> Tensor:
-        """Covariances of units ``[U, b, b]`` as those of every position by itself, ``[U', *, C, C]``."""
-        return split_units(covariance.double()[self.kept], self.outputs)
+    def by_position(self, covariance: Tensor) -> Tensor:
+        """The covariance ``[U', *, C, C]`` of each position's outputs, from the units' ``[U, b, b]``."""
+        covariance, size = covariance.double()[self.kept], self.outputs.shape[-1]
+        n, count = len(self.outputs), covariance.shape[-1] // size
+        blocks = covariance.view(n, count, size, count, size).diagonal(dim1=1, dim2=3)  # [U', C, C, M]
+        return blocks.movedim(-1, 1).reshape(*self.outputs.shape, size)
 
 
-@dataclass(frozen=True)
-class LeavingOut:
-    """Where ``f₋ₙ`` comes from, and passes over the data that compute it.
+class Deletions:
+    """Passes over the data of the fit that leave out each deletion unit.
 
-    Attributes:
-        model: The posterior's curvature and all that the evidence is a function of.
-        network: The network.
-        n_data: How many examples the posterior was fitted to.
+    Args:
+        posterior: The fitted posterior.
+        data: The data of the fit.
         precision: Prior precision of the displacement.
         noise_std: Noise of the displacement; None for the likelihood's.
-        temperature: Divides gradients and Hessians.
-        route: Of which curvature the leverages are.
-        exact: Covariances under another curvature than the posterior's; None for its own.
-        unit: What is left out.
+        leverages: The curvature of the displacement.
+        unit: The deletion unit.
+
+    Raises:
+        ConfigurationError: An unknown choice, a noise that does not fit the likelihood's, or a curvature that does not
+            fit into the memory budget.
+        UnsupportedError: Noise for a likelihood without noise.
     """
 
-    model: LaplaceModel
-    network: Network
-    n_data: int
-    precision: Any
-    noise_std: Any
-    temperature: Any
-    route: Leverages
-    exact: Covariances | None
-    unit: Unit
-
-    @classmethod
-    def create(
-        cls,
-        model: LaplaceModel,
-        network: Network,
+    def __init__(
+        self,
+        posterior: Tunable,
         data: Iterable[Any],
-        *,
-        n_data: int,
-        precision: Any,
-        noise_std: Any = None,
-        temperature: Any = 1.0,
-        route: Leverages = "own",
-        unit: Unit = "example",
-    ) -> LeavingOut:
-        """Check the choices and prepare the route.
-
-        Raises:
-            ConfigurationError: An unknown choice, a noise that does not fit the likelihood's, or a curvature that does
-                not fit into the memory budget.
-            UnsupportedError: Noise of a likelihood that has none.
-        """
-        check_choices(route, unit)
+        precision: Tensor,
+        noise_std: Any,
+        leverages: Leverages,
+        unit: Unit,
+    ):
+        check_choices(leverages, unit)
+        self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
+        self.temperature = posterior.temperature.detach()
+        self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
+        self.leverages = leverages
         if noise_std is not None:
-            model.likelihood.curvature_weights(noise_std)  # refuses what is no noise
-        exact = None
-        if route != "own":
-            prepare = whole_route if route == "full" else last_layer_route
-            exact = prepare(Displacement(model, network, data, precision, temperature, noise_std, unit))
-        return cls(model, network, n_data, precision, noise_std, temperature, route, exact, unit)
+            self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
+        self.exact = None
+        if leverages != "own":
+            self.exact = exact_covariances(
+                leverages,
+                self.model,
+                self.network,
+                data,
+                precision=precision,
+                temperature=self.temperature,
+                noise_std=noise_std,
+                unit=unit,
+            )
 
-    def pieces(
-        self, data: Iterable[Any], points: Sequence[tuple[Any, Any]] = (), *, progress: bool = False
-    ) -> Iterator[Piece]:
+    def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
         """Pass over the data once.
 
         Args:
-            data: The batches.
-            points: Pairs of a prior precision and a noise level, at which the posterior's covariance is wanted, too.
+            points: Pairs of a prior precision and a noise level, at which the posterior's covariance is wanted.
             progress: Whether to show a progress bar.
 
         Raises:
             DataError: After the last batch: other data than were fitted to.
             LabelError: Targets that do not fit.
-            OutputError: Outputs that do not.
+            OutputError: Outputs that do not fit.
         """
-        likelihood, model = self.model.likelihood, self.model
+        model, likelihood = self.model, self.model.likelihood
         fitted = FittedData(model, self.network, self.n_data)
-        displaced: tuple[Any, Any] = (self.precision, self.noise_std)
-        wanted = [displaced, *points] if self.exact is None else list(points)
-        sets = model.factor_sets(wanted, self.temperature) if wanted else []
-        source = FactorCovariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
-        if self.exact is not None:
-            self.exact.start()
-        for batch in iterate(data, device=self.network.device, progress=progress, description="leave-one-out"):
+        wanted = [(self.precision, self.noise_std), *points] if self.exact is None else list(points)
+        sets = model.factor_sets(wanted, self.temperature)
+        own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
+        loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
+        for number, batch in enumerate(loader):
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
             fitted.add(raw, batch.target)
             outputs = raw.double()
-            rows, targets, weight = likelihood.rows(outputs, batch.target)
-            root = likelihood.output_root(rows, targets) * weight[:, None, None]
-            gradient = likelihood.gradient(rows, targets) * weight[:, None]
-            groups = likelihood.output_groups(root.shape[-1]), likelihood.output_groups(rows.shape[-1])
+            flat, targets, weight = likelihood.rows(outputs, batch.target)
+            root = likelihood.output_root(flat, targets) * weight[:, None, None]
+            gradient = likelihood.gradient(flat, targets) * weight[:, None]
+            groups = [likelihood.output_groups(size).to(root.device) for size in (root.shape[-1], flat.shape[-1])]
             kept: Tensor | slice = slice(None)
             if self.unit == "position":
                 kept = weight > 0
-                outputs, own = rows[kept], targets[kept]
+                outputs, targets = flat[kept], targets[kept]
             else:
-                own, count = batch.target, len(rows) // len(outputs)
+                targets, count = batch.target, len(flat) // len(outputs)
                 root, gradient = _by_example(root, count), gradient.reshape(len(outputs), -1)
-                groups = groups[0].repeat(count), groups[1].repeat(count)
-            found = source.of(batch.inputs, raw) if sets else []
+                groups = [group.repeat(count) for group in groups]
+            covariances = own(number, batch.inputs, raw)
             if self.exact is not None:
-                found = [*self.exact.of(batch.inputs, raw), *found]
-            terms = Terms(root, gradient, groups, likelihood, self.temperature)
-            left = leave_out(found[0], *terms.at(self.noise_std))
-            yield Piece(raw, outputs, own, kept, terms, left, tuple(found[1:]))
+                covariances = [*self.exact(number, batch.inputs, raw), *covariances]
+
+            leverages, shift, _ = leave_out(covariances[0], *self._at(root, gradient, groups, self.noise_std))
+            mean = outputs + shift[kept].reshape(outputs.shape)
+            own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
+            yield DeletionBatch(raw, outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
         fitted.check()
+
+    def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
+        """Root and gradient of the tempered log-likelihood at a noise level, from those at unit noise."""
+        weights = self.model.likelihood.curvature_weights(noise_std) / self.temperature.double()
+        weights = weights.to(gradient)
+        return root * weights.sqrt()[groups[0]], gradient * weights[groups[1]]
 
 
 def _by_example(root: Tensor, count: int) -> Tensor:
@@ -423,29 +377,29 @@ def _by_example(root: Tensor, count: int) -> Tensor:
 
 
 def ceiling(dtype: torch.dtype) -> float:
-    """Leverages from here on cannot be told from one in a network's arithmetic."""
+    """Leverages from here on count as one: they are within some roundings of it in the network's dtype."""
     return 1 - 16 * torch.finfo(dtype).eps
 
 
 def check_leverages(values: Sequence[Tensor], route: str, dtype: torch.dtype) -> None:
-    """Refuse leverages for which leaving out means nothing.
+    """Refuse leverages at which the formula is meaningless.
 
     Raises:
         NotPositiveDefiniteError: Some are at or above one.
     """
-    largest = torch.cat([part.amax(-1) for part in values])
+    largest = torch.cat([one.amax(-1) for one in values])
     above = int((largest >= ceiling(dtype)).sum())
     if not above:
         return
     fixes = {
-        "own": "Take displacements from the exact Gauss-Newton matrix, which keeps this posterior's covariance: "
-        'leverages="full", or leverages="last_layer" in networks too large for that.',
+        "own": "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
+        'leverages="full", or leverages="last_layer" in larger networks.',
         "full": "Use the prior precision that training had (a larger one), or float64.",
         "last_layer": "Use the prior precision that training had (a larger one), or float64.",
     }
     raise NotPositiveDefiniteError(
-        f"{above} of {len(largest)} data have a leverage of one or more: without one of them, the posterior precision "
-        "would not be positive definite, and what it says when leaving them out means nothing.",
+        f"{above} of {len(largest)} data have a leverage of one or more: without such a datum, the posterior precision "
+        "is not positive definite.",
         expected="leverages below 1, as of the exact Gauss-Newton matrix of these data",
         got=f"a largest leverage of {float(largest.max()):.3g}",
         fix=fixes[route],
@@ -453,22 +407,22 @@ def check_leverages(values: Sequence[Tensor], route: str, dtype: torch.dtype) ->
 
 
 def checked_factor(kappa: float) -> float:
-    """A leverage factor.
+    """A leverage factor as a float.
 
     Raises:
         ConfigurationError: It is not a positive number.
     """
     if isinstance(kappa, bool) or not isinstance(kappa, (int, float)) or not 0 < kappa < math.inf:
-        raise ConfigurationError("There is no such leverage factor.", expected="kappa > 0", got=repr(kappa))
+        raise ConfigurationError("kappa must be a positive number.", expected="kappa > 0", got=repr(kappa))
     return float(kappa)
 
 
 def check_choices(leverages: Any, unit: Any) -> None:
     """Raise :class:`ConfigurationError` unless both are among the known choices."""
-    if leverages not in ROUTES or unit not in ("example", "position"):
+    if leverages not in get_args(Leverages) or unit not in ("example", "position"):
         raise ConfigurationError(
             "Unknown choice for leaving out.",
-            expected=f"leverages among {', '.join(ROUTES)} and unit 'example' or 'position'",
+            expected=f"leverages among {', '.join(get_args(Leverages))} and unit 'example' or 'position'",
             got=f"leverages={leverages!r}, unit={unit!r}",
         )
 

@@ -1,10 +1,10 @@
-"""Tuning the posterior's prior precision by what each datum's leave-one-out prediction says about it.
+"""Tuning the prior precision by the leave-one-out negative log-likelihood.
 
-The displacement ``f₋ₙ − f`` stays that of the prior of training, and only the covariance ``V₋ₙ`` follows the precision
-that is searched; see :mod:`laplace_plus.leave_one_out.predictions`. The training data are passed over twice, once for a
-coarse grid and once for a finer one around its best point; in every pass one set of gradients serves all points.
+The displacement ``f₋ₙ − f`` keeps the prior of training. Only the covariance ``V₋ₙ`` follows the precision that is
+searched; see :mod:`laplace_plus.leave_one_out.predictions`. The training data are passed over twice: for a coarse grid,
+and for a finer one around its best point. In each pass one set of gradients serves all points.
 
-Of a Gaussian likelihood the noise is tuned with the precision, in closed form: with the precision times the squared
+For a Gaussian likelihood the noise is tuned with the precision, in closed form. With the precision times the squared
 noise held fixed, the predictive covariance ``V₋ₙ + σ²`` scales as a whole.
 """
 
@@ -29,12 +29,11 @@ from laplace_plus.evidence.fitted_data import (
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts, tunes_noise
 from laplace_plus.evidence.validation import checked_grid, grid_settled
-from laplace_plus.leave_one_out.covariances import Unit
+from laplace_plus.leave_one_out.leverages import Leverages, Unit
 from laplace_plus.leave_one_out.predictions import (
     INTERPOLATION,
-    LeavingOut,
-    Leverages,
-    Piece,
+    DeletionBatch,
+    Deletions,
     ceiling,
     check_choices,
     check_leverages,
@@ -50,7 +49,7 @@ LEVELS = 31
 """Points of the coarse grid, from 1e-4 to 1e6 times the precision of training: three for each decade."""
 
 FINER = 9
-"""Points of the finer grid, between the two neighbours of the best point: steps of a sixth of a decade's third."""
+"""Points of the finer grid between the best point's two neighbours: twelve steps for each decade."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +61,8 @@ class LeaveOneOutTuning(TuningResult):
         training_noise_std: The noise that belongs to it.
         kappa: The leverage factor.
         largest_leverage: At ``kappa`` times the precision of training.
-        precisions: All that were tried, at the noise of the start, in ascending order, ``[G]``; factors where the
-            precision has several entries.
+        precisions: The precisions tried, at the initial noise, in ascending order, ``[G]``; factors where the precision
+            has several entries.
         losses: The mean leave-one-out NLL of each, ``[G]``; infinite where leverages reached one.
     """
 
@@ -79,20 +78,20 @@ class LeaveOneOutTuning(TuningResult):
 class LeaveOneOut:
     """Chooses the precision of least leave-one-out negative log-likelihood; see :mod:`laplace_plus.leave_one_out`.
 
-    The precision of *training* is another number and has to be known: ``training_prior_precision`` or ``weight_decay``,
-    or that of an earlier tuning by leave-one-out whose result the posterior still has.
+    The precision of *training* is another number, and must be known: pass ``training_prior_precision`` or
+    ``weight_decay``. By default it is that of an earlier leave-one-out tuning whose result the posterior still has.
 
     Args:
         training_prior_precision: That of the displacement, for the loss summed over the data.
         weight_decay: Instead, of a classifier, the ``weight_decay`` of torch's SGD or Adam with the *mean* loss; as for
             :func:`laplace_plus.calibrate`. Takes one more pass, without derivatives.
         training_noise_std: The noise that belongs to it; by default the likelihood's.
-        kappa: Factor on the precision of training in leverages and displacements. 1 is the formula; on small ReLU
-            networks, whose weights are no exact optimum, it overshoots what retraining gives, and 2 comes closer.
+        kappa: Factor on the precision of training in leverages and displacements. 1 is the formula. On small ReLU
+            networks, whose weights are no exact optimum, 1 overshoots what retraining gives, and 2 comes closer.
         leverages: As for ``posterior.leave_one_out``.
         unit: As there.
-        grid: Precisions to try instead, positive; factors where the posterior's present precision has several entries,
-            which the search multiplies as a whole. No finer grid follows.
+        grid: Precisions to try instead, positive. Where the posterior's precision has several entries, the search
+            multiplies them by these as factors. No finer grid follows.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
@@ -153,32 +152,22 @@ class LeaveOneOut:
         require_network_mean(posterior)
         noisy = self._tunes_noise(model)
         data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
-        initial, temperature = posterior.prior_precision.detach(), posterior.temperature.detach()
+        initial = posterior.prior_precision.detach()
         training, training_noise = self._training(posterior, model, data, progress)
-        leaving = LeavingOut.create(
-            model,
-            posterior.network,
-            data,
-            n_data=posterior.n_data,
-            precision=self.kappa * training,
-            noise_std=training_noise,
-            temperature=temperature,
-            route=self.leverages,
-            unit=self.unit,
-        )
+        deletions = Deletions(posterior, data, self.kappa * training, training_noise, self.leverages, self.unit)
         seed = None
         if (self.link or model.likelihood.links[0]) == "mc":
             source = "cpu" if generator is None else generator.device
             seed = int(torch.randint(2**62, (), generator=generator, device=source))
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-        search = _Search(leaving, data, base, self.link, self.n_samples, seed, noisy, progress)
+        search = _Search(deletions, base, self.link, self.n_samples, seed, noisy, progress)
         if self.grid is None:
             centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
             levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
         else:
             levels = checked_grid(self.grid).sort().values
-        losses, scales, largest, n_rows = search.losses(levels)
-        _warn_of_interpolation(model, n_rows)
+        losses, scales, largest, n_observations = search.losses(levels)
+        _warn_of_interpolation(model, n_observations)
         if self.grid is None and bool(torch.isfinite(losses).any()):
             best = int(losses.argmin())
             ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
@@ -216,7 +205,7 @@ class LeaveOneOut:
         """The prior precision of training, and the noise that belongs to it (None for the likelihood's)."""
         precision, noise, before = self.training_prior_precision, self.training_noise_std, posterior.tuning
         if isinstance(before, LeaveOneOutTuning) and before.prior_precision is posterior.prior_precision:
-            # What was tuned since is not the precision of training.
+            # The posterior's own precision is a tuned one, not that of training.
             if precision is None and self.weight_decay is None:
                 precision = before.training_prior_precision
             noise = before.training_noise_std if noise is None else noise
@@ -227,7 +216,7 @@ class LeaveOneOut:
             precision = precision_of_weight_decay(self.weight_decay, seen, model, posterior.temperature.detach())
         assert precision is not None
         training = as_hyperparameter(precision).detach()
-        model.prior(training)  # refuses what is no precision
+        model.prior(training)  # raises for an unusable precision
         return training, noise
 
     def _tunes_noise(self, model: LaplaceModel) -> bool:
@@ -244,84 +233,83 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class _Search:
-    """The loss at many points in one pass."""
+    """Leave-one-out losses at many precisions ``level · base`` in one pass over the data."""
 
-    leaving: LeavingOut
-    data: Iterable[Any]
+    deletions: Deletions
     base: Tensor
     link: str | None
     n_samples: int
     seed: int | None
-    noisy: bool
+    tunes_noise: bool
     progress: bool
 
     def losses(self, levels: Tensor) -> tuple[Tensor, Tensor, float, float]:
-        """Losses and factors on the noise ``[G]``, the displacements' largest leverage, and how many rows count.
+        """Losses and noise factors ``[G]``, the displacements' largest leverage, and the number of observations.
 
         Raises:
             DataError: Other data than were fitted to.
             NotPositiveDefiniteError: Displacements with leverages at or above one.
         """
-        leaving, limit = self.leaving, ceiling(self.leaving.network.dtype)
+        deletions, likelihood = self.deletions, self.deletions.model.likelihood
+        limit = ceiling(deletions.network.dtype)
         totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")
         valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
-        entries = rows = 0.0
+        n_entries = n_observations = 0.0
         values = []
         points = [(self.base * level, None) for level in levels]
-        for piece in leaving.pieces(self.data, points, progress=self.progress):
-            values.append(piece.left.values[piece.kept])
-            if bool((values[-1] >= limit).any()):
-                continue  # refused below, once they are all counted
-            for number, covariance in enumerate(piece.covariances):
-                if leaving.exact is None and valid[number]:
-                    left = leave_out(covariance, *piece.terms.at())
-                    valid[number] = valid[number] and bool((left.values < limit).all())
-                    covariance = left.covariance
+        for batch in deletions.batches(points, progress=self.progress):
+            values.append(batch.leverages)
+            if bool((batch.leverages >= limit).any()):
+                continue  # check_leverages refuses them, once all are counted
+            for number, covariance in enumerate(batch.covariances):
+                if deletions.exact is None and valid[number]:
+                    leverages, _, covariance = leave_out(covariance, batch.root, batch.gradient)
+                    valid[number] = bool((leverages < limit).all())
                 if valid[number]:
-                    totals[number] += self._terms(piece, piece.each(covariance))
-            weight = leaving.model.likelihood.rows(piece.outputs, piece.targets)[2]
-            rows += float(weight.sum())
-            entries += float(weight.sum()) * piece.outputs.shape[-1]
-        check_leverages(values, leaving.route, leaving.network.dtype)
-        largest = float(torch.cat([part.amax(-1) for part in values]).max())
-        if not self.noisy:
-            losses, scales = totals[:, 0] / rows, torch.ones(len(levels), dtype=torch.float64, device="cpu")
+                    totals[number] += self._terms(batch, batch.by_position(covariance))
+            counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
+            n_observations += counted
+            n_entries += counted * batch.outputs.shape[-1]
+        check_leverages(values, deletions.leverages, deletions.network.dtype)
+        largest = float(torch.cat([one.amax(-1) for one in values]).max())
+        if self.tunes_noise:
+            scales = (totals[:, 1] / n_entries).sqrt()
+            # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
+            losses = totals[:, 0] + n_entries * (1 + scales.square().log() + math.log(2 * math.pi)) / 2
         else:
-            scales = (totals[:, 1] / entries).sqrt()
-            # ½ Σ (Q/m² + log det + C log m²) at m² = Q / entries, besides constants
-            losses = (totals[:, 0] + entries * (1 + scales.square().log() + math.log(2 * math.pi)) / 2) / rows
-        return torch.where(valid & losses.isfinite(), losses, torch.inf), scales, largest, rows
+            losses, scales = totals[:, 0], torch.ones(len(levels), dtype=torch.float64, device="cpu")
+        losses = losses / n_observations
+        return torch.where(valid & losses.isfinite(), losses, torch.inf), scales, largest, n_observations
 
-    def _terms(self, piece: Piece, covariance: Tensor) -> Tensor:
-        """What adds up: the loss, or with free noise half the log-determinants and the squared distances."""
-        likelihood = self.leaving.model.likelihood
-        if not self.noisy:
+    def _terms(self, batch: DeletionBatch, covariance: Tensor) -> Tensor:
+        """A batch's loss and 0; with free noise half its log-determinants and its squared Mahalanobis distances."""
+        likelihood = self.deletions.model.likelihood
+        if not self.tunes_noise:
             generator = None
             if self.seed is not None:
                 generator = torch.Generator(device=covariance.device).manual_seed(self.seed)
             prediction = from_functional(
-                likelihood, piece.mean, covariance, link=self.link, n_samples=self.n_samples, generator=generator
+                likelihood, batch.mean, covariance, link=self.link, n_samples=self.n_samples, generator=generator
             )
-            loss = -prediction.log_prob(piece.targets).sum().double().cpu()
-            return torch.stack([loss, torch.zeros_like(loss)])
+            return torch.tensor(
+                [-float(prediction.log_prob(batch.targets).sum()), 0.0], dtype=torch.float64, device="cpu"
+            )
         assert likelihood.noise_std is not None
-        rows, targets, _ = likelihood.rows(piece.mean, piece.targets)
-        noise = likelihood.noise_std.to(rows).square().expand(rows.shape[-1])
-        lower = torch.linalg.cholesky(covariance.reshape(len(rows), *covariance.shape[-2:]) + torch.diag(noise))
-        distance = torch.linalg.solve_triangular(lower, (targets - rows)[..., None], upper=False)
+        flat, targets, _ = likelihood.rows(batch.mean, batch.targets)
+        noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1])
+        lower = torch.linalg.cholesky(covariance.reshape(len(flat), *covariance.shape[-2:]) + torch.diag(noise))
+        distance = torch.linalg.solve_triangular(lower, (targets - flat)[..., None], upper=False)
         determinants = lower.diagonal(dim1=-2, dim2=-1).log().sum()
         return torch.stack([determinants, distance.square().sum()]).double().cpu()
 
 
-def _warn_of_interpolation(model: LaplaceModel, n_rows: float) -> None:
-    """Classifiers that fit their data all but perfectly have no gradients left there."""
-    if not model.likelihood.is_classifier:
-        return
-    loss = -float(model.log_likelihood()) / n_rows
-    if loss < INTERPOLATION:
+def _warn_of_interpolation(model: LaplaceModel, n_observations: float) -> None:
+    """Warn where a classifier interpolates its training data: gradients vanish there, so leaving out is blind."""
+    loss = -float(model.log_likelihood()) / n_observations
+    if model.likelihood.is_classifier and loss < INTERPOLATION:
         warnings.warn(
             f"The network's training loss is {loss:.2g} nats: leaving out data that are fitted all but perfectly "
-            "changes nothing, and says nothing about new data. Tune by marginal likelihood, or on held-out data.",
+            "changes nothing, and tells nothing about new data. Tune by marginal likelihood, or on held-out data.",
             ConvergenceWarning,
             stacklevel=4,
         )
