@@ -21,6 +21,15 @@ from laplace_plus.errors import ConfigurationError
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SHARE = 4
 """Intermediate results may take one part in four of the free memory: factors, outputs and the data need room, too."""
+CHUNK_BYTES = 256 * 2**20
+"""Bytes of written-out gradients that are alive at a time. On a GPU larger products are not faster."""
+
+CACHE_BYTES = 2**20
+"""The same on a CPU: the size of one core's own cache (EPYC, Zen 4)."""
+
+_ARRAYS = 4
+"""Arrays of one size that a computation holds at a time; each may take this fraction of the memory budget."""
+
 _ceiling: ContextVar[int | None] = ContextVar("memory_budget", default=None)
 
 
@@ -84,3 +93,37 @@ def budget(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // _SHARE
     return psutil.virtual_memory().available // (_SHARE * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def chunk_bytes(device: torch.device, *, of_caches: int = 1) -> int:
+    """Bytes that one array of an intermediate result may take, within the memory budget.
+
+    Args:
+        device: Where the array lives.
+        of_caches: On a CPU, the limit in units of :data:`CACHE_BYTES`.
+    """
+    quick = min(CHUNK_BYTES, of_caches * CACHE_BYTES) if device.type == "cpu" else CHUNK_BYTES
+    return max(1, min(quick, budget(device) // _ARRAYS))
+
+
+def slices(length: int, bytes_each: int, limit: int | None = None) -> Iterator[slice]:
+    """Cut ``range(length)`` into slices of at most ``limit`` bytes, and of at least one element."""
+    step = max(1, (CHUNK_BYTES if limit is None else limit) // max(1, bytes_each))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def require_room(n_bytes: int, what: str, device: torch.device) -> None:
+    """Check that the memory budget holds an array that cannot be cut any further.
+
+    Raises:
+        ConfigurationError: It does not.
+    """
+    available = budget(device)
+    if n_bytes > available:
+        raise ConfigurationError(
+            f"The memory budget does not hold {what}.",
+            expected=f"memory_budget of at least {in_words(n_bytes)}",
+            got=in_words(available),
+            fix="Raise memory_budget, or ask for fewer outputs.",
+        )

@@ -1,17 +1,60 @@
-"""Replacements for operations that torch cannot differentiate twice, or in forward mode."""
+"""Settings and replacements under which torch can differentiate a network twice, or in forward mode."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.modes import without_cudnn, written_out_attention
+
+
+class Shared:
+    """A setting of the whole process that holds while any thread is inside; the last one to leave restores it.
+
+    Threads that run different models do not wait for each other. If each restored what it had found, the last one
+    might find another thread's setting and leave it behind.
+
+    Args:
+        make: Returns the context that makes the setting.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
+        self._make = make
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._context: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._context = self._make()
+                self._context.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._context is not None:
+                self._context.__exit__(None, None, None)
+                self._context = None
+
+
+eager = Shared(partial(torch.compiler.set_stance, "force_eager"))
+"""Runs compiled parts of a module eagerly: they hide their operations, and do not compile under the active modes."""
+
+written_out_attention = Shared(partial(sdpa_kernel, SDPBackend.MATH))
+"""Runs attention unfused: the fused kernels cannot be differentiated twice."""
+
+without_cudnn = Shared(partial(torch.backends.cudnn.flags, enabled=False))
+"""Runs recurrent layers without cuDNN, whose kernels cannot be differentiated twice."""
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,12 +22,26 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus._memory import memory_budget
-from laplace_plus.differentiability import differentiable_kernels, refuse_checkpointing
+from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.kernels import checksums
-from laplace_plus.modes import eager, evaluation_mode, turn
 from laplace_plus.selection import Selected, Selection, select
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_registering = threading.Lock()
+
+
+def turn(model: nn.Module) -> threading.RLock:
+    """The re-entrant lock of a model; models that share modules share it."""
+    with _registering:
+        lock = _locks.get(model)
+        if lock is None:
+            modules = list(model.modules())
+            lock = next((_locks[module] for module in modules if module in _locks), None) or threading.RLock()
+            for module in modules:
+                _locks.setdefault(module, lock)
+        return lock
 
 
 class _ReferencePath(TorchFunctionMode):
@@ -48,7 +63,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
     nothing.
 
     Args:
-        network: The network; other threads wait for its lock, see :mod:`laplace_plus.modes`.
+        network: The network; other threads wait for its lock, see :func:`turn`.
         memory: Budget for intermediate results in bytes; None for the one in force, or else the device's default.
     """
     with turn(network.model):
@@ -91,6 +106,7 @@ class Network:
         selected: The selected parameters.
         parameter_names: Their names, in the order in which they fill the parameter vector.
         n_parameters: P, the number of selected entries.
+        offsets: Start of each selected parameter in the parameter vector.
         layers: Names of the modules that own selected parameters, in order; one precision each in a layer-wise prior.
 
     Raises:
@@ -134,9 +150,10 @@ class Network:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
-        self._offsets, self.n_parameters = {}, 0
+        self.offsets: dict[str, int] = {}
+        self.n_parameters = 0
         for item in self.selected:
-            self._offsets[item.name] = self.n_parameters
+            self.offsets[item.name] = self.n_parameters
             self.n_parameters += item.size
         self._layer_index: Tensor | None = None
 
@@ -153,10 +170,6 @@ class Network:
         return other
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
-
-    def offsets(self) -> dict[str, int]:
-        """Start of each selected parameter in the parameter vector."""
-        return dict(self._offsets)
 
     def layer_index(self) -> Tensor:
         """The layer number of each entry of the parameter vector: ``[P]`` integers."""
@@ -294,81 +307,10 @@ class Network:
             (pushed,) = torch.autograd.grad(pulled, dummy, tangent.to(pulled))
         return pushed.detach()
 
-    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
-        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
-
-        The general path for parameters whose use in the network no rule describes. It maps over examples where the
-        network's operations allow it, and loops over them otherwise (recurrent layers). Batching rules can be wrong,
-        and some batches cannot be cut into examples (graphs that share one table of nodes, time as the leading axis, a
-        ``squeeze`` in the network). Both results must therefore reproduce a fixed combination of the gradients from one
-        backward pass of the whole batch; otherwise each example's output is differentiated within the whole batch.
-
-        Args:
-            inputs: A batch's inputs.
-            names: Parameters to differentiate in.
-            cotangents: ``[V, B, *, C]``.
-        """
-        chosen = {name: self.parameters[name] for name in names}
-        with torch.enable_grad():
-            leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
-            together = self(inputs, leaves)
-        # Fixed, and different for every cotangent and example.
-        weights = [torch.linspace(0.5, 1.5, n, device=cotangents.device) for n in cotangents.shape[:2]]
-        combination = torch.outer(*weights).to(cotangents.dtype)  # [V, B]
-        combined = torch.einsum("vb,vb...->b...", combination, cotangents)
-        expected = _gradients(together, leaves, combined, retain_graph=True)
-        for attempt in (self._mapped_gradients, self._looped_gradients):
-            try:
-                result = attempt(inputs, chosen, cotangents)
-            except Exception:  # noqa: BLE001, S112  -- whatever goes wrong with single examples, the batch went through
-                continue
-            if _agree(result, combination, expected):
-                return result
-        with torch.enable_grad():
-            separate = together.unbind()
-        pairs = [(value, leaves) for value in separate]
-        return _one_by_one(pairs, chosen, cotangents, differentiable=_requires_grad(inputs))
-
-    def _single_outputs(
-        self, inputs: Any, size: int
-    ) -> tuple[Callable[[dict[str, Tensor], list[Tensor]], Tensor], list[Tensor]]:
-        """The network as a function of parameters and one example, and the leaves with one entry for each example."""
-        leaves, rebuild = batches.flatten(inputs)
-        mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
-
-        def outputs(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
-            rows = iter(example)
-            full = [next(rows)[None] if use else leaf for leaf, use in zip(leaves, mapped, strict=True)]
-            return self(rebuild(full), parameters)[0]
-
-        return outputs, [leaf for leaf, use in zip(leaves, mapped, strict=True) if use]
-
-    def _mapped_gradients(self, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor) -> dict[str, Tensor]:
-        outputs, examples = self._single_outputs(inputs, cotangents.shape[1])
-
-        def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-            value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)  # type: ignore[misc]
-            return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            return torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)(chosen, examples, cotangents)
-
-    def _looped_gradients(self, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor) -> dict[str, Tensor]:
-        outputs, examples = self._single_outputs(inputs, cotangents.shape[1])
-
-        def values() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-            for n in range(cotangents.shape[1]):
-                with torch.enable_grad():
-                    leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
-                    value = outputs(leaves, [example[n] for example in examples])
-                yield value, leaves
-
-        return _one_by_one(values(), chosen, cotangents, differentiable=_requires_grad(inputs))
-
     def refresh(self) -> None:
         """Take up the present weights of a model that is sharded over ranks; to be called on all of them."""
-        refresh_(self.model, self._sharded)
+        if self._sharded is not None:
+            refresh_(self.model, self._sharded)
         self._seen = None
 
     # -- guards --------------------------------------------------------------------------------------------------------
@@ -415,52 +357,6 @@ class Network:
             return state
 
 
-def _requires_grad(inputs: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batches.flatten(inputs)[0])
-
-
-def _gradients(value: Tensor, leaves: dict[str, Tensor], cotangent: Tensor, **options: bool) -> dict[str, Tensor]:
-    """One vector-Jacobian product; zeros where the value does not depend on a leaf."""
-    if not value.requires_grad:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    gradients = torch.autograd.grad(
-        value, list(leaves.values()), cotangent.to(value.dtype), allow_unused=True, materialize_grads=True, **options
-    )
-    return dict(zip(leaves, gradients, strict=True))
-
-
-def _one_by_one(
-    values: Iterable[tuple[Tensor, dict[str, Tensor]]],
-    chosen: dict[str, Tensor],
-    cotangents: Tensor,
-    *,
-    differentiable: bool,
-) -> dict[str, Tensor]:
-    """Gradients ``[V, B, *shape]`` of each example's outputs in its leaves, one backward pass each."""
-    create_graph = differentiable and torch.is_grad_enabled()
-    result = {name: p.new_zeros(*cotangents.shape[:2], *p.shape) for name, p in chosen.items()}
-    for n, (value, leaves) in enumerate(values):
-        for v, cotangent in enumerate(cotangents[:, n]):
-            gradients = _gradients(value, leaves, cotangent, retain_graph=True, create_graph=create_graph)
-            for name, gradient in gradients.items():
-                result[name][v, n] = gradient
-    return result
-
-
-def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, Tensor]) -> bool:
-    """Whether per-example gradients ``[V, B, *shape]`` combine to the expected ones, up to rounding.
-
-    The tolerance leaves room for networks that compute in a lower precision than their parameters have.
-    """
-    for name, wanted in expected.items():
-        terms = result[name].detach().reshape(*combination.shape, -1) * combination[..., None].to(result[name].dtype)
-        scale = terms.abs().sum((0, 1)).max()
-        error = (terms.sum((0, 1)) - wanted.flatten()).abs().max()
-        if not bool(error <= max(1e-3, torch.finfo(wanted.dtype).eps ** 0.5) * scale):
-            return False
-    return True
-
-
 def _refuse_unsuitable(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(
@@ -481,3 +377,45 @@ def _refuse_unsuitable(model: nn.Module) -> None:
                 got="track_running_stats=False",
                 fix="Train with track_running_stats=True, or replace it by group or layer normalisation.",
             )
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every submodule into evaluation mode, and restore its mode and its tensors afterwards.
+
+    ``training`` is set directly, because a custom ``train()`` may do more, e.g. merge adapter weights. A forward pass
+    may store tensors that exist in this call only: recurrent layers keep a list of their weights, weight normalisation
+    sets the weight, and some networks remember activations. Attributes that hold tensors are therefore restored; other
+    attributes, such as counters, stay as the network left them.
+    """
+    with turn(model):
+        before = []
+        for module in model.modules():
+            attributes = dict(vars(module))
+            lists = {}
+            for name, value in attributes.items():
+                if type(value) is list and _holds_tensors(value):
+                    lists[name] = list(value)
+            before.append((module, module.training, attributes, lists))
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training, attributes, lists in before:
+                module.training = training
+                now = vars(module)
+                for name in [*now]:
+                    if name not in attributes and _holds_tensors(now[name]):
+                        del now[name]
+                for name, value in attributes.items():
+                    if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
+                        now[name] = value
+                for name, content in lists.items():
+                    now[name][:] = content
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an attribute is a tensor, or a list or tuple of tensors or (in recurrent layers) weak references."""
+    if type(value) not in (list, tuple):
+        return isinstance(value, Tensor)
+    return any(isinstance(entry, (Tensor, weakref.ReferenceType)) for entry in value)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.modes import Shared, turn
+from laplace_plus.differentiability import Shared
+from laplace_plus.network import turn
 from laplace_plus.testing import assert_untouched, snapshot
 
 N_THREADS = 4

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus._memory import slices
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import (
     CHANNELS,
@@ -43,7 +44,6 @@ from laplace_plus.structured import (
     KroneckerBlock,
     OuterGradients,
 )
-from laplace_plus.structured.chunks import slices
 from laplace_plus.structured.kronecker import DiagonalOutputBlock
 
 B = TypeVar("B", bound=Block)

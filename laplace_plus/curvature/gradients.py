@@ -21,6 +21,7 @@ from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import Call, ExampleAxis
 from laplace_plus.curvature.capture import Capture, capture_batch, example_axes
+from laplace_plus.curvature.general import per_example_gradients
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
@@ -84,10 +85,12 @@ class Gradients:
         key = tuple(calls)
         if key not in network.layouts:
             network.layouts[key] = _plans(network, capture.calls, self.axes)
-        self._plans: dict[str, _Plan] = network.layouts[key]
+        self._plans: list[_Plan] = network.layouts[key]
         self.layouts: list[Layout] = []
-        for plan in self._plans.values():
+        self._keys: set[str] = set()
+        for plan in self._plans:
             self.layouts.append(plan.layout)
+            self._keys.add(plan.layout.key)
 
     def blocks(
         self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
@@ -102,12 +105,12 @@ class Gradients:
         """
         layouts = self._structure_layouts if layouts is None else layouts
         for layout in layouts:
-            if layout.key not in self._plans:
+            if layout.key not in self._keys:
                 yield from self._regrouped(cotangents, layouts)
                 return
         gradients = self.capture.gradients(cotangents)
         general: dict[str, Tensor] | None = None
-        for plan in self._plans.values():
+        for plan in self._plans:
             uses = []
             for number in plan.members:
                 call, axis = self.capture.calls[number], self.axes[number]
@@ -158,9 +161,9 @@ class Gradients:
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
-        names = [plan.layout.names[0] for plan in self._plans.values() if not plan.members]
+        names = [plan.layout.names[0] for plan in self._plans if not plan.members]
         used = tuple(name for name in names if name not in self.capture.unused)
-        values = self.network.per_example_gradients(self.capture.inputs, used, cotangents) if used else {}
+        values = per_example_gradients(self.network, self.capture.inputs, used, cotangents) if used else {}
         for item in self.network.selected:
             if item.name in names and item.name in self.capture.unused:
                 values[item.name] = cotangents.new_zeros(*cotangents.shape[:2], *item.shape)
@@ -169,7 +172,7 @@ class Gradients:
     def cotangent_chunks(self, n_cotangents: int) -> Iterator[slice]:
         """Slices of the cotangents whose gradients, all calls together, are of bounded size."""
         each = self.capture.cotangent_bytes
-        for plan in self._plans.values():
+        for plan in self._plans:
             if not plan.members:
                 each += 4 * self.capture.n_examples * plan.layout.n_entries
         step = max(1, min(_COTANGENT_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
@@ -201,8 +204,8 @@ class _Reshaped(ExampleGradients):
         return _Reshaped(self.source.in_dtype(dtype), self.shape)
 
 
-def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> dict[str, _Plan]:
-    """The blocks by key, in the order of their first use; last come the parameters without calls."""
+def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> list[_Plan]:
+    """The blocks, in the order of their first use; last come the parameters without calls."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault(call.rows, []).append(number)
@@ -251,7 +254,7 @@ def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis |
             got=f"blocks that cover {total} of {network.n_parameters} selected entries",
             fix="Select only parameters that every input uses alike.",
         )
-    return {plan.layout.key: plan for plan in plans}
+    return plans
 
 
 def _plan(network: Network, key: str, names: tuple[str, ...], call: Call | None, members: tuple[int, ...]) -> _Plan:
@@ -263,8 +266,8 @@ def _plan(network: Network, key: str, names: tuple[str, ...], call: Call | None,
         if item.name in names:
             items.append(item)
             if item.mask is None:
-                empty[item.name] = torch.empty(item.shape, device="meta")
-    offsets = network.offsets()
+                empty[item.name] = torch.empty((), dtype=torch.bool).expand(item.shape)
+    offsets = network.offsets
     if call is not None:
         call = replace(call, value=call.value.new_empty(0))  # the captured input must not be kept alive
         if len(empty) == len(items):

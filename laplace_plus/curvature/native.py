@@ -133,7 +133,9 @@ class Native(Backend):
         if self.kind == "ggn":
             root = likelihood.output_root(rows, targets) * weight[:, None, None].to(rows.dtype)
             n_columns = root.shape[-1]
-            groups = likelihood.output_groups(n_columns).cpu()
+            groups = torch.zeros(n_columns, dtype=torch.long)
+            if likelihood.n_noise > 1:
+                groups = likelihood.output_groups(n_columns).cpu()
             by_position = root.unflatten(0, (shape[0], -1))  # [B, M, C, V]
             n_positions = by_position.shape[1]
             for chunk in gradients.cotangent_chunks(n_positions * n_columns):

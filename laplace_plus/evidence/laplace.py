@@ -112,34 +112,45 @@ class LaplaceModel:
             result[key] = int(low) if low == high else layers.to(self.vector.device)
         return result
 
-    def diagonals(self, prior: GaussianPrior) -> dict[str, Tensor]:
+    def diagonals(self, precision: Tensor) -> dict[str, Tensor]:
         """By layout key the prior precision of a block, 0-d or ``[G, o, i]``, float64."""
-        precision = prior.precision.to(self.vector.device, torch.float64)
-        if precision.ndim == 0:
-            return dict.fromkeys(self.parameter_slices, precision)
-        if prior.structure == "diagonal":
+        precision = precision.to(self.vector.device, torch.float64)
+        if precision.numel() == 1:
+            return dict.fromkeys(self.parameter_slices, precision.squeeze())
+        if len(precision) == len(self.layer_index):
             return {key: placement.gather(precision) for key, placement in self.parameter_slices.items()}
         single = precision.unbind()
         return {key: single[at] if isinstance(at, int) else precision[at] for key, at in self._layers.items()}
 
     def weights(self, noise_std: Any = None) -> Tensor:
-        """The curvature's component weights ``[K]`` at a noise level, float64."""
+        """The curvature's component weights ``[K]`` at a noise level, by default the likelihood's own, float64."""
+        if noise_std is None:
+            return self._own_weights
         return self.backend.component_weights(self.likelihood, noise_std).to(self.vector.device, torch.float64)
 
-    def factors(self, precision: Any, temperature: Any = 1.0, noise_std: Any = None) -> dict[str, Factor]:
+    @cached_property
+    def _own_weights(self) -> Tensor:
+        return self.backend.component_weights(self.likelihood).to(self.vector.device, torch.float64)
+
+    def factors(self, precision: Tensor, temperature: Any = 1.0, noise_std: Any = None) -> dict[str, Factor]:
         """The posterior precision's blocks, ready to be inverted, by layout key.
+
+        Args:
+            precision: A prior precision that has been checked, as :attr:`GaussianPrior.precision` is.
+            temperature: Divides the curvature.
+            noise_std: Gaussian noise; by default the likelihood's own.
 
         Raises:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        weights = self.backend.component_weights(self.likelihood, noise_std).to(self.vector.device, torch.float64)
+        weights = self.weights(noise_std)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(self.vector.device)
         weights = (weights / temperature).to(self.vector)
-        diagonals = self.diagonals(self._unit_prior.with_precision(precision))
+        diagonals = self.diagonals(precision)
         result: dict[str, Factor] = {}
-        for layout, block in self.curvature:
+        for layout, block in self.curvature.blocks:
             result[layout.key] = block.factor(weights, diagonals[layout.key].to(weights))
         return result
 
@@ -198,7 +209,7 @@ class LaplaceModel:
             shifts = prior.precision.to(self.vector.device, torch.float64)
             return joined.log_determinant(weights[0], shifts.view(-1))
         total = torch.zeros((), dtype=torch.float64, device=self.vector.device)
-        diagonals = self.diagonals(prior)
+        diagonals = self.diagonals(prior.precision)
         for layout, block in self.curvature:
             total = total + block.log_determinant(weights, diagonals[layout.key]).double()
         return total
@@ -262,7 +273,7 @@ class FactorsOnDemand(Mapping[str, Factor]):
         vector = model.vector
         weights = model.weights(noise_std) / as_hyperparameter(temperature).to(vector.device)
         self._weights = weights.to(vector)
-        self._diagonals = model.diagonals(model.prior(precision))
+        self._diagonals = model.diagonals(model.prior(precision).precision)
         self._blocks = {layout.key: block for layout, block in model.curvature}
 
     @override

@@ -236,7 +236,7 @@ class _Alternation:
         model = self.objective.model
         precision, noise = self.objective.split(point)
         prior = model.prior(precision)
-        factors = model.factors(precision, self.objective.temperature, noise)
+        factors = model.factors(prior.precision, self.objective.temperature, noise)
         likelihood = model.likelihood if noise is None else model.likelihood.with_noise(noise)
         optimum = tangent_optimum(
             self.tangent.with_likelihood(likelihood),

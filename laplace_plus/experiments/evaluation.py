@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace_plus import batches, metrics
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.modes import evaluation_mode
+from laplace_plus.network import evaluation_mode
 from laplace_plus.predictive import Prediction, from_samples
 
 Predict = Callable[[Any], Prediction]

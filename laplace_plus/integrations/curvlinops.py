@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from laplace_plus import batches
+from laplace_plus._memory import CHUNK_BYTES
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import KINDS
 from laplace_plus.curvature.calls import EmbeddingCall
@@ -29,7 +30,6 @@ from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
 from laplace_plus.structured import DenseBlock, KroneckerBlock
-from laplace_plus.structured.chunks import CHUNK_BYTES
 
 with warnings.catch_warnings():
     # curvlinops imports a package that compiles functions by torch.jit.script, which torch has deprecated.

@@ -13,11 +13,10 @@ Device, type and size decide which one runs; :func:`use` overrides this, see :mo
 of the functions builds an autograd graph.
 """
 
-from laplace_plus.kernels.checksums import checksums
 from laplace_plus.kernels.convolution import convolution_factor
 from laplace_plus.kernels.eigen import symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
-from laplace_plus.kernels.reductions import all_finite, inner, inner_products, vector_norm
+from laplace_plus.kernels.reductions import all_finite, checksums, inner, inner_products, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 

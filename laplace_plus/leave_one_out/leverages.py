@@ -114,7 +114,7 @@ def exact_covariances(
     exact = replace(model, curvature=curvature, backend=backend)
     if leverages == "last_layer":
         exact, precision = _on_last_layer(exact, whole, network, model.prior(precision).vector().detach())
-    factors = exact.factors(precision, temperature, noise_std)
+    factors = exact.factors(exact.prior(precision).precision, temperature, noise_std)
     return factor_covariances(network, [factors], unit, model.n_outputs)
 
 
@@ -122,7 +122,7 @@ def _on_last_layer(
     model: LaplaceModel, whole: Network, last: Network, precision: Tensor
 ) -> tuple[LaplaceModel, Tensor]:
     """The model with the last layer's weights and prior mean, and the last layer's precisions out of ``[P]``."""
-    starts = whole.offsets()
+    starts = whole.offsets
     sizes = {item.name: item.size for item in whole.selected}
     missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
     if missing:

@@ -83,6 +83,7 @@ class Likelihood(ABC):
             Monte Carlo needs their covariances and not only their variances.
         is_classifier: Whether targets are classes, with probabilities from :meth:`class_probabilities`.
         is_gaussian: Whether ``p(y|f) = N(f, σ²)``, with squared errors as statistics.
+        n_noise: Number ``K`` of noise groups.
 
     Example:
         >>> class Laplacian(Likelihood):
@@ -97,6 +98,7 @@ class Likelihood(ABC):
     couples_outputs: bool = True
     is_classifier: bool = False
     is_gaussian: bool = False
+    n_noise: int = 1
 
     # Required --------------------------------------------------------------------------------------------------------
 
@@ -188,11 +190,6 @@ class Likelihood(ABC):
     def noise_std(self) -> Tensor | None:
         """Standard deviation of the observation noise, 0-d or ``[C]``, ``float64``; ``None`` without such noise."""
         return None
-
-    @property
-    def n_noise(self) -> int:
-        """Number ``K`` of noise groups."""
-        return 1
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
         """A copy with another observation noise.

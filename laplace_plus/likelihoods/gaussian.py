@@ -44,6 +44,7 @@ class Gaussian(Likelihood):
     def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1):
         with torch.inference_mode(False):  # tensors made in inference mode cannot be differentiated later
             self._noise_std = _checked_noise(noise_std).detach().clone()
+        self.n_noise = self._noise_std.numel()  # 1, or C for one noise level per output
         self.output_axis = output_axis
 
     def __repr__(self) -> str:
@@ -56,11 +57,6 @@ class Gaussian(Likelihood):
     def noise_std(self) -> Tensor:
         """``σ``, 0-d or ``[C]``, ``float64``."""
         return self._noise_std
-
-    @property
-    def n_noise(self) -> int:
-        """1, or ``C`` for one noise level per output."""
-        return self._noise_std.numel()
 
     def with_noise(self, noise_std: float | Tensor) -> Gaussian:
         """The same likelihood with another noise, of one level or ``[C]``."""

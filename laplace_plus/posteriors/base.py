@@ -262,7 +262,6 @@ class Posterior(Stored, ABC):
             for name in () if takes_any else ("update", "progress", "generator"):
                 if name not in taken:
                     del options[name]
-            self.network.has_changed()  # weights whose state cannot be noted fail here, while the old fit still holds
             vector = self._vector
             with self.network.learning(afresh=not update):
                 self.fit_batches(data, **options)

@@ -15,15 +15,14 @@ from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
 from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.modes import turn
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.selection import Selection
 
 
 class _HasNetwork(Protocol):
     network: Network
-    memory_budget: int | None
+    _memory_budget: int | None
 
 
 P = TypeVar("P", bound=_HasNetwork)
@@ -39,7 +38,7 @@ def full_precision(method: Callable[Concatenate[P, Rest], Result]) -> Callable[C
 
     @wraps(method)
     def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        with exact_arithmetic(self.network, self.memory_budget):
+        with exact_arithmetic(self.network, self._memory_budget):
             return method(self, *args, **kwargs)
 
     return wrapped
@@ -105,10 +104,12 @@ class Configured:
         self._prior_precision = as_hyperparameter(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean)
         self._temperature = check_positive(temperature, "temperature")
-        if self.is_last_layer:  # its size is only certain once a batch has gone through the network
-            GaussianPrior.create(self._prior_precision.flatten()[:1], 0.0, torch.zeros(1, dtype=torch.long))
+        single = self._prior_precision.numel() == self._prior_mean.numel() == 1
+        if single or self.is_last_layer:  # whose size is only certain once a batch has gone through the network
+            first = self._prior_precision.flatten()[:1], self._prior_mean.flatten()[:1]
+            GaussianPrior.create(*first, torch.zeros(1, dtype=torch.long))
         else:
-            self._check_prior()
+            self.prior()
         self.n_data = 0
         self.n_outputs = 0
         self.group: Group | None = None
@@ -141,13 +142,6 @@ class Configured:
         groups.check_size(self.n_parameters)
         GaussianPrior.create(self._prior_precision, self._prior_mean, groups.index)
         self._prior_groups = groups
-
-    def _check_prior(self) -> None:
-        """Refuse a prior whose shape does not fit; a single number fits any, without looking at every entry."""
-        if self._prior_precision.numel() == self._prior_mean.numel() == 1:
-            GaussianPrior.create(self._prior_precision, self._prior_mean, torch.zeros(1, dtype=torch.long))
-        else:
-            self.prior()
 
     @property
     def prior_precision(self) -> Tensor:

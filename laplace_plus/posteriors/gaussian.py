@@ -74,7 +74,7 @@ class GaussianPosterior(Posterior):
             sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
             self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
-        for layout, block in sums.curvature:
+        for layout, block in sums.curvature.blocks:
             if not block.is_finite():
                 raise NonFiniteError(
                     f"The curvature of {', '.join(layout.names)} is not finite.",
@@ -166,7 +166,8 @@ class GaussianPosterior(Posterior):
         """
         if self._prior_groups is not None and len(self._prior_groups.index) != len(mean):  # of another subnetwork
             self._prior_groups = None
-        self._check_prior()
+        if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
+            self.prior()  # refuses a prior of another shape
         self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, mean, None, None
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
@@ -327,6 +328,9 @@ class GaussianPosterior(Posterior):
         self.require_fit()
         if differentiable and self._tangent_mean is not None:
             raise refuse_gradients()
+        layouts = []
+        for layout, _ in self.sums.curvature.blocks:
+            layouts.append(layout)
         x = self.network.receive(x)
         found = functional_posteriors(
             self.network,
@@ -336,7 +340,7 @@ class GaussianPosterior(Posterior):
             outputs=outputs,
             differentiable=differentiable,
             expected_outputs=self.n_outputs,
-            layouts=self.sums.curvature.layouts,
+            layouts=layouts,
         )[0]
         if self._tangent_mean is None:
             return found

@@ -14,8 +14,7 @@ from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
-from laplace_plus.modes import turn
-from laplace_plus.network import unwrap
+from laplace_plus.network import turn, unwrap
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.priors import Groups

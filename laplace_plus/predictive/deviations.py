@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import budget
+from laplace_plus._memory import budget, slices
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import DataError
 from laplace_plus.network import Network
@@ -20,7 +20,6 @@ from laplace_plus.predictive.linearized import (
     require_outputs,
     unknown_choice,
 )
-from laplace_plus.structured.chunks import slices
 
 _LARGE_COVARIANCE = 512 * 2**20
 """Bytes that a covariance of outputs and its factor may take in float64 before outputs are sampled instead."""

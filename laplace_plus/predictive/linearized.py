@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus._memory import budget
+from laplace_plus._memory import budget, require_room, slices
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients, same_outputs
 from laplace_plus.curvature.last_layer import output_layer_gradients
@@ -22,7 +22,6 @@ from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.network import Network
 from laplace_plus.structured import Factor
-from laplace_plus.structured.chunks import require_room, slices
 
 MANY_OUTPUTS = 64
 """With more outputs than this, links that need only variances get only variances: covariances would take C times the

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import budget
+from laplace_plus._memory import CHUNK_BYTES, budget
 from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.structured.chunks import CHUNK_BYTES
 from laplace_plus.structured.gradients import (
     DenseGradients,
     EmbeddingGradients,

@@ -197,7 +197,7 @@ def test_validation_is_the_same_in_little_memory(name, n_noise):
             sets = posterior.laplace_model().factor_sets([(0.5, noise), (2.0, noise), (3.0, 2 * noise)])
             on_demand = isinstance(sets[0], laplace_module.FactorsOnDemand)
             assert on_demand == (n_bytes == 1 and n_noise == 1)
-        alone = posterior.laplace_model().factors(3.0, noise_std=2 * noise)
+        alone = posterior.laplace_model().factors(torch.tensor(3.0), noise_std=2 * noise)
         assert list(sets[2]) == list(alone)
         for key, factor in alone.items():
             torch.testing.assert_close(sets[2][key].variances(), factor.variances())

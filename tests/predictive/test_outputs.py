@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
+from laplace_plus import _memory as chunking
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.deviations import functional_samples, samples_rather
-from laplace_plus.structured import chunks as chunking
 
 EXACT = 1e-10
 CLASSES = 3

@@ -190,7 +190,7 @@ class SampledLaplace(SampleBased):
                 fix="Use lp.Gaussian() with a single noise_std.",
             )
         problem = self._prepare(data)
-        self._check_prior()  # the selection is final by now
+        self.prior()  # refuses a prior of another shape: the selection is final by now
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)
         draws = self._drawn(problem, checkpoint, generator)
         vector = self.network.vector()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.chunks import chunk_bytes, slices
+from laplace_plus._memory import chunk_bytes, slices
 
 _WRITTEN_CACHES = 4
 """Size of a chunk that is written out, in caches. Smaller chunks make many small products."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.chunks import chunk_bytes, require_room, slices
+from laplace_plus._memory import chunk_bytes, require_room, slices
 from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients
 from laplace_plus.structured.gradients.outer import OuterGradients
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.chunks import chunk_bytes, require_room, slices
+from laplace_plus._memory import chunk_bytes, require_room, slices
 from laplace_plus.structured.gradients.base import ExampleGradients
 
 _SIDE_CACHES = 8

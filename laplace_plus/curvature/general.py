@@ -1,0 +1,142 @@
+"""Per-example gradients by automatic differentiation, for parameters whose use in the network no rule describes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus import batches
+from laplace_plus.network import Network
+
+
+def per_example_gradients(
+    network: Network, inputs: Any, names: tuple[str, ...], cotangents: Tensor
+) -> dict[str, Tensor]:
+    """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
+
+    The general path for parameters whose use in the network no rule describes. It maps over examples where the
+    network's operations allow it, and loops over them otherwise (recurrent layers). Batching rules can be wrong,
+    and some batches cannot be cut into examples (graphs that share one table of nodes, time as the leading axis, a
+    ``squeeze`` in the network). Both results must therefore reproduce a fixed combination of the gradients from one
+    backward pass of the whole batch; otherwise each example's output is differentiated within the whole batch.
+
+    Args:
+        network: The network.
+        inputs: A batch's inputs.
+        names: Parameters to differentiate in.
+        cotangents: ``[V, B, *, C]``.
+    """
+    chosen = {name: network.parameters[name] for name in names}
+    with torch.enable_grad():
+        leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
+        together = network(inputs, leaves)
+    # Fixed, and different for every cotangent and example.
+    weights = [torch.linspace(0.5, 1.5, n, device=cotangents.device) for n in cotangents.shape[:2]]
+    combination = torch.outer(*weights).to(cotangents.dtype)  # [V, B]
+    combined = torch.einsum("vb,vb...->b...", combination, cotangents)
+    expected = _gradients(together, leaves, combined, retain_graph=True)
+    for attempt in (_mapped_gradients, _looped_gradients):
+        try:
+            result = attempt(network, inputs, chosen, cotangents)
+        except Exception:  # noqa: BLE001, S112  -- whatever goes wrong with single examples, the batch went through
+            continue
+        if _agree(result, combination, expected):
+            return result
+    with torch.enable_grad():
+        separate = together.unbind()
+    pairs = [(value, leaves) for value in separate]
+    return _one_by_one(pairs, chosen, cotangents, differentiable=_requires_grad(inputs))
+
+
+def _single_outputs(
+    network: Network, inputs: Any, size: int
+) -> tuple[Callable[[dict[str, Tensor], list[Tensor]], Tensor], list[Tensor]]:
+    """The network as a function of parameters and one example, and the leaves with one entry for each example."""
+    leaves, rebuild = batches.flatten(inputs)
+    mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
+
+    def outputs(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
+        rows = iter(example)
+        full = [next(rows)[None] if use else leaf for leaf, use in zip(leaves, mapped, strict=True)]
+        return network(rebuild(full), parameters)[0]
+
+    return outputs, [leaf for leaf, use in zip(leaves, mapped, strict=True) if use]
+
+
+def _mapped_gradients(
+    network: Network, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
+) -> dict[str, Tensor]:
+    outputs, examples = _single_outputs(network, inputs, cotangents.shape[1])
+
+    def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+        value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)  # type: ignore[misc]
+        return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        return torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)(chosen, examples, cotangents)
+
+
+def _looped_gradients(
+    network: Network, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
+) -> dict[str, Tensor]:
+    outputs, examples = _single_outputs(network, inputs, cotangents.shape[1])
+
+    def values() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        for n in range(cotangents.shape[1]):
+            with torch.enable_grad():
+                leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
+                value = outputs(leaves, [example[n] for example in examples])
+            yield value, leaves
+
+    return _one_by_one(values(), chosen, cotangents, differentiable=_requires_grad(inputs))
+
+
+def _requires_grad(inputs: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batches.flatten(inputs)[0])
+
+
+def _gradients(value: Tensor, leaves: dict[str, Tensor], cotangent: Tensor, **options: bool) -> dict[str, Tensor]:
+    """One vector-Jacobian product; zeros where the value does not depend on a leaf."""
+    if not value.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    gradients = torch.autograd.grad(
+        value, list(leaves.values()), cotangent.to(value.dtype), allow_unused=True, materialize_grads=True, **options
+    )
+    return dict(zip(leaves, gradients, strict=True))
+
+
+def _one_by_one(
+    values: Iterable[tuple[Tensor, dict[str, Tensor]]],
+    chosen: dict[str, Tensor],
+    cotangents: Tensor,
+    *,
+    differentiable: bool,
+) -> dict[str, Tensor]:
+    """Gradients ``[V, B, *shape]`` of each example's outputs in its leaves, one backward pass each."""
+    create_graph = differentiable and torch.is_grad_enabled()
+    result = {name: p.new_zeros(*cotangents.shape[:2], *p.shape) for name, p in chosen.items()}
+    for n, (value, leaves) in enumerate(values):
+        for v, cotangent in enumerate(cotangents[:, n]):
+            gradients = _gradients(value, leaves, cotangent, retain_graph=True, create_graph=create_graph)
+            for name, gradient in gradients.items():
+                result[name][v, n] = gradient
+    return result
+
+
+def _agree(result: dict[str, Tensor], combination: Tensor, expected: dict[str, Tensor]) -> bool:
+    """Whether per-example gradients ``[V, B, *shape]`` combine to the expected ones, up to rounding.
+
+    The tolerance leaves room for networks that compute in a lower precision than their parameters have.
+    """
+    for name, wanted in expected.items():
+        terms = result[name].detach().reshape(*combination.shape, -1) * combination[..., None].to(result[name].dtype)
+        scale = terms.abs().sum((0, 1)).max()
+        error = (terms.sum((0, 1)) - wanted.flatten()).abs().max()
+        if not bool(error <= max(1e-3, torch.finfo(wanted.dtype).eps ** 0.5) * scale):
+            return False
+    return True
