@@ -144,7 +144,7 @@ class LaplaceModel:
             UnsupportedError: The structure does not take this prior.
             NotPositiveDefiniteError: The precision is not positive definite.
         """
-        weights = self.weights(noise_std)
+        weights = self._own_weights if noise_std is None else self.weights(noise_std)
         if isinstance(temperature, Tensor):
             temperature = temperature.to(self.vector.device)
         weights = (weights / temperature).to(self.vector)

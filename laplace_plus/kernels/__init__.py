@@ -6,7 +6,6 @@
 | :func:`convolution_factor` | products of lags, or patches in chunks | – |
 | :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | – |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
-| :func:`checksums` | weighted sums | – |
 | :func:`symmetric_eigen` | LAPACK, or torch's solvers | – |
 
 Device, type and size decide which one runs; :func:`use` overrides this, see :mod:`laplace_plus.kernels.selection`. None
@@ -16,13 +15,12 @@ of the functions builds an autograd graph.
 from laplace_plus.kernels.convolution import convolution_factor
 from laplace_plus.kernels.eigen import symmetric_eigen
 from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
-from laplace_plus.kernels.reductions import all_finite, checksums, inner, inner_products, vector_norm
+from laplace_plus.kernels.reductions import all_finite, inner, inner_products, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
 __all__ = [
     "all_finite",
-    "checksums",
     "choices",
     "convolution_factor",
     "forget",

@@ -1,4 +1,4 @@
-"""Passes over long vectors: accurate inner products and norms, checksums, and a check for NaN and infinity.
+"""Passes over long vectors: accurate inner products and norms; a check for NaN and infinity.
 
 On the CPU, torch and BLAS sum a float32 inner product in a few running totals. With millions of terms of one sign, as
 in a norm, each addition rounds in the same way: the norm of 11 million entries comes out 3·10⁻⁴ too small, and the
@@ -9,8 +9,7 @@ all others), at the same cost. GPUs sum in many short totals anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,12 +19,6 @@ _SEGMENT = 1 << 16
 
 _ROW = 1 << 12
 """Squares in one float32 sum; all segments take one call."""
-
-_STRIDE = 251
-"""Entries that share one weighted sum; a prime, so that it divides no common layer size."""
-
-_SMALL = 2**16
-"""Tensors with at most this many entries are summed together: one call for all biases costs less than one for each."""
 
 
 def vector_norm(vectors: Tensor) -> Tensor:
@@ -78,46 +71,3 @@ def all_finite(tensor: Tensor) -> bool:
 def _is_long(vectors: Tensor) -> bool:
     narrow = torch.finfo(vectors.dtype).eps > torch.finfo(torch.float64).eps
     return narrow and vectors.device.type == "cpu" and vectors.shape[-1] > 2 * _SEGMENT
-
-
-def checksums(tensors: Sequence[Tensor]) -> list[float]:
-    """Weighted sums of all entries, which tell permutations apart: one for each large tensor, one for all small ones.
-
-    A NaN or infinity makes its sum non-finite. Sparse tensors count with their stored entries and indices. The sums
-    depend on the number of threads and on the device, by rounding.
-    """
-    large: list[Tensor] = []
-    small: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        tensor = tensor.detach()
-        for values in [tensor] if tensor.layout == torch.strided else _stored(tensor):
-            if values.numel() > _SMALL:
-                large.append(values.flatten())
-            else:
-                small.setdefault(values.device, []).append(values.flatten().double())
-    for several in small.values():
-        large.append(torch.cat(several))
-    sums = []
-    for flat in large:
-        if not flat.is_floating_point():
-            sums.append(float(flat.double().sum()))
-            continue
-        columns = len(flat) // _STRIDE
-        whole = columns * _STRIDE
-        ramp = _ramp(0.5, _STRIDE, flat.dtype, flat.device)
-        total = (ramp @ flat[:whole].view(_STRIDE, columns)).double() @ _ramp(1.0, columns, torch.float64, flat.device)
-        sums.append(float(total + (flat[whole:] * ramp[: len(flat) - whole]).double().sum()))
-    return sums
-
-
-def _stored(tensor: Tensor) -> list[Tensor]:
-    """Indices and values of a sparse tensor, which might not fit in memory as a dense one."""
-    coalesced = tensor.to_sparse_coo().coalesce()
-    return [coalesced.indices().double(), coalesced.values()]
-
-
-@lru_cache(maxsize=64)
-def _ramp(start: float, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Weights that rise linearly from ``start`` to ``start + 1``."""
-    with torch.inference_mode(False):
-        return torch.linspace(start, start + 1, length, dtype=dtype, device=device)

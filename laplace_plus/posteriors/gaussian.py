@@ -328,8 +328,9 @@ class GaussianPosterior(Posterior):
         self.require_fit()
         if differentiable and self._tangent_mean is not None:
             raise refuse_gradients()
+        assert self._sums is not None
         layouts = []
-        for layout, _ in self.sums.curvature.blocks:
+        for layout, _ in self._sums.curvature.blocks:
             layouts.append(layout)
         x = self.network.receive(x)
         found = functional_posteriors(

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
 from laplace_plus.likelihoods.base import checked_log_density
+from laplace_plus.likelihoods.checks import check_outputs, shape_text, widen
 from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
 
@@ -310,3 +311,45 @@ def _closed_entropy(distribution: Distribution, n_lead: int) -> Tensor | None:
     except NotImplementedError:
         return None
     return _sum_extra(entropy, n_lead)
+
+
+def from_samples(
+    likelihood: Likelihood, outputs: Tensor, *, generator: torch.Generator | None = None, joint: bool = False
+) -> Prediction:
+    """The prediction of samples of the network's outputs, e.g. of networks whose parameters were sampled.
+
+    Args:
+        likelihood: How targets are distributed given the outputs.
+        outputs: Arranged, ``[S, B, *, C]``; sample ``s`` is of one network for all inputs.
+        generator: Source of randomness for entropies that have no closed form; see :func:`from_functional`.
+        joint: Whether :meth:`Prediction.log_prob` is of all inputs together.
+
+    Raises:
+        ConfigurationError: If ``outputs`` has fewer than three dimensions or no samples.
+        NonFiniteError: If it holds NaN or infinity.
+
+    Example:
+        >>> from laplace_plus.likelihoods import Gaussian
+        >>> from_samples(Gaussian(0.5), torch.tensor([[[1.0]], [[3.0]]])).variance
+        tensor([[1.2500]])
+    """
+    if outputs.dim() < 3 or len(outputs) == 0:
+        raise ConfigurationError(
+            "outputs must be samples of network outputs.",
+            expected="[S, B, *, C] with S >= 1",
+            got=shape_text(outputs.shape),
+            fix="Stack the outputs of the sampled networks along a new first axis",
+        )
+    outputs = widen(outputs)
+    check_outputs(outputs)
+    return Prediction(
+        likelihood=likelihood,
+        functional_mean=outputs.mean(0),
+        functional_covariance=None,
+        link="sampled",
+        joint=joint,
+        marginal=None,
+        n_samples=len(outputs),
+        source=RandomSource.of(generator),
+        outputs=outputs,
+    )

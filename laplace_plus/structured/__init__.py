@@ -1,17 +1,25 @@
 """Covariances and precisions with structure: positive semi-definite matrices that are stored as blocks.
 
 ``gradients`` holds batched per-example gradients as sums of outer products; ``blocks``, ``dense``, ``kronecker`` and
-``low_rank`` the matrices; ``factor`` the inverse of such a matrix plus a diagonal one, with the bases in which it is
-diagonal; ``gram_sum`` and ``log_determinants`` what blocks are made of; and ``softmax_output`` the exact curvature of a
-softmax output layer with many classes.
+``low_rank`` the matrices, the inverse of such a matrix plus a diagonal one, and the bases in which it is diagonal;
+``gram_sum`` and ``log_determinants`` what blocks are made of; and ``softmax_output`` the exact curvature of a softmax
+output layer with many classes.
 """
 
-from laplace_plus.structured.blocks import Block, DiagonalBlock, EigenBlock, register_block
-from laplace_plus.structured.dense import DenseBlock
-from laplace_plus.structured.factor import Basis, DenseBasis, EigenFactor, Factor, IdentityBasis, KroneckerBasis
+from laplace_plus.structured.blocks import (
+    Basis,
+    Block,
+    DiagonalBlock,
+    EigenBlock,
+    EigenFactor,
+    Factor,
+    IdentityBasis,
+    register_block,
+)
+from laplace_plus.structured.dense import DenseBasis, DenseBlock
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.gram_sum import GramSum
-from laplace_plus.structured.kronecker import KroneckerBlock
+from laplace_plus.structured.kronecker import KroneckerBasis, KroneckerBlock
 from laplace_plus.structured.low_rank import LowRankBlock
 from laplace_plus.structured.slq_remainder import SampledSpectrum
 

@@ -4,6 +4,10 @@ A block is a sum of K *components*, ``H(w) = Σ_k w_k H_k``, so that a curvature
 levels can be reweighted without being computed again; K = 1 in all other cases. Blocks are summed in place while data
 stream by, are diagonalised once, and do not know their network.
 
+A factor is a block plus a diagonal, ready to be inverted. It is diagonal in a basis, an invertible linear map R on
+``[G, o, i]`` arrays: :meth:`Basis.coordinates` applies Rᵀ to per-example gradients (a Jacobian J becomes ``J R``),
+:meth:`Basis.expand` applies R to coordinates.
+
 A block of another kind is a subclass of :class:`Block` with a ``storage`` kind and a ``from_tensors`` of its own;
 :func:`register_block` makes it known, so that posteriors which hold it can be loaded and updated.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
@@ -22,9 +26,142 @@ from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.errors import CheckpointError, ConfigurationError, UnsupportedError
-from laplace_plus.structured.factor import Basis, EigenFactor, Factor, IdentityBasis
+from laplace_plus.structured.gradients import ExampleGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum
-from laplace_plus.structured.log_determinants import Spectrum, log_determinant
+from laplace_plus.structured.log_determinants import Spectrum, log_determinant, not_positive_definite
+
+
+class CoordinateMap(ABC):
+    """The coordinates of gradients in which several quadratic forms ``P M⁻¹ P'`` are cheap."""
+
+    @abstractmethod
+    def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
+        """Coordinates of the gradients' matrices, ``Rᵀ P``."""
+
+
+class Basis(CoordinateMap):
+    """An invertible linear map R on arrays ``[G, o, i]``.
+
+    Attributes:
+        is_large: Whether R is a matrix much larger than an array.
+    """
+
+    is_large: bool = False
+
+    @abstractmethod
+    def expand(self, coordinates: Tensor) -> Tensor:
+        """``R z`` for coordinates ``[n, G, o, i]``."""
+
+    @abstractmethod
+    def diagonal(self, variances: Tensor) -> Tensor:
+        """The diagonal of ``R diag(variances) Rᵀ``, ``[G, o, i]``."""
+
+
+class IdentityBasis(Basis):
+    """R = I."""
+
+    @override
+    def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
+        return gradients
+
+    @override
+    def expand(self, coordinates: Tensor) -> Tensor:
+        return coordinates
+
+    @override
+    def diagonal(self, variances: Tensor) -> Tensor:
+        return variances
+
+
+class Factor(ABC):
+    """A positive definite matrix M over the entries of a ``[G, o, i]`` array.
+
+    Attributes:
+        basis: Computes coordinates of gradients for :meth:`quadratic_form`; factors that share it share coordinates.
+    """
+
+    basis: CoordinateMap
+
+    @abstractmethod
+    def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for gradients in coordinates of :attr:`basis`; mode as in :meth:`ExampleGradients.quadratic`."""
+
+    @abstractmethod
+    def log_determinant(self) -> Tensor:
+        """``log det M``, 0-d float64."""
+
+    @abstractmethod
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from N(0, M⁻¹) for standard normal ``noise [n, G, o, i]``."""
+
+    @property
+    def reads_matrices(self) -> bool:
+        """Whether :meth:`sample` reads matrices larger than a draw, so that many draws at a time are faster."""
+        return True
+
+    @abstractmethod
+    def variances(self) -> Tensor:
+        """The diagonal of ``M⁻¹``, ``[G, o, i]``."""
+
+    @abstractmethod
+    def covariance(self) -> Tensor:
+        """``M⁻¹`` written out, ``[G, n, n]`` with n = o·i; only for small n."""
+
+    def quadratic(self, gradients: ExampleGradients, mode: str) -> Tensor:
+        """``P M⁻¹ P'`` for gradients; mode as in :meth:`ExampleGradients.quadratic`."""
+        return self.quadratic_form(self.basis.coordinates(gradients), mode)
+
+
+@dataclass(frozen=True)
+class EigenFactor(Factor):
+    """The matrix ``M = R⁻ᵀ diag(values) R⁻¹``, whose inverse is ``R diag(1/values) Rᵀ``.
+
+    Attributes:
+        basis: R.
+        values: Positive ``[G, o, i]``.
+        log_scale: ``−2 log |det R|``, zero for orthogonal bases.
+
+    Raises:
+        NotPositiveDefiniteError: A value is zero, negative or NaN.
+    """
+
+    basis: Basis
+    values: Tensor
+    log_scale: Tensor | float = field(default=0.0)
+
+    def __post_init__(self) -> None:
+        smallest = self.values.detach().min()
+        if not smallest > 0:
+            raise not_positive_definite(smallest.item())
+
+    @override
+    def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
+        return coordinates.quadratic(self.values.reciprocal().to(coordinates.dtype), mode)
+
+    @override
+    def log_determinant(self) -> Tensor:
+        return self.values.double().log().sum() + self.log_scale
+
+    @override
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.basis.expand(noise * self.values.rsqrt())
+
+    @property
+    @override
+    def reads_matrices(self) -> bool:
+        return self.basis.is_large
+
+    @override
+    def variances(self) -> Tensor:
+        return self.basis.diagonal(self.values.reciprocal())
+
+    @override
+    def covariance(self) -> Tensor:
+        groups, rows, columns = self.values.shape
+        n = rows * columns
+        identity = torch.eye(n, dtype=self.values.dtype, device=self.values.device).view(n, 1, rows, columns)
+        roots = self.basis.expand(identity.expand(n, groups, rows, columns) * self.values.rsqrt()).flatten(2)
+        return torch.einsum("kgi,kgj->gij", roots, roots)
 
 
 class Block(ABC):

@@ -7,16 +7,27 @@ eigenvectors, but hold for one diagonal only; eigenvalues alone serve all determ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus._memory import CHUNK_BYTES, budget
 from laplace_plus.linalg.symmetric import require_finite, symmetric_eigen
-from laplace_plus.structured.blocks import Block, DecomposedBlock, EigenBlock, register_block
-from laplace_plus.structured.factor import Basis, DenseBasis, EigenFactor, Factor, not_positive_definite
+from laplace_plus.structured.blocks import (
+    Basis,
+    Block,
+    DecomposedBlock,
+    EigenBlock,
+    EigenFactor,
+    Factor,
+    register_block,
+)
+from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, OutputLayerGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
+from laplace_plus.structured.log_determinants import not_positive_definite
 from laplace_plus.structured.low_rank import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
 
 ROUNDING = 64.0
@@ -27,6 +38,44 @@ LARGE = 1024
 
 _SHARE = 1e-3
 """Fraction of the diagonal that rounding may take away before eigenvalues have to be clamped."""
+
+
+@dataclass(frozen=True)
+class DenseBasis(Basis):
+    """``R = diag(scale) U`` with orthogonal ``U [G, n, n]``, n = o·i.
+
+    Attributes:
+        vectors: ``U``.
+        scale: ``[G, n]`` or None for ones.
+    """
+
+    vectors: Tensor
+    scale: Tensor | None = None
+
+    is_large = True
+
+    def _matrix(self) -> Tensor:
+        return self.vectors if self.scale is None else self.scale[..., None] * self.vectors
+
+    @override
+    def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
+        matrix = self._matrix()
+        if isinstance(gradients, OutputLayerGradients):
+            return DenseGradients(gradients.times(matrix[0].to(gradients.dtype)).unflatten(-1, gradients.shape))
+        mapped = MappedGradients(gradients, matrix)
+        n_examples = gradients.n_examples
+        if n_examples * gradients.bytes_each() > min(CHUNK_BYTES, budget(gradients.device) // 4):
+            return mapped
+        return DenseGradients(mapped.dense(slice(0, n_examples)))  # multiplied once, for every quadratic form
+
+    @override
+    def expand(self, coordinates: Tensor) -> Tensor:
+        flat = coordinates.flatten(2)
+        return (self._matrix() @ flat.movedim(0, -1)).movedim(-1, 0).reshape(coordinates.shape)
+
+    @override
+    def diagonal(self, variances: Tensor) -> Tensor:
+        return (self._matrix().square() @ variances.flatten(1)[..., None]).view_as(variances)
 
 
 def clamp_rounding(values: Tensor) -> Tensor:

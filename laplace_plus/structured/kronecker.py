@@ -3,17 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.blocks import Block, DecomposedBlock, EigenBlock, register_block
-from laplace_plus.structured.factor import Basis, KroneckerBasis
-from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.blocks import Basis, Block, DecomposedBlock, EigenBlock, register_block
+from laplace_plus.structured.gradients import (
+    DenseGradients,
+    EmbeddingGradients,
+    ExampleGradients,
+    OuterGradients,
+    OutputLayerGradients,
+)
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant
+
+
+@dataclass(frozen=True)
+class KroneckerBasis(Basis):
+    """``R z = L z Nᵀ`` group by group, with orthogonal sides.
+
+    Attributes:
+        left: L ``[G, o, o]``, or None for the identity.
+        right: N ``[G or 1, i, i]``, or None for the identity.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+
+    @override
+    def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
+        left, right = self.left, self.right
+        if left is None and isinstance(gradients, OuterGradients):
+            gradients = OutputLayerGradients.of(gradients) or gradients
+        if isinstance(gradients, OuterGradients) and right is not None:
+            return gradients.in_basis(left, right)
+        left = None if left is None else left.to(gradients.dtype)
+        right = None if right is None else right.to(gradients.dtype)
+        if isinstance(gradients, OutputLayerGradients) and right is not None:
+            return gradients.in_basis(None if left is None else left[0], right[0])
+        if isinstance(gradients, EmbeddingGradients) and left is not None and right is None:
+            return EmbeddingGradients(
+                gradients.index, gradients.left.to(gradients.dtype) @ left[0], gradients.n_columns
+            )
+        values = gradients.dense(slice(0, gradients.n_examples))
+        values = values if left is None else left.mT @ values
+        return DenseGradients(values if right is None else values @ right)
+
+    @override
+    def expand(self, coordinates: Tensor) -> Tensor:
+        values = coordinates if self.left is None else self.left @ coordinates
+        return values if self.right is None else values @ self.right.mT
+
+    @override
+    def diagonal(self, variances: Tensor) -> Tensor:
+        values = variances if self.left is None else self.left.square() @ variances
+        return values if self.right is None else values @ self.right.square().mT
 
 
 def _product_spectrum(values: Tensor) -> Spectrum:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.structured.factor import not_positive_definite
+from laplace_plus.errors import NotPositiveDefiniteError
 
 HALF_WIDTH = 1.0
 """Half the length of an interval of logarithms of eigenvalues; :data:`POINTS` follows from it."""
@@ -266,3 +266,13 @@ def _chunks(values: Tensor, weights: Tensor, shift: Tensor) -> Iterator[tuple[sl
         wide = values[:, part].double()
         terms = wide[0] * weights[0] if len(weights) == 1 else weights @ wide
         yield part, wide, terms.add_(shift[part] if shift.ndim else shift)
+
+
+def not_positive_definite(smallest: float) -> NotPositiveDefiniteError:
+    """The error for a posterior precision with an eigenvalue that is not positive."""
+    return NotPositiveDefiniteError(
+        "The posterior precision is not positive definite.",
+        expected="curvature/temperature + prior precision with positive eigenvalues",
+        got=f"an eigenvalue of {smallest:.3g}",
+        fix="Raise the prior precision, or use the GGN instead of an indefinite Hessian.",
+    )

@@ -18,9 +18,9 @@ from typing_extensions import override
 from laplace_plus._memory import slices
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured.blocks import Block, register_block
-from laplace_plus.structured.factor import CoordinateMap, Factor, not_positive_definite
+from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
 from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.log_determinants import not_positive_definite
 from laplace_plus.structured.slq_remainder import SampledSpectrum
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import _memory
-from laplace_plus.structured.factor import Factor
+from laplace_plus.structured.blocks import Factor
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
 TILE = 2**20

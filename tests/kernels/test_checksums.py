@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_plus.kernels import checksums
+from laplace_plus.network import checksums
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

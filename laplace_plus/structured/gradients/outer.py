@@ -67,6 +67,7 @@ class OuterGradients(ExampleGradients):
             where that is faster than expanding it first.
         left_basis: L ``[G, o, o]``, or None.
         right_basis: R ``[G, i, i]``, or None: the matrices are ``Lᵀ P R``.
+        is_shared: Whether all examples have the same left side (an expanded tensor), as one-hot cotangents have.
         right_sizes: ``(S, G, i)`` of the expanded right side, where that is known without expanding any of it.
     """
 
@@ -91,11 +92,7 @@ class OuterGradients(ExampleGradients):
                 self.right_sizes = positions, right_groups, width
         self.n_positions, self.right_shape = self.right_sizes[0], self.right_sizes[1:]
         self.shape = (rows, columns, self.right_sizes[2])
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all examples have the same left side (an expanded tensor), as one-hot cotangents have."""
-        return self.n_examples > 1 and self.n_positions == 1 and self.raw_left.stride(1) == 0
+        self.is_shared = self.n_examples > 1 and self.n_positions == 1 and self.raw_left.stride(1) == 0
 
     def left(self, examples: slice) -> Tensor:
         """Left side ``[V, b, S, G, o]`` of some examples."""

@@ -11,9 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.structured.blocks import Block, register_block
+from laplace_plus.structured.blocks import Block, Factor, register_block
 from laplace_plus.structured.dense import DenseBlock
-from laplace_plus.structured.factor import Factor
 from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows
 
 

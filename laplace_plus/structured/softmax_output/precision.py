@@ -32,9 +32,10 @@ from laplace_plus import _memory
 from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.kernels import symmetric_update, symmetrize_
 from laplace_plus.linalg.symmetric import symmetric_eigen
+from laplace_plus.structured.blocks import Factor, IdentityBasis
 from laplace_plus.structured.dense import clamp_rounding
-from laplace_plus.structured.factor import Factor, IdentityBasis, not_positive_definite
 from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, OutputLayerGradients
+from laplace_plus.structured.log_determinants import not_positive_definite
 
 _BYTES = 8
 """Everything is computed in float64: under tuned priors ``I + S_c`` of trained networks is too ill-conditioned for
