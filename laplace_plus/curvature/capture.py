@@ -369,13 +369,19 @@ def _feature_axis(network: Network, raw: Tensor) -> int:
 
 
 def capture_batch(network: Network, batch: Batch) -> Capture:
-    """Capture a batch, correcting which layer is the last one if execution order says so."""
+    """Capture a batch, correcting which layer is the last one if execution order says so.
+
+    The network remembers the memory of one example and one cotangent.
+    """
     capture = Capture(network, batch.inputs)
     if isinstance(network.selection, str) and network.selection == "last_layer" and capture.last_used is not None:
         actual = layer_of(capture.last_used)
         if actual not in network.layers:
             network.select_last_layer(actual)
             capture = Capture(network, batch.inputs)
+    if not capture.pointwise:
+        each = -(-(capture.n_bytes + capture.cotangent_bytes) // max(1, capture.output_shape[0]))
+        network.bytes_per_example = max(each, network.bytes_per_example or 0)
     return capture
 
 

@@ -328,14 +328,14 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
     """
     size = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
     if size <= 2 or not batches.can_be_cut(batch.inputs, size):
-        yield batch, _captured(network, batch)
+        yield batch, Gradients(network, capture_batch(network, batch))
         return
     if network.can_cut is None:
         if isinstance(network.selection, str) and network.selection == "last_layer":
             # No layer before the last one leaves a graph, so the whole batch usually fits.
-            whole = _captured(network, batch)
-            if whole.capture.pointwise:
-                yield batch, whole
+            whole = capture_batch(network, batch)
+            if whole.pointwise:
+                yield batch, Gradients(network, whole)
                 return
             del whole
         network.can_cut = _survey(network, batch)
@@ -352,21 +352,12 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         quick = _QUICK_BYTES if network.device.type == "cpu" else allowed
         step = max(1, min(quick, allowed // 2) // network.bytes_per_example)
     if step >= size:
-        yield batch, _captured(network, batch)
+        yield batch, Gradients(network, capture_batch(network, batch))
         return
     for start in range(0, size, step):
         some = slice(start, min(size, start + step))
         part = Batch(batches.cut(batch.inputs, some), batch.target[some])
-        yield part, _captured(network, part)
-
-
-def _captured(network: Network, batch: Batch) -> Gradients:
-    """A batch's gradients; the network remembers the memory of one example and one cotangent."""
-    capture = capture_batch(network, batch)
-    own = 0 if capture.pointwise else capture.n_bytes + capture.cotangent_bytes
-    each = -(-own // max(1, capture.output_shape[0]))
-    network.bytes_per_example = max(each, network.bytes_per_example or 0)
-    return Gradients(network, capture)
+        yield part, Gradients(network, capture_batch(network, part))
 
 
 def _survey(network: Network, batch: Batch) -> bool | None:
@@ -383,7 +374,8 @@ def _survey(network: Network, batch: Batch) -> bool | None:
         return None
     pair = Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]])
     try:
-        capture = _captured(network, pair).capture
+        capture = capture_batch(network, pair)
+        Gradients(network, capture)  # refuses what it cannot tell apart
         alone = network.forward(batches.cut(batch.inputs, [0]))
     except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
         return False

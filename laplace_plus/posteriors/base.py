@@ -335,13 +335,14 @@ class Posterior(Stored, ABC):
             ModelChangedError: The network's weights have changed since the fit.
         """
         self.require_fit()
-        check_count(n_samples, "n_samples")
         chosen = self.default_method if method is None else method
         if chosen not in ("linearized", "sampled"):
             raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
+        first, many = link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
+        if chosen == "sampled" or first == "mc":
+            check_count(n_samples, "n_samples")
         if chosen == "sampled":
             return self._predictive_of_networks(x, link, n_samples, joint, generator, differentiable)
-        first, many = link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
         if first == "mc" and many and not differentiable:
             samples = self.functional_samples(x, n_samples, joint=joint, generator=generator)
             if samples is not None:
