@@ -231,7 +231,7 @@ class SoftmaxOutputFactor(Factor):
             return torch.linalg.solve_triangular(lower, identity, upper=False).mT
         values, vectors = self._spectrum
         kept = torch.where(values > 0, values, torch.inf)
-        return (vectors * (self.weight * kept).rsqrt())
+        return vectors * (self.weight * kept).rsqrt()
 
     # -- determinants --------------------------------------------------------------------------------------------------
 
