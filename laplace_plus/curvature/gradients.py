@@ -21,7 +21,6 @@ from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import Call, ExampleAxis
 from laplace_plus.curvature.capture import Capture, capture_batch, example_axes
-from laplace_plus.curvature.general import per_example_gradients
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
@@ -163,7 +162,7 @@ class Gradients:
         """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
         names = [plan.layout.names[0] for plan in self._plans if not plan.members]
         used = tuple(name for name in names if name not in self.capture.unused)
-        values = per_example_gradients(self.network, self.capture.inputs, used, cotangents) if used else {}
+        values = self.network.per_example_gradients(self.capture.inputs, used, cotangents) if used else {}
         for item in self.network.selected:
             if item.name in names and item.name in self.capture.unused:
                 values[item.name] = cotangents.new_zeros(*cotangents.shape[:2], *item.shape)

@@ -1,4 +1,11 @@
-"""Per-example gradients by automatic differentiation, for parameters whose use in the network no rule describes."""
+"""Per-example gradients by automatic differentiation, for parameters whose use in the network no rule describes.
+
+The network is mapped over the examples where its operations allow it, and called in a loop otherwise (recurrent
+layers). Batching rules can be wrong, and some batches cannot be cut into examples (graphs that share one table of
+nodes, time as the leading axis, a ``squeeze`` in the network). Both results must therefore reproduce a fixed
+combination of the gradients from one backward pass of the whole batch; otherwise each example's output is
+differentiated within the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +17,15 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus.network import Network
+
+Function = Callable[[Any, dict[str, Tensor]], Tensor]
+"""Outputs ``[B, *, C]`` from a batch's inputs and some parameters."""
 
 
 def per_example_gradients(
-    network: Network, inputs: Any, names: tuple[str, ...], cotangents: Tensor
+    network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
-
-    The general path for parameters whose use in the network no rule describes. It maps over examples where the
-    network's operations allow it, and loops over them otherwise (recurrent layers). Batching rules can be wrong,
-    and some batches cannot be cut into examples (graphs that share one table of nodes, time as the leading axis, a
-    ``squeeze`` in the network). Both results must therefore reproduce a fixed combination of the gradients from one
-    backward pass of the whole batch; otherwise each example's output is differentiated within the whole batch.
-
-    Args:
-        network: The network.
-        inputs: A batch's inputs.
-        names: Parameters to differentiate in.
-        cotangents: ``[V, B, *, C]``.
-    """
-    chosen = {name: network.parameters[name] for name in names}
+    """See :meth:`laplace_plus.network.Network.per_example_gradients`."""
     with torch.enable_grad():
         leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
         together = network(inputs, leaves)
@@ -53,7 +48,7 @@ def per_example_gradients(
 
 
 def _single_outputs(
-    network: Network, inputs: Any, size: int
+    network: Function, inputs: Any, size: int
 ) -> tuple[Callable[[dict[str, Tensor], list[Tensor]], Tensor], list[Tensor]]:
     """The network as a function of parameters and one example, and the leaves with one entry for each example."""
     leaves, rebuild = batches.flatten(inputs)
@@ -68,7 +63,7 @@ def _single_outputs(
 
 
 def _mapped_gradients(
-    network: Network, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
+    network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
     outputs, examples = _single_outputs(network, inputs, cotangents.shape[1])
 
@@ -82,7 +77,7 @@ def _mapped_gradients(
 
 
 def _looped_gradients(
-    network: Network, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
+    network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
     outputs, examples = _single_outputs(network, inputs, cotangents.shape[1])
 
