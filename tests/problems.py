@@ -1,9 +1,28 @@
-"""Small random problems that many tests share; float64 unless said otherwise."""
+"""Small random problems, networks and dense references that many tests share; float64 unless said otherwise.
+
+The references share no code with the package: Jacobians by autodiff, curvature and evidence written out.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import laplace_plus as lp
+from laplace_plus.curvature.operators import FisherOperator, GGNOperator, HessianOperator, JacobianOperator
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.structured import Block, DenseBlock, KroneckerBlock
+
+Data = list[tuple[Tensor, Tensor]]
+N = 12
+
+# -- random numbers and matrices --------------------------------------------------------------------------------------
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -32,3 +51,194 @@ def with_singular_values(m: int, n: int, values: Tensor, seed: int = 0) -> Tenso
     left, _, right = torch.linalg.svd(normal(m, n, seed=seed), full_matrices=False)
     rank = len(values)
     return (left[:, :rank] * values) @ right[:rank]
+
+
+class CallLimit:
+    """Counts a network's forward passes, and interrupts what runs it at a limit."""
+
+    def __init__(self, net: nn.Module):
+        self.count, self.limit = 0, float("inf")
+        net.register_forward_hook(self._called)
+
+    def _called(self, *_: object) -> None:
+        self.count += 1
+        if self.count > self.limit:
+            raise KeyboardInterrupt
+
+    def restart(self, limit: float = float("inf")) -> int:
+        """Count from zero up to another limit; returns the count so far."""
+        before, self.count, self.limit = self.count, 0, limit
+        return before
+
+
+# -- small networks with data, and products with their curvature -------------------------------------------------------
+
+
+def hessian(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """In reverse mode only; torch's own takes forward mode, whose first use warns of torch's own imports."""
+    return jacrev(jacrev(function))
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def network(outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+
+
+def targets(likelihood: Likelihood, outputs: int, seed: int = 1) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    if isinstance(likelihood, lp.Categorical):
+        return torch.randint(0, outputs, (N,), generator=g)
+    if isinstance(likelihood, lp.Bernoulli):
+        return torch.randint(0, 2, (N, outputs), generator=g).double()
+    if isinstance(likelihood, lp.Poisson):
+        return torch.randint(0, 5, (N, outputs), generator=g).double()
+    return normal(N, outputs // 2 if isinstance(likelihood, lp.HeteroscedasticGaussian) else outputs, seed=seed)
+
+
+def split(x: Tensor, y: Tensor, *sizes: int) -> Data:
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def problem(likelihood: Likelihood, outputs: int) -> tuple[nn.Module, Data]:
+    return network(outputs), split(normal(N, 3), targets(likelihood, outputs), 5, 4, 3)
+
+
+def vector_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def function_of(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def outputs(vector: Tensor) -> Tensor:
+        pieces = vector.split([shape.numel() for shape in shapes.values()])
+        return functional_call(model, {n: p.view(s) for (n, s), p in zip(shapes.items(), pieces, strict=True)}, x)
+
+    return outputs
+
+
+def whole(data: Data) -> tuple[Tensor, Tensor]:
+    return torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+
+
+def jacobian_of(model: nn.Module, x: Tensor) -> Tensor:
+    """``[N, C, P]``."""
+    return jacrev(function_of(model, x))(vector_of(model))
+
+
+def noisy_hessian(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
+    """Λ at the current noise, ``[N, C, C]``."""
+    if isinstance(likelihood, lp.HeteroscedasticGaussian):
+        return likelihood.output_hessian(outputs, y)
+    return torch.stack(
+        [
+            hessian(lambda f, t=t: -likelihood.log_density(f[None], t[None])[0])(f)
+            for f, t in zip(outputs, y, strict=True)
+        ]
+    )
+
+
+def dense_ggn(model: nn.Module, likelihood: Likelihood, data: Data) -> Tensor:
+    x, y = whole(data)
+    jacobian = jacobian_of(model, x)
+    return torch.einsum("ncp,ncd,ndq->pq", jacobian, noisy_hessian(likelihood, model(x).detach(), y), jacobian)
+
+
+def close(actual: Tensor, wanted: Tensor, tolerance: float = 1e-11) -> None:
+    assert actual.shape == wanted.shape
+    assert float((actual - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+def assert_adjoint(operator: Any, v: Tensor, u: Tensor, tolerance: float = 1e-10) -> None:
+    forward = u * operator(v)
+    assert abs(float(forward.sum() - v @ operator.T(u))) <= tolerance * float(forward.abs().sum())
+
+
+def assert_symmetric(operator: Any, u: Tensor, v: Tensor, tolerance: float = 1e-10) -> None:
+    left = u * operator(v)
+    assert abs(float(left.sum() - v @ operator(u))) <= tolerance * float(left.abs().sum())
+
+
+def operators(model: nn.Module, data: Iterable[Any], **options: Any) -> list[Any]:
+    ggn = GGNOperator(model, "classification", data, **options)
+    return [
+        ggn,
+        ggn.root(),
+        FisherOperator(model, "classification", data, n_samples=3, seed=4, **options),
+        FisherOperator(model, "classification", data, kind="empirical", **options),
+        HessianOperator(model, "classification", data, **options),
+        JacobianOperator(model, data, **options),
+        JacobianOperator(model, data, **options).T,
+    ]
+
+
+# -- dense references --------------------------------------------------------------------------------------------------
+
+
+def jacobian(net: nn.Module, x, names: list[str] | None = None, output_axis: int = -1) -> Tensor:
+    """Jacobian of every example on its own, ``[B, M·C, P]`` with outputs flattened from ``[*, C]``."""
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    names = list(parameters) if names is None else names
+    inputs = x if isinstance(x, tuple) else (x,)
+    rows = []
+    for n in range(len(inputs[0])):
+        example = tuple(part[n : n + 1] for part in inputs)
+
+        def outputs(chosen, example=example):
+            out = functional_call(net, {**parameters, **chosen}, example)
+            return out.movedim(output_axis, -1).reshape(-1)
+
+        parts = jacrev(outputs)({name: parameters[name] for name in names})
+        rows.append(torch.cat([parts[name].flatten(1) for name in names], 1))
+    return torch.stack(rows)
+
+
+def categorical_hessian(outputs: Tensor) -> Tensor:
+    """``diag(p) − p pᵀ`` for logits ``[N, C]``."""
+    p = outputs.softmax(-1)
+    return torch.diag_embed(p) - p[:, :, None] * p[:, None]
+
+
+def ggn(jacobians: Tensor, hessian: Tensor) -> Tensor:
+    """``Σ Jᵀ Λ J`` for ``[N, C, P]`` and ``[N, C, C]``."""
+    return torch.einsum("ncp,ncd,ndq->pq", jacobians, hessian, jacobians)
+
+
+def gaussian_evidence(
+    curvature: Tensor, deviation: Tensor, sse: float, count: int, precision: Tensor, noise_std: float = 1.0
+) -> float:
+    """Laplace evidence of a Gaussian likelihood, from the curvature at unit noise ``[P, P]`` and precisions ``[P]``."""
+    fit = -0.5 * sse / noise_std**2 - count * (math.log(noise_std) + 0.5 * math.log(2 * math.pi))
+    return fit + occam(curvature / noise_std**2, deviation, precision)
+
+
+def occam(curvature: Tensor, deviation: Tensor, precision: Tensor) -> float:
+    """``−½ dᵀP₀d − ½ log det(H + P₀) + ½ log det P₀``."""
+    log_determinant = torch.linalg.slogdet(curvature + torch.diag(precision)).logabsdet
+    return (-0.5 * ((precision * deviation.square()).sum() + log_determinant - precision.log().sum())).item()
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest entry of what is wanted."""
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def whole_tensors(block: Block) -> dict[str, Tensor]:
+    """What makes up a block, with matrices for sums that are still kept as rows."""
+    if isinstance(block, KroneckerBlock):
+        own = {"left": block.left, "right": block.right, "count": block.count}
+        return own if block.corrected is None else own | {"corrected": block.corrected}
+    return {"matrix": block.matrix} if isinstance(block, DenseBlock) else block.tensors()

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from dense_reference import categorical_hessian, ggn, jacobian, relative_error
+from problems import categorical_hessian, ggn, jacobian, relative_error
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from dense_reference import gaussian_evidence, relative_error
+from problems import gaussian_evidence, relative_error
 from scipy.optimize import minimize_scalar
 from torch import nn
 from torch.distributions import MultivariateNormal

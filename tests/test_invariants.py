@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from dense_reference import categorical_hessian, ggn, jacobian, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import categorical_hessian, ggn, jacobian, relative_error
 from scipy.stats import norm
 from torch import nn
 

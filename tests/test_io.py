@@ -430,6 +430,7 @@ def test_the_same_network_is_accepted_in_every_state(checkpoint):
     model.eval().requires_grad_(False)
     model.first.weight.data = model.first.weight.data.T.contiguous().T  # other strides, same values
     io.compare_fingerprint(header["network"], model)
+    assert header["network"] == saved
 
 
 CHANGES = ["first.weight", "last.bias", "norm.running_mean", "norm.num_batches_tracked", "mask", "adjacency", "phase"]

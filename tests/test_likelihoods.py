@@ -10,7 +10,8 @@ import torch
 import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from likelihoods.own import Ordinal, StudentT, generator, normal
+from likelihoods.own import Ordinal, StudentT
+from problems import generator, normal
 
 from laplace_plus.errors import (
     ConfigurationError,
@@ -258,7 +259,10 @@ def test_ignored_rows_have_no_weight():
 
 
 def test_small_unsigned_labels_are_understood():
-    Categorical().validate(normal(2, 3), torch.tensor([0, 2], dtype=torch.uint8))
+    outputs, labels = normal(2, 3), torch.tensor([0, 2])
+    Categorical().validate(outputs, labels.to(torch.uint8))
+    log_density = Categorical().log_density(outputs, labels.to(torch.uint8))
+    torch.testing.assert_close(log_density, Categorical().log_density(outputs, labels))
 
 
 @pytest.mark.parametrize("likelihood", [Gaussian(), Bernoulli(), Poisson()])

@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dense_reference import occam
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import occam
 from scipy.optimize import differential_evolution, minimize
 from torch import nn
 
@@ -338,9 +338,7 @@ def test_each_factor_is_decomposed_once(monkeypatch, name, task):
     posterior.prior_precision, posterior.temperature = 3.0, 0.5
     posterior.sample(2)
     more, captures, calls = counter.taken()
-    # KFAC decomposes two factors of equal size in one call; EKFAC needs each by itself in its second pass.
-    together = (name, task) == ("KFAC", "classification")
-    assert decompositions + more == ONCE[name] - together
+    assert decompositions + more == ONCE[name]
     assert (captures, calls) == (0, 0)
 
 

@@ -91,7 +91,7 @@ def swag(
     paths = {rate: _path(task, rate, epochs) for rate in learning_rates}
 
     def at(rate: float) -> Predict:
-        return averaged(_draws(task, paths[rate], n_samples), task.likelihood)
+        return averaged(draws(task, paths[rate], n_samples), task.likelihood)
 
     best, found = least(task, learning_rates, at, name="learning_rate")
     return Fitted(at(best), found)
@@ -121,7 +121,7 @@ def _path(task: Task, rate: float, epochs: int) -> Tensor:
     return torch.stack(points)
 
 
-def _draws(task: Task, path: Tensor, n: int) -> list[nn.Module]:
+def draws(task: Task, path: Tensor, n: int) -> list[nn.Module]:
     """Networks from SWAG's Gaussian: half of the covariance is diagonal, half of the last 20 deviations."""
     mean = path.mean(0)
     diagonal = (path - mean).square().mean(0).sqrt()

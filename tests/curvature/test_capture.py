@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from dense_reference import relative_error
+from problems import relative_error
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -240,7 +240,8 @@ def test_parameters_that_are_used_detached_are_named():
 @pytest.mark.parametrize("how", ["detach", "data", "set_grad_enabled"])
 @pytest.mark.parametrize("parameters", ["last_layer", ["scale"], ["head"]], ids=str)
 def test_what_is_cut_off_before_the_selected_parameters_does_not_matter(parameters, how):
-    lp.Full(Cut(how, behind_everything=False), "regression", parameters=parameters).fit([reals()])
+    posterior = lp.Full(Cut(how, behind_everything=False), "regression", parameters=parameters).fit([reals()])
+    assert posterior.n_data == len(reals()[0])
 
 
 class Checkpointed(nn.Module):
@@ -288,4 +289,5 @@ def test_products_with_the_curvature_may_use_checkpointed_activations():
 
 
 def test_what_is_checkpointed_before_the_selected_parameters_does_not_matter():
-    lp.Full(Checkpointed(False, only_in_training=False), "regression", parameters="last_layer").fit([reals()])
+    posterior = lp.Full(Checkpointed(False, only_in_training=False), "regression", parameters="last_layer")
+    assert posterior.fit([reals()]).n_data == len(reals()[0])

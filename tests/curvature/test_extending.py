@@ -147,8 +147,8 @@ def test_a_structure_has_to_be_registered_once():
         Stranger(model, "classification").fit([(x, y)])
     with pytest.raises(ConfigurationError, match="registered already"):
         register_structure(NeuronStructure, DiagonalAccumulation)
-    with pytest.raises(ConfigurationError, match="from_tensors"):
-        register_block(type("Other", (DenseBlock,), {"storage": "other"}))
+    with pytest.raises(ConfigurationError, match="storage kind of its own"):
+        register_block(type("Other", (DenseBlock,), {}))
 
 
 def test_a_block_of_an_unknown_kind_is_named(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from problems import whole_tensors
 from torch import Tensor, nn
-from whole_blocks import whole_tensors
 
 import laplace_plus as lp
 from laplace_plus.batches import Batch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from operator_problems import (
+from problems import (
     N,
     assert_adjoint,
     assert_symmetric,

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from problems import whole_tensors
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -20,7 +21,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from whole_blocks import whole_tensors
 
 import laplace_plus as lp
 from laplace_plus._memory import memory_budget

@@ -50,6 +50,7 @@ def test_every_check_passes_on_two_ranks(tmp_path: Path) -> None:
         assert [name for name, _ in outcomes] == list(here.CHECKS), f"a rank ended early: {said}"
 
 
+@pytest.mark.slow
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "configs/distributed_example.py", str(tmp_path / "saved")]

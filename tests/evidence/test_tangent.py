@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from dense_reference import categorical_hessian, ggn, jacobian
+from problems import categorical_hessian, ggn, jacobian
 from scipy.optimize import minimize
 from torch import nn
 from torch.distributions import MultivariateNormal

@@ -10,8 +10,8 @@ import torch
 from backpack import backpack, extend
 from backpack.context import CTX
 from backpack.extensions import BatchGrad
+from problems import whole_tensors
 from torch import nn
-from whole_blocks import whole_tensors
 
 import laplace_plus as lp
 from laplace_plus.batches import Batch

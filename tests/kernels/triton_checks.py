@@ -39,9 +39,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     [(torch.float32, SMALL[0]), (torch.float32, SMALL[1]), (torch.bfloat16, SMALL[0]), (torch.float16, SMALL[0])],
     ids=["float32", "transposed", "bfloat16", "float16"],
 )
-@pytest.mark.parametrize("width", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("width", [1, 32, 33, 70])
 def test_update_symmetric(width: int, dtype: torch.dtype, tiling: Tiling) -> None:
-    for n_rows in (1, 300):
+    for n_rows in (1, 150):
         rows = random(1, n_rows, width, dtype=dtype)
         total = torch.zeros(1, width, width, device=DEVICE)
         exact = rows.double().mT @ rows.double()
@@ -78,9 +78,9 @@ def test_update_nan() -> None:
 
 def test_every_tile_is_met_once() -> None:
     """Columns of ones: each entry of the triangle is counted once, however the rows are split."""
-    for n_rows in (1, 1000):
-        total = torch.zeros(3, 70, 70, device=DEVICE)
-        rows = torch.ones(3, n_rows, 70, device=DEVICE)
+    for n_rows in (1, 300):
+        total = torch.zeros(2, 70, 70, device=DEVICE)
+        rows = torch.ones(2, n_rows, 70, device=DEVICE)
         triton_update.update(total, rows, precision="ieee", tiling=SMALL[0])
         assert torch.equal(total.tril(), torch.full_like(total, n_rows).tril())
 

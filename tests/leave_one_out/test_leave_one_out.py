@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from dense_reference import jacobian, relative_error
+from problems import jacobian, relative_error
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

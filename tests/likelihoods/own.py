@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributions as td
 
 from laplace_plus.likelihoods import Likelihood
@@ -25,11 +24,3 @@ class Ordinal(Likelihood):
 
     def distribution(self, outputs):
         return td.Geometric(logits=outputs)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)

@@ -8,19 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import generator, normal
 
 from laplace_plus.errors import (
     NotPositiveDefiniteError,
 )
 from laplace_plus.likelihoods.normal import cholesky, draw
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 @settings(max_examples=25, deadline=None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributions as td
-from likelihoods.own import Ordinal, StudentT, generator, normal
+from likelihoods.own import Ordinal, StudentT
+from problems import generator, normal
 
 from laplace_plus.errors import (
     ConfigurationError,

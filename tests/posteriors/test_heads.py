@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense_reference import categorical_hessian, occam, relative_error
+from problems import categorical_hessian, generator, occam, relative_error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,10 +21,6 @@ from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor
 
 TIGHT = 1e-10
 D, C = 5, 4
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def problem(n: int, *, likelihood: str = "classification", seed: int = 0):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus import io
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
 from laplace_plus.priors import Groups
 
@@ -60,7 +61,9 @@ def test_rescaling_a_normalised_group_changes_no_prediction(norm, cls):
         predictions = []
         for model in (net, other):
             posterior = cls(model, "classification").fit([(X[:20], Y[:20]), (X[20:], Y[20:])])
-            options = {"evidence": "tangent", "predictive_mean": "tangent", "tolerance": 1e-5, "max_iterations": 300}
+            options = {"evidence": "tangent", "predictive_mean": "tangent", "max_iterations": 300}
+            if structure == "normalized_groups":
+                options["tolerance"] = 1e-6
             predictions.append(posterior.fit_prior_precision(structure=structure, **options).predictive(NEW))
             if structure == "normalized_groups":
                 assert posterior.prior_groups.names == ("0", "3", "7", "rest")
@@ -131,10 +134,10 @@ def test_groups_scaling_and_mean_are_stored(tmp_path):
 def test_damaged_groups_are_refused(tmp_path):
     net = network("group")
     posterior = lp.KFAC(net, "classification").fit([(X, Y)]).fit_prior_precision(structure="normalized_groups")
-    broken = copy.copy(posterior)
-    broken._prior_groups = copy.copy(posterior.prior_groups)
-    object.__setattr__(broken._prior_groups, "names", ("0", "3"))
-    broken.save(tmp_path / "broken")
+    posterior.save(tmp_path / "saved")
+    header, tensors = io.read(tmp_path / "saved")
+    header["prior_groups"]["names"] = ["0", "3"]
+    io.write(tmp_path / "broken", header, tensors)
     with pytest.raises(CheckpointError, match="groups"):
         lp.load(tmp_path / "broken", net)
     posterior.fit_prior_precision(structure="layerwise").save(tmp_path / "layers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -21,10 +22,6 @@ from laplace_plus.geometry import PathStatus
 from laplace_plus.likelihoods.sampling import draw_seed
 
 DTYPE = torch.float64
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def problem(activation=nn.Tanh):

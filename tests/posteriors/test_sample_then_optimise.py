@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -18,10 +19,6 @@ from laplace_plus.posteriors.sampled.effective_dimension import effective_dimens
 from laplace_plus.posteriors.sampled.expectation_maximisation import LARGEST_STEP, updated_noise, updated_precision
 from laplace_plus.posteriors.sampled.objective import PriorUnits, TangentCurvature, largest_eigenvalue
 from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solver_config
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape, seed=0):

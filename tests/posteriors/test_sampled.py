@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -20,10 +21,6 @@ from laplace_plus.errors import (
 from laplace_plus.priors import Groups
 
 TIGHT = lp.CGSolver(tolerance=1e-12)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape, seed=0):

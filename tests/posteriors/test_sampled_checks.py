@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import CheckpointError, ConvergenceWarning, DataError
 from laplace_plus.evidence.groups import with_floor
 from laplace_plus.priors import Groups
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def problem():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from problems import generator
 from torch import nn
 
 import laplace_plus as lp
@@ -307,7 +308,3 @@ def test_bad_requests_are_named(problem):
         bad[0].weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError):
         lp.Subnetwork(bad, "classification", lp.LargestMagnitude(3)).fit(data)
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)

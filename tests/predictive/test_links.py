@@ -9,6 +9,7 @@ import torch
 import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import generator, normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OutputError
 from laplace_plus.likelihoods import (
@@ -23,14 +24,6 @@ from laplace_plus.predictive import from_functional, from_samples
 
 LIKELIHOODS = [Categorical(), Bernoulli(), Gaussian(0.5), HeteroscedasticGaussian(), Poisson()]
 CLOSED = [(likelihood, link) for likelihood in LIKELIHOODS for link in likelihood.links if link != "mc"]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def gaussian(*lead, size, seed=0, scale=1.0):

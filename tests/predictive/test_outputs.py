@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense_reference import jacobian, relative_error
+from problems import jacobian, relative_error
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -121,10 +121,11 @@ def test_structured_covariances_are_the_dense_ones(case):
     check_all(*case)
 
 
-def test_they_are_in_tiny_chunks(case, monkeypatch):
-    monkeypatch.setattr(chunking, "CACHE_BYTES", 1)
-    monkeypatch.setattr(linearized, "QUICK_BYTES", 1)  # one example and two outputs at a time
-    check_all(*case)
+def test_they_are_in_little_memory(case):
+    posterior, *rest = case
+    before, posterior.memory_budget = posterior.memory_budget, "48 KB"
+    check_all(posterior, *rest)
+    posterior.memory_budget = before
 
 
 def test_chosen_outputs_of_each_example_across_inputs(case):
@@ -198,7 +199,7 @@ def test_negative_choices_count_from_the_end():
     assert torch.equal(last.covariance, posterior.functional_posterior(x, outputs=[2]).covariance)
 
 
-def test_gradients_flow_to_the_inputs_of_pieces(monkeypatch):
+def test_gradients_flow_to_the_inputs_of_micro_batches():
     posterior, x = perceptron_posterior()
 
     def slope():
@@ -207,7 +208,7 @@ def test_gradients_flow_to_the_inputs_of_pieces(monkeypatch):
         return point.grad
 
     whole = slope()
-    monkeypatch.setattr(linearized, "QUICK_BYTES", 1)
+    posterior.memory_budget = 4000
     assert relative_error(slope(), whole) < EXACT
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import generator, normal
 
 from laplace_plus.errors import LabelError, UnsupportedError
 from laplace_plus.likelihoods import (
@@ -54,14 +55,6 @@ class Softmax(Likelihood):
 
     def distribution(self, outputs):
         return td.Categorical(logits=outputs)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def gaussian(*lead, size, seed=0, scale=1.0):

@@ -117,9 +117,10 @@ def test_decomposed_once(components, monkeypatch):
     weights = weights_for(components)
     block.eigen(weights)
     monkeypatch.setattr(torch.linalg, "eigh", lambda *_: pytest.fail("decomposed again"))
-    block.factor(weights, torch.tensor(2.0, dtype=torch.float64))
+    precision = torch.tensor(2.0, dtype=torch.float64)
+    assert block.factor(weights, precision) is not None
     if components == 1:
-        block.factor(3 * weights, torch.tensor(2.0, dtype=torch.float64))
+        assert block.factor(3 * weights, precision) is not None
 
 
 def test_corrected_eigenvalues_live_in_the_kronecker_basis():

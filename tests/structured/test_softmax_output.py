@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense_reference import relative_error
+from problems import relative_error
 
 from laplace_plus._memory import memory_budget
 from laplace_plus.structured.gradients import OutputLayerGradients

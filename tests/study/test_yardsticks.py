@@ -66,7 +66,7 @@ def test_swag_draws_have_half_of_each_covariance():
     generator = torch.Generator().manual_seed(1)
     size = len(parameters_to_vector(own.model.parameters()))
     path = torch.randn(20, size, generator=generator) * torch.linspace(0.1, 1, size)
-    networks = yardsticks._draws(own, path, 4000)
+    networks = yardsticks.draws(own, path, 4000)
     draws = torch.stack([parameters_to_vector(one.parameters()).detach() for one in networks]).double()
     path = path.double()
     deviations = path - path.mean(0)

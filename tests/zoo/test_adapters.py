@@ -9,12 +9,11 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_reference import categorical_hessian, ggn, relative_error
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from problems import categorical_hessian, ggn, relative_error, whole_tensors
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from transformers import BertConfig, BertForSequenceClassification
-from whole_blocks import whole_tensors
 from zoo.test_untouched import Watch
 
 import laplace_plus as lp
