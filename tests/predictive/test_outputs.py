@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
-from laplace_plus import _memory as chunking
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.deviations import functional_samples, samples_rather
