@@ -89,6 +89,12 @@ class Groups:
         """How many entries each group has, ``[G]``."""
         return torch.bincount(self.index, minlength=len(self.names))
 
+    def geometric_means(self, values: Tensor) -> Tensor:
+        """The geometric mean of positive ``values [P]`` over each group, ``[G]`` float64 on the CPU."""
+        logarithms, index = values.detach().double().cpu().log(), self.index.cpu()
+        sums = torch.zeros(len(self.names), dtype=torch.float64).index_add(0, index, logarithms)
+        return (sums / self.sizes().cpu()).exp()
+
 
 @dataclass(frozen=True)
 class GaussianPrior:

@@ -145,13 +145,7 @@ def _curvature(surface: _Surface, pairs: Tensor, trace: Tensor, bend: Tensor) ->
 
 
 class _Surface:
-    """A landscape at one point: its gradient, and products with its Hessian.
-
-    Attributes:
-        gradient: g, ``[P]``.
-        beta: ``1/(1 + ‖g‖²)``.
-        count: Products so far.
-    """
+    """A landscape at one point: its gradient, and products with its Hessian."""
 
     def __init__(self, landscape: Landscape | Callable[[Tensor], Tensor], point: Tensor):
         if point.ndim != 1 or not len(point) or not point.is_floating_point():

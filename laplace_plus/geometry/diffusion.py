@@ -32,6 +32,7 @@ from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.geometry.integration import PathStatus
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.linalg.arguments import require_choice, require_count
+from laplace_plus.linalg.linear_maps import require_finite
 from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, row_space
 from laplace_plus.linalg.operators import Operator
 
@@ -178,13 +179,7 @@ def noise_field(
 
 
 class SpectralField(NoiseField):
-    """From eigenpairs of G in units of the prior's standard deviations.
-
-    Args:
-        landscape: The loss with its prior.
-        options: Kind and backend.
-        generator: Source of Lanczos' start vectors.
-    """
+    """From eigenpairs of G in units of the prior's standard deviations."""
 
     def __init__(self, landscape: LossLandscape, options: Diffusion, generator: torch.Generator | None = None):
         self._landscape, self._options, self._generator = landscape, options, generator
@@ -208,7 +203,7 @@ class SpectralField(NoiseField):
         cutoff = default if self._options.rtol is None else self._options.rtol
         if self._options.backend == "svd" or (self._options.backend == "auto" and small):
             rows = root.dense().double() * self._unit.double()
-            _require_finite(rows)
+            require_finite("the curvature's product", rows)
             singular, vectors, by_rows = row_space(rows, cutoff**0.5)
             vectors = vectors @ rows if by_rows else vectors
             values = singular.square() * self._landscape.likelihood_weight
@@ -228,7 +223,7 @@ class SpectralField(NoiseField):
 
         def product(v: Tensor) -> Tensor:
             result = self._unit * ggn(self._unit * v) * self._landscape.likelihood_weight
-            _require_finite(result)
+            require_finite("the curvature's product", result)
             return result
 
         def complement() -> Tensor:
@@ -257,12 +252,7 @@ class SpectralField(NoiseField):
 
 
 class ProjectedField(NoiseField):
-    """A projection onto the null space of a root of G, by products with it.
-
-    Args:
-        landscape: The loss with its prior.
-        method: How to project.
-    """
+    """A projection onto the null space of a root of G, by products with it."""
 
     def __init__(self, landscape: LossLandscape, method: ProjectionMethod):
         self._landscape, self._method = landscape, method
@@ -276,8 +266,3 @@ class ProjectedField(NoiseField):
             whole, lambda: [part.root() @ scaling for part in self._landscape.batchwise_ggn(point)]
         )
         return projector.project(noise.view(-1, len(point))).value.view(noise.shape) * self._unit
-
-
-def _require_finite(values: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise NonFiniteError("Products with the curvature are not finite.", expected="finite numbers", got="NaN or Inf")

@@ -180,15 +180,9 @@ def exponential_map(
         >>> (result.endpoint / velocity).squeeze() < 0.4  # the bowl's walls are steep
         tensor([True, True])
     """
+    settings = {"rtol": rtol, "atol": atol, "max_energy_change": max_energy_change}
     return geodesic(
-        landscape,
-        start,
-        velocities,
-        torch.ones(1, dtype=torch.float64),
-        rtol=rtol,
-        atol=atol,
-        max_evaluations=max_evaluations,
-        max_energy_change=max_energy_change,
+        landscape, start, velocities, torch.ones(1, dtype=torch.float64), max_evaluations=max_evaluations, **settings
     )
 
 
@@ -203,17 +197,7 @@ def geodesic(
     max_evaluations: int = 10_000,
     max_energy_change: float = 0.1,
 ) -> GeodesicResult:
-    """Points of geodesics at several times; all else as for :func:`exponential_map`.
-
-    Args:
-        landscape: As there.
-        start: As there.
-        velocities: As there.
-        times: Positive and increasing, ``[T]``.
-        rtol: As there.
-        atol: As there.
-        max_evaluations: As there.
-        max_energy_change: As there.
+    """Points of geodesics at several ``times``, positive and increasing, ``[T]``; all else as :func:`exponential_map`.
 
     Raises:
         ConfigurationError: Also times that are not positive and increasing.

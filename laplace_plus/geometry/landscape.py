@@ -168,35 +168,28 @@ _Mode = Callable[[Scalar, Tensor, Tensor], Derivatives]
 
 def _mapped(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:
     """Two backward passes through the function mapped over the points."""
-    with torch.enable_grad():
-        leaves = points.detach().clone().requires_grad_()
-        values = torch.func.vmap(function)(leaves)
-        if not values.requires_grad:
-            return Derivatives(torch.zeros_like(points), torch.zeros_like(points))
-        # Each value depends on its own point alone: row i of the sum's gradient is that of value i.
-        (first,) = torch.autograd.grad(
-            values.sum(), leaves, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    if not first.requires_grad:  # the function is linear
-        return Derivatives(first.detach(), torch.zeros_like(points))
-    (products,) = torch.autograd.grad(first, leaves, directions, allow_unused=True, materialize_grads=True)
-    return Derivatives(first.detach(), products)
+    return _twice(torch.func.vmap(function), points, directions)
 
 
 def _backward_twice(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:
     """Two backward passes for each point."""
-    firsts, products = torch.zeros_like(points), torch.zeros_like(points)
-    for row, (point, direction) in enumerate(zip(points, directions, strict=True)):
-        with torch.enable_grad():
-            leaf = point.detach().clone().requires_grad_()
-            value = function(leaf)
-            if not value.requires_grad:
-                continue
-            (first,) = torch.autograd.grad(value, leaf, create_graph=True, allow_unused=True, materialize_grads=True)
-        firsts[row] = first.detach()
-        if first.requires_grad:  # otherwise the function is linear
-            (products[row],) = torch.autograd.grad(first, leaf, direction, allow_unused=True, materialize_grads=True)
-    return Derivatives(firsts, products)
+    found = [_twice(function, point, direction) for point, direction in zip(points, directions, strict=True)]
+    return Derivatives(*(torch.stack(part) for part in zip(*found, strict=True)))
+
+
+def _twice(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:
+    """Two backward passes; of several values, each must depend on its own point alone."""
+    zero = torch.zeros_like(points)
+    with torch.enable_grad():
+        leaves = points.detach().clone().requires_grad_()
+        total = function(leaves).sum()
+        if not total.requires_grad:
+            return Derivatives(zero, zero)
+        (first,) = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+    if not first.requires_grad:  # the function is linear
+        return Derivatives(first.detach(), zero)
+    (products,) = torch.autograd.grad(first, leaves, directions, allow_unused=True, materialize_grads=True)
+    return Derivatives(first.detach(), products)
 
 
 def _forward(function: Scalar, points: Tensor, directions: Tensor) -> Derivatives:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ class _HasNetwork(Protocol):
 P = TypeVar("P", bound=_HasNetwork)
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
+Option = TypeVar("Option")
 
 
 def full_precision(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
@@ -56,6 +58,32 @@ def check_name(value: Any, known: Iterable[str], name: str) -> None:
     """Raise :class:`ConfigurationError` unless a value is one of the known names."""
     if value not in tuple(known):
         raise ConfigurationError(f"Unknown {name}.", expected=", ".join(known), got=repr(value))
+
+
+def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:
+    """One of the known classes: from its name, from a mapping with ``"name"`` and its options, or as it is.
+
+    Raises:
+        ConfigurationError: Another name, or options that the class does not have.
+    """
+    for cls in known.values():
+        if isinstance(value, cls):
+            return value
+    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in known:
+        classes = ", ".join(cls.__name__ for cls in known.values())
+        raise ConfigurationError(f"Unknown {what}.", expected=f"{', '.join(known)}, or {classes}", got=repr(value))
+    try:
+        return known[name](**options)
+    except TypeError as error:
+        raise ConfigurationError(f"Unknown option of the {what} {name!r}.", got=", ".join(options)) from error
+
+
+def option_config(value: Any, known: Mapping[str, type[Any]]) -> dict[str, Any]:
+    """The mapping from which :func:`resolve_option` restores a dataclass, in JSON's terms."""
+    name = next(name for name, cls in known.items() if isinstance(value, cls))
+    return {"name": name, **asdict(value)}
 
 
 def check_positive(value: float | Tensor, name: str) -> Tensor:

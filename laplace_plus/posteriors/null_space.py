@@ -28,9 +28,9 @@ from laplace_plus.posteriors.projection.noise import (
     ProjectedNoise,
     ProjectedNoisePosterior,
     check_single,
-    projector_config,
 )
 from laplace_plus.posteriors.projection.rows import Rows, check_rows
+from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.selection import Selection
 
@@ -151,15 +151,6 @@ class NullSpace(ProjectedNoisePosterior):
         check_single(self._prior_precision)
 
     @override
-    def options(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows,
-            "projector": projector_config(self.projector),
-            "n_samples": self.n_samples,
-            "chunk_size": self.chunk_size,
-        }
-
-    @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         start = self._start(data, generator, _WHY)
         noise = self._project(self.network, data, start, keep_range=False, progress=progress)
@@ -219,20 +210,15 @@ class NullSpace(ProjectedNoisePosterior):
     def _held_out(self, tuner: Validation, alpha: float, generator: torch.Generator | None) -> float:
         """The mean log-probability of held-out targets at a precision; the posterior's own stays what it was."""
         before, state = self._prior_precision, None if generator is None else generator.get_state()
-        total, count = 0.0, 0.0
+        options: dict[str, Any] = {"link": tuner.link, "n_samples": tuner.n_samples, "generator": generator}
+        assert tuner.data is not None
         try:
             self._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
-            assert tuner.data is not None
-            options: dict[str, Any] = {"link": tuner.link, "n_samples": tuner.n_samples, "generator": generator}
-            for batch in self.batches(tuner.data, progress=False, description=""):
-                log_prob = self.predictive(batch.inputs, **options).log_prob(batch.target)
-                total += float(log_prob.double().sum())
-                count += self._n_rows(self.network.forward(batch.inputs), batch.target)
+            return float(held_out_scores(self, tuner.data, lambda x: [self.predictive(x, **options)]))
         finally:
             self._prior_precision = before
             if generator is not None and state is not None:
                 generator.set_state(state)  # every precision sees the same random numbers
-        return total / max(1.0, count)
 
     def _line_search(
         self, data: Iterable[Any], allowance: float, n_samples: int, optimum: float
@@ -268,12 +254,8 @@ class NullSpace(ProjectedNoisePosterior):
                     return float("inf")
                 statistics = self.likelihood.statistics(outputs, batch.target)
                 total -= float(self.likelihood.log_likelihood(statistics))
-                count += self._n_rows(outputs, batch.target)
+                count += float(self.likelihood.rows(outputs, batch.target)[2].sum())
         return total / max(1.0, count)
-
-    def _n_rows(self, outputs: Tensor, target: Any) -> float:
-        """Number of targets that are not ignored."""
-        return float(self.likelihood.rows(outputs, target)[2].sum())
 
     @override
     def _deviations(self) -> Tensor:

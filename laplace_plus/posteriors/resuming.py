@@ -23,15 +23,7 @@ from laplace_plus.posteriors.training_data import require_restartable
 
 
 class Checkpoint:
-    """A folder with the finished stages of one computation.
-
-    Args:
-        folder: The folder; each stage is one of :mod:`laplace_plus.io`'s checkpoints within it.
-        identity: What identifies the computation, as JSON: its network, data and settings.
-
-    Raises:
-        CheckpointError: The folder is a file.
-    """
+    """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings."""
 
     def __init__(self, folder: str | os.PathLike[str], identity: Mapping[str, Any]):
         self._folder, self._identity = Path(folder), dict(identity)
@@ -110,14 +102,7 @@ class ResumableFit(Posterior):
             self._checkpoint_folder = None
 
     def _start(self, data: Iterable[Any], generator: torch.Generator | None, why: str, **settings: Tensor) -> FitStart:
-        """Survey the data, open the checkpoint and choose the seed.
-
-        Args:
-            data: The training data.
-            generator: Source of the seed, unless a checkpoint holds one.
-            why: A sentence that says why the data have to be restartable.
-            **settings: Tensors that also identify the computation.
-        """
+        """Survey the data, open the checkpoint (identified by the settings, too) and choose the seed."""
         require_restartable(data, why)
         n_data, n_outputs, sums = survey(self, data)
         checkpoint = None
@@ -128,12 +113,7 @@ class ResumableFit(Posterior):
 
 
 def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
-    """What identifies a posterior's computation, as JSON.
-
-    Args:
-        posterior: The posterior.
-        n_data: Number of examples.
-    """
+    """What identifies a posterior's computation on so many examples, as JSON."""
     weights = io.fingerprint(posterior.network.model)["sha256"]
     return {**posterior.settings(), "network": weights, "number of data": n_data}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.deviations import moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
 
@@ -96,3 +98,17 @@ class SampleBased(Posterior):
             mean, deviations = self._pushed(x)  # k products, however many samples are asked for
             combined = self._combinations(n, generator).to(deviations) @ deviations.flatten(1)
             return mean + combined.view(n, *mean.shape)
+
+
+def held_out_scores(
+    posterior: Posterior, data: Iterable[Any], predictions: Callable[[Any], Sequence[Prediction]]
+) -> Tensor:
+    """Mean log-probabilities of held-out targets, float64: one for each of the predictions of a batch's inputs."""
+    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    with torch.no_grad():
+        for batch in posterior.batches(data, progress=False, description=""):
+            found = [made.log_prob(batch.target).double().sum().cpu() for made in predictions(batch.inputs)]
+            total = total + torch.stack(found)
+            outputs = posterior.network.forward(batch.inputs)
+            count += float(posterior.likelihood.rows(outputs, batch.target)[2].sum())
+    return total / max(1.0, count)

@@ -24,14 +24,7 @@ TAG = "kind of entry"
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
     """A tree as JSON; its tensors go to ``tensors``, under names that begin with ``name``.
 
-    Args:
-        tree: Nested dictionaries (also with keys that are not texts), counters, lists and tuples of numbers, texts,
-            ``None`` and tensors.
-        tensors: Is added to.
-        name: Of the tree.
-
-    Raises:
-        CheckpointError: The tree contains something else.
+    Raises CheckpointError for anything but numbers, texts, ``None``, tensors, and lists and mappings of them.
     """
     if isinstance(tree, Tensor):
         unique = f"{name}#{len(tensors)}" if name in tensors else name
@@ -99,11 +92,6 @@ class Generators:
 
     They are torch's global ones (of the CPU, and of the device), the caller's, and those that a ``DataLoader`` and its
     samplers hold, or any loader in an attribute ``generator``.
-
-    Args:
-        device: Where the network is.
-        loaders: The loaders.
-        generator: The caller's.
     """
 
     def __init__(self, device: torch.device, loaders: list[Any], generator: torch.Generator | None):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus.curvature import Backend
+from laplace_plus.evidence.tuning import tunes_noise
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.posteriors import KFAC
 from laplace_plus.priors import Groups
@@ -157,7 +158,7 @@ def train_marginal_likelihood(
     arguments = dict(locals())
     resolved = resolve_likelihood(likelihood)
     arguments["likelihood"], arguments["posterior"] = resolved, resolve_posterior(posterior)
-    arguments["tune_noise"] = resolved.noise_std is not None if tune_noise is None else tune_noise
+    arguments["tune_noise"] = tunes_noise(resolved, tune_noise)
     arguments["optimizer_options"] = dict(optimizer_options or {})
     arguments["checkpoint"] = None if checkpoint is None else Path(checkpoint)
     settings = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})

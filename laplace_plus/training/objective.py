@@ -30,12 +30,7 @@ from laplace_plus.priors import GaussianPrior, Groups, PriorStructure
 
 
 class PriorPenalty:
-    """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters; differentiable in them.
-
-    Args:
-        network: Says which entries the prior is over.
-        prior: Over them.
-    """
+    """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters; differentiable in them."""
 
     def __init__(self, network: Network, prior: GaussianPrior):
         parameters = dict(network.model.named_parameters())
@@ -69,16 +64,7 @@ def _as_scalar_if_equal(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainingObjective:
-    """``ℓ_b(θ)`` of a minibatch.
-
-    Args:
-        model: The network as the user trains it, in whatever mode it is in.
-        likelihood: At the current noise.
-        penalty: The prior's at the current precision.
-        temperature: T.
-        n_data: N.
-        mean_batch_size: ``N'/K``.
-    """
+    """``ℓ_b(θ)`` of a minibatch."""
 
     model: nn.Module
     likelihood: Likelihood
@@ -88,13 +74,7 @@ class TrainingObjective:
     mean_batch_size: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        """``ℓ_b``, 0-d and differentiable in the network's parameters.
-
-        Raises:
-            OutputError: Network outputs that do not fit the likelihood.
-            NonFiniteError: Outputs that are NaN or infinite.
-            LabelError: Targets that do not fit it.
-        """
+        """``ℓ_b``, 0-d and differentiable in the network's parameters."""
         outputs = self.likelihood.arrange(output_tensor(call(self.model, batch.inputs)))
         self.likelihood.validate(outputs, batch.target)
         rows, targets, weights = self.likelihood.rows(outputs, batch.target)
@@ -108,18 +88,6 @@ class HyperparameterAscent:
     """Gradient ascent on the evidence of a fitted posterior, in the logarithms of prior precisions and noise levels.
 
     By Adam (Kingma and Ba, 2015), whose moments are kept from update to update, or by the posterior's own line search.
-
-    Args:
-        posterior: Fitted at least once; its hyperparameters are what is searched.
-        structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the groups) or ``"diagonal"``.
-        groups: The posterior's groups; None for the layers.
-        tune_noise: Whether noise levels are searched, too.
-        steps: Steps of Adam for each update; None for the line search.
-        learning_rate: Of Adam, in e-folds.
-
-    Raises:
-        ConfigurationError: A current precision that does not have the structure.
-        UnsupportedError: A structure that the posterior does not take.
     """
 
     def __init__(
@@ -155,11 +123,7 @@ class HyperparameterAscent:
         self._optimizer = torch.optim.Adam(self._logs, lr=learning_rate)
 
     def update(self) -> float:
-        """Improve the posterior's hyperparameters at its present fit; the evidence with them, in nats.
-
-        Raises:
-            NonFiniteError: The evidence, or its gradient, is NaN or infinite.
-        """
+        """Improve the posterior's hyperparameters at its present fit; the evidence with them, in nats."""
         posterior = self.posterior
         if self.steps is None:
             structure = self.structure if self.groups is None else self.groups

@@ -95,15 +95,7 @@ class MarginalLikelihoodTraining:
 
 
 class Run:
-    """One run and its state.
-
-    Args:
-        model: The network, trained in place.
-        loader: Batches to train on.
-        curvature_loader: Batches for the evidence.
-        settings: All other arguments.
-        generator: For curvatures that sample labels.
-    """
+    """One run and its state."""
 
     def __init__(
         self,
@@ -319,7 +311,7 @@ class Run:
         evidence = self.ascent.update()
         precision = posterior.prior_precision.detach()
         if self.structure == "diagonal":
-            precision = _means_of_groups(posterior)
+            precision = posterior.prior_groups.geometric_means(precision)
         noise = posterior.noise_std
         return Update(
             epoch=epoch,
@@ -434,14 +426,6 @@ class Run:
         self.losses, self.updates = state["losses"], [Update(**entry) for entry in state["updates"]]
         self.n_data, self.mean_batch_size = state["n_data"], state["mean_batch_size"]
         self.generators.restore(state["random"])
-
-
-def _means_of_groups(posterior: GaussianPosterior) -> Tensor:
-    """The geometric mean of a diagonal precision over each group, ``[G]``."""
-    groups = posterior.prior_groups
-    logarithms = posterior.prior_precision.detach().double().cpu().log()
-    sums = torch.zeros(len(groups.names), dtype=torch.float64).index_add(0, groups.index.cpu(), logarithms)
-    return (sums / groups.sizes().cpu()).exp()
 
 
 def _diverged(what: str, where: str, got: str = "NaN or Inf") -> NonFiniteError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn, optim
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
@@ -57,34 +57,18 @@ class Settings:
     progress: bool
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("burn_in", 0), ("frequency", 1), ("hyper_steps", 1), ("patience", 1)):
-            value = getattr(self, name)
-            optional = value is None and name in ("hyper_steps", "patience")
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigurationError(
-                    f"{name} is out of range.", expected=f"{name}: an integer >= {least}", got=repr(value)
-                )
-        for name in ("temperature", "hyper_lr", "max_gradient_norm"):
-            value = getattr(self, name)
-            optional = value is None and name == "max_gradient_norm"
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not optional and not (number and 0 < value < math.inf):
-                raise ConfigurationError(f"{name} must be positive.", expected=f"{name} > 0", got=repr(value))
-        if self.schedule_by not in ("epoch", "batch"):
-            raise ConfigurationError(
-                "Unknown schedule_by.",
-                expected='schedule_by="epoch" or "batch"',
-                got=repr(self.schedule_by),
-            )
+        counts = {"epochs": self.epochs, "frequency": self.frequency, "burn_in": self.burn_in or 1}
+        optional = {"hyper_steps": self.hyper_steps, "patience": self.patience}
+        check_counts(**counts, **{name: value for name, value in optional.items() if value is not None})
+        check_positive(temperature=self.temperature, hyper_lr=self.hyper_lr)
+        if self.max_gradient_norm is not None:
+            check_positive(max_gradient_norm=self.max_gradient_norm)
+        check_choice("schedule_by", self.schedule_by, ("epoch", "batch"))
         if self.burn_in >= self.epochs:
             raise ConfigurationError(
                 "The hyperparameters would never be updated.",
                 expected="fewer epochs of burn_in than epochs",
                 got=f"burn_in={self.burn_in}, epochs={self.epochs}",
-            )
-        if self.tune_noise and self.likelihood.noise_std is None:
-            raise ConfigurationError(
-                "There is no noise to tune.", expected="a Gaussian likelihood", got=type(self.likelihood).__name__
             )
         if self.patience is not None and not self.early_stopping:
             raise ConfigurationError(
@@ -99,21 +83,12 @@ class Settings:
         return epoch == self.epochs or (beyond > 0 and beyond % self.frequency == 0)
 
     def make_posterior(self, model: nn.Module, noise_std: Tensor | None = None) -> GaussianPosterior:
-        """A posterior of these settings, with unit prior precision.
-
-        Raises:
-            ConfigurationError: The factory makes something else.
-        """
+        """A posterior of these settings, with unit prior precision."""
         likelihood = self.likelihood if noise_std is None else self.likelihood.with_noise(noise_std)
-        options = {} if self.backend is None else {"backend": self.backend}
-        made = self.posterior(
-            model,
-            likelihood,
-            prior_precision=1.0,
-            prior_mean=self.prior_mean,
-            temperature=self.temperature,
-            **options,
-        )
+        options: dict[str, Any] = {"prior_mean": self.prior_mean, "temperature": self.temperature}
+        if self.backend is not None:
+            options["backend"] = self.backend
+        made = self.posterior(model, likelihood, prior_precision=1.0, **options)
         if not isinstance(made, GaussianPosterior):
             raise ConfigurationError(
                 "The posterior has no evidence.",
@@ -123,11 +98,7 @@ class Settings:
         return made
 
     def make_optimizer(self, network: Network) -> optim.Optimizer:
-        """The optimizer of all parameters that require gradients.
-
-        Raises:
-            ConfigurationError: The factory makes something else, or the optimizer has a weight decay of its own.
-        """
+        """The optimizer of all parameters that require gradients."""
         parameters = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
         made = self.optimizer(parameters, **self.optimizer_options)
         if not isinstance(made, optim.Optimizer):
@@ -149,13 +120,7 @@ class Settings:
         return made
 
     def described(self, posterior: GaussianPosterior, optimizer: optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-        """The settings that a continued run must share with the one before, as JSON gives them back.
-
-        Args:
-            posterior: From :meth:`make_posterior`.
-            optimizer: From :meth:`make_optimizer`.
-            scheduler: The scheduler, or None.
-        """
+        """The settings that a continued run must share with the one before, as JSON gives them back."""
         same = (
             *("temperature", "tune_noise", "schedule_by", "max_gradient_norm", "burn_in", "frequency"),
             *("hyper_steps", "hyper_lr", "early_stopping"),
@@ -180,11 +145,7 @@ class Settings:
 
 
 def resolve_posterior(posterior: str | PosteriorFactory) -> PosteriorFactory:
-    """A class by its name, or the factory itself.
-
-    Raises:
-        ConfigurationError: Something else.
-    """
+    """A class by its name, or the factory itself."""
     found = get_posterior(posterior) if isinstance(posterior, str) else posterior
     if not callable(found):
         raise ConfigurationError(

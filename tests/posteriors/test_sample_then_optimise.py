@@ -15,10 +15,17 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
-from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension, group_sums, total_dimension
-from laplace_plus.posteriors.sampled.expectation_maximisation import LARGEST_STEP, updated_noise, updated_precision
+from laplace_plus.posteriors.configuration import option_config, resolve_option
+from laplace_plus.posteriors.sampled.effective_dimension import (
+    LARGEST_STEP,
+    effective_dimension,
+    group_sums,
+    total_dimension,
+    updated_noise,
+    updated_precision,
+)
 from laplace_plus.posteriors.sampled.objective import PriorUnits, TangentCurvature, largest_eigenvalue
-from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solver_config
+from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
 
 
 def randn(*shape, seed=0):
@@ -338,19 +345,19 @@ def test_steps_are_limited():
 
 @pytest.mark.parametrize("solver", [CGSolver(preconditioner="nystrom", rank=7), SGDSolver(epochs=3, clip=None)])
 def test_solvers_survive_their_description(solver):
-    assert resolve_solver(solver_config(solver)) == solver
-    assert resolve_solver(solver) is solver
+    assert resolve_option("solver", option_config(solver, SOLVERS), SOLVERS) == solver
+    assert resolve_option("solver", solver, SOLVERS) is solver
 
 
 def test_solvers_have_names():
-    assert resolve_solver("cg") == CGSolver()
-    assert resolve_solver("sgd") == SGDSolver()
+    assert resolve_option("solver", "cg", SOLVERS) == CGSolver()
+    assert resolve_option("solver", "sgd", SOLVERS) == SGDSolver()
 
 
 @pytest.mark.parametrize("solver", ["adam", None, 3, {"name": "cg", "epochs": 3}, {}])
 def test_other_solvers_are_refused(solver):
     with pytest.raises(ConfigurationError):
-        resolve_solver(solver)
+        resolve_option("solver", solver, SOLVERS)
 
 
 @pytest.mark.parametrize(

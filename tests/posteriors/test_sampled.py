@@ -328,7 +328,7 @@ def test_checkpoints_of_other_problems_are_refused(tmp_path):
         fit(data=[(x + 1, y) for x, y in data])
     with pytest.raises(CheckpointError, match="options"):
         fit(n_samples=3)
-    with pytest.raises(CheckpointError, match="prior precision"):
+    with pytest.raises(CheckpointError, match="prior_precision"):
         fit(prior_precision=2.0)
     file = tmp_path / "file"
     file.write_text("")

@@ -40,23 +40,10 @@ _RISE = 1.1
 
 @dataclass(frozen=True)
 class Walk:
-    """How particles move.
+    """How particles move; the fields are the arguments of that name of :class:`~laplace_plus.MetricBNN`.
 
-    Args:
-        n_particles: N.
-        n_steps: T.
-        step_size: α.
-        n_refinements: M, gradient steps after each step of drift.
-        learning_rate: η of these, or ``"auto"``: the inverse of the largest curvature at the trained weights. Without
-            minibatches, a particle whose gradient then grows takes its step back and continues at a quarter of the
-            rate; with each step of drift the rate is doubled, up to its first value.
-        minibatch: Examples in each gradient; None for all; ``"auto"``: all of up to 10,000, else 1024.
-        reduction: Whether the loss is the ``"mean"`` over the data or their ``"sum"``; the prior goes with it.
-        objective: ``"posterior"``, or ``"likelihood"`` for a loss without the prior.
-        store_every: One in so many steps is stored.
-
-    Raises:
-        ConfigurationError: A number out of range or an unknown name.
+    With ``learning_rate="auto"`` and without minibatches, a particle whose gradient grows takes its step back and
+    continues at a quarter of the rate; with each step of drift the rate is doubled, up to its first value.
     """
 
     n_particles: int = 10
@@ -133,12 +120,7 @@ class ExplorationReport:
 
 @dataclass(frozen=True)
 class Explored:
-    """The points of an exploration.
-
-    Attributes:
-        deviations: ``θ_{i,t} − θ̂`` at the stored steps, ``[N, S, P]``.
-        report: How it went.
-    """
+    """The points of an exploration."""
 
     deviations: Tensor
     report: ExplorationReport
@@ -163,18 +145,6 @@ def explore(
     """Let particles drift from the landscape's ``vector``.
 
     Takes ``T M`` gradients at N points, and memory for ``N S`` parameter vectors.
-
-    Args:
-        landscape: The loss.
-        directions: Unit vectors, ``[N, P]``.
-        walk: How to move.
-        seed: Of the minibatches.
-        checkpoint: Where finished blocks of trajectories are kept.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ConfigurationError: ``η λ_max ≥ 2``, so that refinement would diverge; or a minibatch of more than all data.
-        NonFiniteError: A particle diverged.
     """
     start = landscape.vector
     refinement = _Refinement(landscape, walk, seed)

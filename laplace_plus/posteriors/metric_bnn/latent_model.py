@@ -98,11 +98,7 @@ class LatentModel:
 
 
 def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
-    """Options from a dictionary, as they are, or the default ones.
-
-    Raises:
-        ConfigurationError: An unknown option.
-    """
+    """Options from a dictionary, as they are, or the default ones."""
     if isinstance(latent, LatentModel):
         return latent
     try:
@@ -175,9 +171,6 @@ def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinate
     """Coordinates for points ``[n, P]``, and those of the points, ``[n, r]``.
 
     Principal directions cost ``n² P`` operations and no copy of the points.
-
-    Raises:
-        NonFiniteError: The points are not finite, or all zero.
     """
     n, total = points.shape
     gram = _gram(points)

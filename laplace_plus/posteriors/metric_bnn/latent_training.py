@@ -38,13 +38,7 @@ _WINDOW = 50
 
 
 class Autoencoder(nn.Module):
-    """Two multilayer perceptrons with ReLU.
-
-    Args:
-        size: r, of the input.
-        dimension: k.
-        hidden: Widths of the encoder's hidden layers.
-    """
+    """Two multilayer perceptrons with ReLU."""
 
     def __init__(self, size: int, dimension: int, hidden: Sequence[int]):
         super().__init__()
@@ -139,14 +133,7 @@ class Latents:
 
 
 class Training:
-    """Trains an autoencoder on trajectories.
-
-    Args:
-        deviations: The points, ``[N, S, P]``.
-        step: 1/T times the number of steps from one stored point to the next.
-        options: Losses, epochs and the like.
-        seed: Of the first weights, the order of batches and the negatives.
-    """
+    """Trains an autoencoder on trajectories."""
 
     def __init__(self, deviations: Tensor, step: float, options: LatentModel, seed: int):
         self._options, self._seed, self._step = options, seed, step
@@ -165,11 +152,7 @@ class Training:
             )
 
     def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> Latents:
-        """Train from scratch, or from a checkpoint.
-
-        Raises:
-            NonFiniteError: The losses are not finite.
-        """
+        """Train from scratch, or from a checkpoint."""
         options, rows = self._options, self._rows
         with global_randomness(rows.device, stage_generator(self._seed, 0)):
             model = Autoencoder(rows.shape[1], options.dimension, options.hidden).to(rows)

@@ -41,8 +41,9 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
 from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training
 from laplace_plus.posteriors.resuming import ResumableFit, with_prefix
+from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.predictive import from_samples
+from laplace_plus.predictive import Prediction, from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import Selection
 
@@ -387,8 +388,13 @@ class MetricBNN(ResumableFit):
         scores = []
         try:
             for value in values:
-                self.extent = value
-                scores.append(self._held_out(tuner.data, candidates, tuner.n_samples, seed))
+                self.extent, source = value, torch.Generator().manual_seed(seed)
+
+                def predictions(x: Any, source: torch.Generator = source) -> list[Prediction]:
+                    outputs = torch.stack(list(self.sampled_outputs(x, tuner.n_samples, source)))
+                    return [from_samples(likelihood, outputs, generator=source) for likelihood in candidates]
+
+                scores.append(held_out_scores(self, tuner.data, predictions))
         finally:
             self._extent = before
         table = torch.stack(scores).nan_to_num(nan=-torch.inf)  # [extents, candidates]
@@ -409,19 +415,6 @@ class MetricBNN(ResumableFit):
         super().apply_tuning(result)
         self.extent = result.extent
 
-    def _held_out(self, data: Iterable[Any], candidates: list[Any], n_samples: int, seed: int) -> Tensor:
-        """The mean log-probability of held-out targets under each likelihood, float64."""
-        source = torch.Generator().manual_seed(seed)
-        total, count = torch.zeros(len(candidates), dtype=torch.float64), 0.0
-        with torch.no_grad():
-            for batch in self.batches(data, progress=False, description=""):
-                outputs = torch.stack(list(self.sampled_outputs(batch.inputs, n_samples, source)))
-                for number, likelihood in enumerate(candidates):
-                    log_prob = from_samples(likelihood, outputs, generator=source).log_prob(batch.target)
-                    total[number] += log_prob.double().sum().cpu()
-                count += float(self.likelihood.rows(outputs[0], batch.target)[2].sum())
-        return total / max(1.0, count)
-
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -439,7 +432,9 @@ class MetricBNN(ResumableFit):
         if self.sampling == "latent":
             latents = self._latent()
             which = latents.draw(n, self.trajectory, generator)
-            part_of = _uniform(n, generator).to(self.mean) * self._extent
+            device = None if generator is None else generator.device
+            uniform = torch.rand(n, generator=generator, device=device, dtype=torch.float64)
+            part_of = uniform.to(self.mean) * self._extent
             ends = latents.farthest if self.endpoint == "farthest" else latents.ends
             return self.decode(latents.start + part_of[:, None] * (ends[which] - latents.start))
         points = self._within()
@@ -475,8 +470,3 @@ class MetricBNN(ResumableFit):
         self._explored = Explored(tensors["deviations"], ExplorationReport(**header["report"]))
         if "latent" in header:
             self._trained = Latents.read(header["latent"], with_prefix(tensors, "latent."), self.latent)
-
-
-def _uniform(n: int, generator: torch.Generator | None) -> Tensor:
-    device = None if generator is None else generator.device
-    return torch.rand(n, generator=generator, device=device, dtype=torch.float64)

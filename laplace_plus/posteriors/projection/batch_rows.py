@@ -29,21 +29,8 @@ class BatchRows:
 
     The network runs once, forward and backward; each product is one more backward pass. As a product ``A v`` is the
     derivative of ``Aᵀ u`` in u, no operation needs a forward derivative, but all need two backward ones.
-
-    Args:
-        network: The network.
-        likelihood: Its likelihood.
-        batch: The batch.
-        kind: ``"logit"``, ``"ggn"`` or ``"loss"``, as for ``NullSpaceRows``. Rows of losses are scaled to unit length;
-            the lengths are constants, as the null space does not depend on them.
-        theta: The parameters, ``[P]``.
-
-    Attributes:
-        outputs: The network's, ``[B, *, C]``, differentiable in θ.
-        shape: ``(m, P)``.
-
-    Raises:
-        ConfigurationError: An unknown kind.
+    Rows of losses are scaled to unit length; the lengths are constants, as the null space does not depend on them.
+    ``outputs [B, *, C]`` are differentiable in θ.
     """
 
     def __init__(self, network: Network, likelihood: Likelihood, batch: Batch, kind: Rows, theta: Tensor):

@@ -6,8 +6,8 @@ The range is that of ``Aᵀ``, the orthogonal complement of the null space of A.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ from laplace_plus.linalg.null_space import (
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import check_count
+from laplace_plus.posteriors.configuration import check_count, option_config, resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.priors import as_hyperparameter
 
-_METHODS: dict[str, type[ProjectionMethod]] = {
+PROJECTORS: Mapping[str, type[ProjectionMethod]] = {
     "svd": SVDProjection,
     "lsmr": LSMRProjection,
     "alternating": AlternatingProjection,
@@ -104,31 +104,6 @@ class ProjectedNoise:
     report: NoiseReport
 
 
-def resolve_projector(projector: str | ProjectionMethod | dict[str, Any]) -> ProjectionMethod:
-    """A projection method from its name, from a dictionary of its options, or as it is.
-
-    Raises:
-        ConfigurationError: An unknown name.
-    """
-    if isinstance(projector, ProjectionMethod):
-        return projector
-    options = dict(projector) if isinstance(projector, dict) else {"name": projector}
-    name = options.pop("name", None)
-    if name not in _METHODS:
-        raise ConfigurationError(
-            "Unknown projector.",
-            expected=f"{', '.join(_METHODS)}, or lp.linalg.LSMRProjection(...) and the like with options",
-            got=repr(projector),
-        )
-    return _METHODS[name](**options)
-
-
-def projector_config(projector: ProjectionMethod) -> dict[str, Any]:
-    """The dictionary from which :func:`resolve_projector` restores a method, as JSON."""
-    name = next(name for name, cls in _METHODS.items() if isinstance(projector, cls))
-    return {"name": name, **asdict(projector)}  # type: ignore[call-overload]
-
-
 def project_noise(
     rows: NullSpaceRows,
     method: ProjectionMethod,
@@ -139,20 +114,9 @@ def project_noise(
     keep_range: bool = True,
     progress: bool = False,
 ) -> ProjectedNoise:
-    """Draw normal vectors and project them, a few at a time.
+    """Draw ``count`` normal vectors by the seed and project them, a few at a time; finished ones go to the checkpoint.
 
-    Args:
-        rows: The rows A.
-        method: How to project.
-        count: k.
-        seed: Of the noise; the vectors depend on it and their number alone.
-        checkpoint: Where finished vectors are kept.
-        keep_range: Whether to keep the range components, which double the memory.
-        progress: Whether to show progress bars.
-
-    Raises:
-        NonFiniteError: A projection is not finite.
-        UnsupportedError: The null space is zero.
+    Raises NonFiniteError if a projection is not finite, and UnsupportedError if the null space is zero.
     """
     whole, projector = rows.whole, None
     rank: int | None = None
@@ -200,18 +164,7 @@ def _normal(count: int, size: int, source: torch.Generator, like: Tensor) -> Ten
 def range_dimension(
     null_space: Tensor, squares: Tensor, rank: int | None = None, *, converged: bool = True
 ) -> Estimate:
-    """The dimension of the range, estimated from projected normal vectors unless it is known.
-
-    Args:
-        null_space: ``P ε``, ``[k, P]``.
-        squares: ``‖(I − P) ε‖²``, ``[k]``.
-        rank: The dimension, if known.
-        converged: Whether the projections converged.
-
-    Raises:
-        NonFiniteError: The vectors are not finite.
-        UnsupportedError: The null space is zero.
-    """
+    """The dimension of the range: ``rank`` if known, else from ``P ε [k, P]`` and the squares ``‖(I − P) ε‖² [k]``."""
     total, lengths = null_space.shape[1], kernels.vector_norm(null_space)
     if not bool(torch.isfinite(lengths).all()):
         raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
@@ -231,14 +184,7 @@ def range_dimension(
 
 
 class ProjectedNoisePosterior(SampleBased, ResumableFit):
-    """A Gaussian whose draws are projected noise, with one prior precision for the whole null space.
-
-    Attributes:
-        rows: Which rows must not change.
-        projector: How noise is projected.
-        n_samples: Number of noise vectors.
-        chunk_size: Number of vectors that are pushed through the network at a time.
-    """
+    """A Gaussian whose draws are projected noise, with one prior precision for the whole null space."""
 
     rows: Rows
     projector: ProjectionMethod
@@ -252,8 +198,18 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         """Check and set the options that the subclasses share."""
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
-        self.projector, self.n_samples, self.chunk_size = resolve_projector(projector), n_samples, chunk_size
+        self.projector = resolve_option("projector", projector, PROJECTORS)
+        self.n_samples, self.chunk_size = n_samples, chunk_size
         self._ad_modes = ADModes()
+
+    @override
+    def options(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "projector": option_config(self.projector, PROJECTORS),
+            "n_samples": self.n_samples,
+            "chunk_size": self.chunk_size,
+        }
 
     @property
     @override

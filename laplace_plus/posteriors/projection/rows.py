@@ -48,21 +48,7 @@ class NullSpaceRows:
     ``"logit"``: ``∂f_nc/∂θ``. ``"ggn"``: ``Λ^½ J``; for classes its null space also holds a common shift of all logits.
     ``"loss"``: ``∂ℓ_n/∂θ``, one row for each example, scaled to unit length, which does not change the null space.
     Gradients of examples that are fitted exactly are rounding errors and would count as constraints: they are ignored.
-
-    Args:
-        network: The network.
-        likelihood: Its likelihood.
-        data: Batches that can be started again and keep their order.
-        kind: ``"logit"``, ``"ggn"`` or ``"loss"``.
-        chunk_size: Number of vectors that are pushed through the network at a time.
-
-    Attributes:
-        whole: All rows, ``[m, P]``.
-        n_ignored: Number of ignored rows.
-
-    Raises:
-        ConfigurationError: An unknown kind.
-        NonFiniteError: Gradients that are not finite.
+    ``whole`` is the operator of all rows, ``[m, P]``. The data must keep the order of their batches.
     """
 
     def __init__(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -70,34 +69,7 @@ class ExponentialMap:
 
 Manifold = ExponentialMap | Diffusion
 
-METHODS: dict[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
-
-
-def resolve_method(method: Any) -> Manifold:
-    """A method with its options, from itself, its name, or what :func:`method_config` returned.
-
-    Raises:
-        ConfigurationError: None of these.
-    """
-    if isinstance(method, ExponentialMap | Diffusion):
-        return method
-    options = dict(method) if isinstance(method, dict) else {"name": method}
-    name = options.pop("name", None)
-    if not isinstance(name, str) or name not in METHODS:
-        raise ConfigurationError(
-            "Unknown method.",
-            expected='"exponential", "diffusion", lp.ExponentialMap(...) or lp.Diffusion(...)',
-            got=repr(method),
-        )
-    try:
-        return METHODS[name](**options)
-    except TypeError as error:
-        raise ConfigurationError(f"Unknown option of the method {name!r}.", got=", ".join(options)) from error
-
-
-def method_config(method: Manifold) -> dict[str, Any]:
-    """A method in JSON's terms."""
-    return {"name": "exponential" if isinstance(method, ExponentialMap) else "diffusion", **asdict(method)}
+METHODS: Mapping[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
 
 
 @dataclass(frozen=True)
@@ -171,19 +143,7 @@ def draw(
     progress: bool,
     name: str,
 ) -> Drawn:
-    """Draw n samples.
-
-    Args:
-        method: How.
-        landscape: The loss.
-        start: θ̂, ``[P]``.
-        tangents: Draws tangent samples, ``θ − θ̂``.
-        n: Number of samples.
-        seed: Where all randomness starts.
-        checkpoint: Where to continue from.
-        progress: Whether to show a progress bar.
-        name: The words before it.
-    """
+    """Draw n samples."""
     source = torch.Generator().manual_seed(seed)
     saved = None if checkpoint is None else checkpoint.read("draws", start.device)
     if saved is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any, Self
@@ -23,26 +23,34 @@ from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
-from laplace_plus.errors import ConvergenceWarning, DataError, SamplingError, SmoothnessWarning
-from laplace_plus.evidence import fitted_data
+from laplace_plus.errors import (
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    SamplingError,
+    SmoothnessWarning,
+    UnsupportedError,
+)
+from laplace_plus.evidence import Tuner, TuningResult, fitted_data
 from laplace_plus.geometry import LossLandscape, PathStatus, kinks
 from laplace_plus.geometry.integration import failures
+from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.configuration import check_count, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
-from laplace_plus.posteriors.resuming import Checkpoint, identity, survey
+from laplace_plus.posteriors.resuming import Checkpoint, identity, survey, with_prefix
 from laplace_plus.posteriors.riemannian.drawing import (
+    METHODS,
     Drawn,
     ExponentialMap,
     PathReport,
     draw,
-    method_config,
-    resolve_method,
 )
-from laplace_plus.posteriors.riemannian.tangent import AroundTangent, check_given, no_tangent
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.priors import GaussianPrior
 from laplace_plus.selection import Selection
 
 WHY = "Samples along the loss surface come from many passes over the data."
@@ -51,7 +59,20 @@ _DECREMENT_SAMPLES = 16
 """Tangent samples that estimate the decrement; their relative standard error is ``(2/16)^½ = 0.35``."""
 
 
-class Riemannian(AroundTangent):
+def _of_tangent(name: str) -> property:
+    """A hyperparameter that is read from the tangent, and set there."""
+
+    def get(posterior: Riemannian) -> Any:
+        return getattr(posterior.tangent, name)
+
+    def set_(posterior: Riemannian, value: Any) -> None:
+        setattr(posterior.tangent, name, value)
+        posterior._share()
+
+    return property(get, set_, doc=getattr(Posterior, name).__doc__)
+
+
+class Riemannian(Posterior):
     """Samples that follow the loss surface, so that few of them land where the loss is high.
 
     Samples of a Laplace approximation lie in a flat ellipsoid, and the loss is not flat: nonlinear networks at such
@@ -122,23 +143,25 @@ class Riemannian(AroundTangent):
         }
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
-        self.method, self.n_samples, self.chunk_size = resolve_method(method), n_samples, chunk_size
+        self.method, self.n_samples, self.chunk_size = resolve_option("method", method, METHODS), n_samples, chunk_size
         self._given = isinstance(tangent, Posterior)
+        cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
+        if isinstance(cls, Riemannian) or not (
+            self._given or (isinstance(cls, type) and issubclass(cls, Posterior) and not issubclass(cls, Riemannian))
+        ):
+            raise ConfigurationError(
+                "The tangent is a Gaussian posterior.",
+                expected="a class such as lp.Full, its name, or a fitted posterior of this network",
+                got=repr(cls),
+            )
         if isinstance(tangent, Posterior):
             defaults = signature(Posterior).parameters
-            changed = {
-                name: value
-                for name, value in options.items()
-                if isinstance(value, Tensor) or value != defaults[name].default
-            }
-            check_given(tangent, model, likelihood, {**(tangent_options or {}), **changed})
-            self.tangent = tangent
+            changed = {n for n, own in options.items() if isinstance(own, Tensor) or own != defaults[n].default}
+            _check_given(tangent, model, likelihood, {*(tangent_options or {}), *changed} - {"memory_budget"})
+            self.tangent: Posterior = tangent
             likelihood = tangent.likelihood
         else:
-            cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
-            if not (isinstance(cls, type) and issubclass(cls, Posterior)) or issubclass(cls, AroundTangent):
-                raise no_tangent(cls)
-            self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
+            self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))  # type: ignore[operator]
         super().__init__(model, likelihood, **options)
         self._drawn: Drawn | None = None
         self.data_sum: float | None = None
@@ -151,10 +174,62 @@ class Riemannian(AroundTangent):
         return {
             "tangent": name_of(type(self.tangent)),
             "tangent_options": self.tangent.options(),
-            "method": method_config(self.method),
+            "method": option_config(self.method, METHODS),
             "n_samples": self.n_samples,
             "chunk_size": self.chunk_size,
         }
+
+    # -- the tangent ---------------------------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """Take over the tangent's network and hyperparameters, which may have been set or tuned there."""
+        self.backend = self.tangent.backend
+        self.share_hyperparameters(self.tangent)
+
+    @override
+    def require_fit(self) -> None:
+        self._share()
+        super().require_fit()
+
+    @override
+    def prior(self) -> GaussianPrior:
+        self._share()
+        return super().prior()
+
+    prior_groups = _of_tangent("prior_groups")
+    prior_precision = _of_tangent("prior_precision")
+    temperature = _of_tangent("temperature")
+    noise_std = _of_tangent("noise_std")
+
+    def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The tangent's evidence, in nats; see its own method."""
+        self.require_fit()
+        method = getattr(self.tangent, "log_marginal_likelihood", None)
+        if method is None:
+            raise UnsupportedError(
+                f"{type(self.tangent).__name__}, the tangent, has no log_marginal_likelihood.",
+                expected="a Gaussian posterior such as lp.Full or lp.KFAC",
+                got=type(self.tangent).__name__,
+            )
+        value: Tensor = method(*args, **kwargs)
+        return value
+
+    @property
+    def tuners(self) -> Mapping[str, type[Tuner]]:  # type: ignore[override]
+        """Those of the tangent."""
+        return self.tangent.tuners
+
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """What the tuner finds for the tangent."""
+        return self.tangent.run_tuner(tuner, progress=progress, generator=generator)
+
+    @override
+    def apply_tuning(self, result: TuningResult) -> None:
+        """Set the tangent's hyperparameters; samples are drawn anew when next needed."""
+        self.tangent.apply_tuning(result)
+        self.tuning = result
+        self._share()
 
     # -- fitting and drawing -------------------------------------------------------------------------------------------
 
@@ -385,12 +460,33 @@ class Riemannian(AroundTangent):
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        theirs = {n.removeprefix("tangent."): value for n, value in tensors.items() if n.startswith("tangent.")}
         self.tangent.n_data, self.tangent.n_outputs = self.n_data, self.n_outputs
-        self.tangent.restore(header["tangent"], theirs)
+        self.tangent.restore(header["tangent"], with_prefix(tensors, "tangent."))
         self.tangent.remember_weights()
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
         self.data_sum = header.get("data_sum")  # not in older files
         self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
         self._drawn_at = self._hyperparameters()
+
+
+def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: set[str]) -> None:
+    """Raise :class:`ConfigurationError` unless a fitted posterior can serve as the tangent, without ``options``."""
+    if not tangent.is_fitted or tangent.network.model is not unwrap(model):
+        raise ConfigurationError(
+            "The tangent has not been fitted to this network.",
+            expected="a posterior of the same model, after fit(), or a class",
+            got=repr(tangent),
+        )
+    own = resolve_likelihood(likelihood)
+    if type(own) is not type(tangent.likelihood):
+        raise ConfigurationError(
+            "The tangent is of another likelihood.", expected=repr(tangent.likelihood), got=repr(own)
+        )
+    if options:
+        raise ConfigurationError(
+            "A fitted tangent has its own settings.",
+            expected="no options besides it",
+            got=", ".join(sorted(options)),
+            fix="Set them on the tangent, or pass its class.",
+        )

@@ -1,4 +1,4 @@
-"""The effective dimension ``γ = tr(H⁻¹ M)`` from posterior samples, and its standard error.
+"""The effective dimension ``γ = tr(H⁻¹ M)`` from posterior samples, and the hyperparameters that it updates.
 
 With samples ``z ~ N(0, H⁻¹)``, ``H = M + A``, three estimators are unbiased or nearly so: ``zᵀ M z`` in function space,
 ``d − zᵀ A z`` in weight space, and the ratio ``d · zᵀMz / (zᵀMz + zᵀAz)``. With the eigenvalues ``p_i`` of ``H^-½ M
@@ -12,6 +12,7 @@ single sample; both are therefore averaged over samples before one is divided by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,15 @@ from laplace_plus.linalg.probes import jackknife, standard_error
 from laplace_plus.network import Network
 
 Estimator = Literal["ratio", "function", "weight"]
+SampledMethod = Literal["mackay", "em"]
+
+LARGEST_STEP = math.log(10)
+"""A logarithm of a precision changes by at most this in one step."""
+
+_TINY = torch.finfo(torch.float64).tiny
+
+_LEAST = 1e-3
+"""Effective parameters that a group keeps at least: the logarithm of zero has no limit."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +54,7 @@ class EffectiveDimension:
 
 
 def group_sums(left: Tensor, right: Tensor, index: Tensor, n_groups: int) -> Tensor:
-    """``Σ_{p in g} left_p right_p`` for ``[k, P]``, as ``[k, G]`` float64.
-
-    Args:
-        left: ``[k, P]``.
-        right: ``[k, P]``.
-        index: ``[P]`` integers, the group of each entry.
-        n_groups: G.
-    """
+    """``Σ_{p in g} left_p right_p`` for ``[k, P]``, as ``[k, G]`` float64."""
     totals = torch.zeros(len(left), n_groups, dtype=torch.float64, device=left.device)
     index = index.to(left.device)
     for total, a, b in zip(totals, left, right, strict=True):  # one sample at a time, in float64
@@ -105,6 +108,29 @@ def _ratio(function_space: Tensor, weight_space: Tensor, size: Tensor) -> Tensor
     a = function_space.clamp_min(0.0)
     total = a + weight_space
     return torch.where(total > 0, size * a / torch.where(total > 0, total, 1.0), 0.0).minimum(size)
+
+
+def updated_precision(
+    method: SampledMethod, precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor
+) -> Tensor:
+    """One update of the precisions ``[G]``, with a limited step."""
+    if method == "mackay":
+        step = mackay_steps(precision, effective, size, squares)
+    else:
+        effective = effective.clamp_min(_LEAST).minimum(size)
+        step = (size / (precision * squares + size - effective).clamp_min(_TINY)).log()
+    return precision * step.clamp(-LARGEST_STEP, LARGEST_STEP).exp()
+
+
+def mackay_steps(precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
+    """``log(γ_g / (λ_g ‖θ★_g − μ_g‖²))``, ``[G]``: zero where the evidence is stationary."""
+    return (effective.clamp_min(_LEAST).minimum(size) / (precision * squares).clamp_min(_TINY)).log()
+
+
+def updated_noise(statistics: Tensor, effective: float, temperature: float) -> Tensor:
+    """The noise level σ at which the evidence is stationary, 0-d float64."""
+    total, count = statistics.double().cpu()
+    return (total / (count - temperature * effective).clamp_min(1e-12)).clamp_min(1e-30).sqrt()
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,6 @@ class TangentCurvature(GGNOperator):
         """``diag M₁`` as the mean of squares of every batch's own ``Φ_bᵀ B₁^½ η``, ``[P]``: one pass.
 
         Its relative error is ``(2 / (count · batches))^½`` at most where all batches contribute alike.
-
-        Args:
-            count: Number of random vectors for each batch.
-            generator: Source of randomness.
         """
         total = torch.zeros(self.shape[1], dtype=self.dtype, device=self.device)
         with exact_arithmetic(self.network), torch.no_grad():
@@ -164,16 +160,7 @@ class Solved:
 
 
 class PriorUnits:
-    """The system ``(I + W) u = b`` at one prior precision and one weight of the data.
-
-    Args:
-        curvature: ``M₁``.
-        precision: A's diagonal, ``[P]``.
-        weight: The factor on ``M₁`` from noise and temperature, ``1/(σ² T)``.
-
-    Attributes:
-        root: ``A^½``, ``[P]``.
-    """
+    """The system ``(I + W) u = b`` at a prior precision ``[P]`` and the weight ``1/(σ² T)`` of ``M₁``."""
 
     def __init__(self, curvature: TangentCurvature, precision: Tensor, weight: float):
         self.curvature, self.weight = curvature, weight
@@ -214,13 +201,7 @@ class PriorUnits:
 
 
 def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:
-    """A lower bound of the largest eigenvalue of a positive semi-definite matrix, by power iterations on a few rows.
-
-    Args:
-        product: The matrix.
-        start: Random rows ``[m, n]``.
-        iterations: Number of products.
-    """
+    """A lower bound of the largest eigenvalue of a positive semi-definite matrix, by power iterations on a few rows."""
     vectors = start / start.norm(dim=-1, keepdim=True)
     found = torch.zeros(len(vectors), dtype=vectors.dtype, device=vectors.device)
     for _ in range(iterations):

@@ -20,14 +20,13 @@ from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.streaming import same_sum
-from laplace_plus.distributed import Distributed
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import tunes_noise
 from laplace_plus.io import digest
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import check_count, full_precision
-from laplace_plus.posteriors.resuming import Checkpoint, identity
+from laplace_plus.posteriors.configuration import check_count, full_precision, option_config, resolve_option
+from laplace_plus.posteriors.resuming import Checkpoint, ResumableFit, identity
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
@@ -36,11 +35,10 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     group_sums,
     total_dimension,
 )
-from laplace_plus.posteriors.sampled.expectation_maximisation import SampledTuningResult
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
-from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
-from laplace_plus.posteriors.sampled.solvers import CGSolver, SGDSolver, resolve_solver, solve, solver_config
-from laplace_plus.posteriors.sampled.tuning import SampledEvidence, tune_prior
+from laplace_plus.posteriors.sampled.problem import TangentProblem
+from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult, tune_prior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.selection import Selection
@@ -52,7 +50,7 @@ WHY = "Samples of the posterior come from many passes over the data."
 Path = str | os.PathLike[str]
 
 
-class SampledLaplace(SampleBased):
+class SampledLaplace(SampleBased, ResumableFit):
     """Laplace from samples that optimisation finds: for networks on which nothing can be factorised.
 
     ``n_samples`` draws from ``N(0, (GGN/T + P₀)⁻¹)``, with all correlations between parameters, are the solutions of as
@@ -63,6 +61,9 @@ class SampledLaplace(SampleBased):
 
     Whatever asks for samples at other hyperparameters than those they were solved for solves again, starting from the
     present samples, if the data of :meth:`fit` are still known; :meth:`solve` does so with data of the caller's.
+
+    :meth:`fit` may shuffle the data. It warns (ConvergenceWarning) if a residual exceeds the solver's tolerance; with
+    ``checkpoint=`` it continues from a folder's draws and the state of its solver, to the same samples.
 
     :meth:`sample` draws from the Gaussian with the samples' covariance, ``θ̂ + k^-½ Σ w_s z_s`` with standard normal
     ``w``, however many are asked for; :attr:`samples` are the k exact draws themselves. The class cannot be updated.
@@ -114,7 +115,7 @@ class SampledLaplace(SampleBased):
     ):
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
-        self.n_samples, self.solver, self.chunk_size = n_samples, resolve_solver(solver), chunk_size
+        self.n_samples, self.solver, self.chunk_size = n_samples, resolve_option("solver", solver, SOLVERS), chunk_size
         super().__init__(
             model,
             likelihood,
@@ -137,47 +138,14 @@ class SampledLaplace(SampleBased):
         self.data_sum: float | None = None
         self._report: SamplingReport | None = None
         self._problem: TangentProblem | None = None
-        self._checkpoint_folder: Path | None = None
         self._ad_modes = ADModes()
 
     @override
     def options(self) -> dict[str, Any]:
-        return {"n_samples": self.n_samples, "solver": solver_config(self.solver), "chunk_size": self.chunk_size}
+        solver = option_config(self.solver, SOLVERS)
+        return {"n_samples": self.n_samples, "solver": solver, "chunk_size": self.chunk_size}
 
     # -- fitting -------------------------------------------------------------------------------------------------------
-
-    @override
-    def fit(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        distributed: Distributed = None,
-        checkpoint: Path | None = None,
-    ) -> Self:
-        """Draw the noise and solve for the samples.
-
-        Args:
-            data: An iterable of the same batches each time; it may shuffle.
-            progress: Whether to show a progress bar.
-            generator: Source of the noise.
-            distributed: As for :class:`Posterior`; this class is fitted by one process.
-            checkpoint: A folder to which the draws and the state of the solver are written. A fit that finds it there
-                continues from it, to the same samples, and draws nothing anew.
-
-        Raises:
-            CheckpointError: The checkpoint is of another network, other data or settings.
-            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
-
-        Warns:
-            ConvergenceWarning: A residual exceeds the tolerance.
-        """
-        self._checkpoint_folder = checkpoint
-        try:
-            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
-        finally:
-            self._checkpoint_folder = None
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
@@ -194,7 +162,7 @@ class SampledLaplace(SampleBased):
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)
         draws = self._drawn(problem, checkpoint, generator)
         vector = self.network.vector()
-        z, solved = self._solve(problem, draws, None, checkpoint, "fit", progress=progress)
+        z, solved = self._solve(problem, draws, None, checkpoint, progress=progress)
         self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
         self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
         self.data_sum = problem.curvature.data_sum
@@ -211,18 +179,9 @@ class SampledLaplace(SampleBased):
         saved = None if checkpoint is None else checkpoint.read("draws", self.network.device)
         if saved is not None:
             return Draws(saved[1]["prior"], saved[1]["data"])
-        curvature = problem.curvature
-        draws = Draws(
-            draw_probes(
-                "gaussian",
-                self.n_samples,
-                curvature.shape[1],
-                generator=generator,
-                dtype=curvature.dtype,
-                device=curvature.device,
-            ),
-            curvature.pulled_noise(self.n_samples, generator),
-        )
+        own, k = problem.curvature, self.n_samples
+        prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)
+        draws = Draws(prior, own.pulled_noise(k, generator))
         if checkpoint is not None:
             checkpoint.write("draws", {}, {"prior": draws.prior, "data": draws.data})
         return draws
@@ -233,26 +192,18 @@ class SampledLaplace(SampleBased):
         draws: Draws,
         start: Tensor | None,
         checkpoint: Checkpoint | None,
-        stage: str,
         *,
         progress: bool,
     ) -> tuple[Tensor, Solved]:
-        """Samples ``z [k, P]`` at the present hyperparameters."""
-        saved = None if checkpoint is None else checkpoint.read(stage, self.network.device)
+        """Samples ``z [k, P]`` at the present hyperparameters, and how their solve ended."""
+        saved = None if checkpoint is None else checkpoint.read("fit", self.network.device)
         system = self._system(problem)
-
-        def keep(state: dict[str, Tensor]) -> None:
-            if checkpoint is not None:
-                checkpoint.write(stage, {}, state)
-
-        solved = solve(
+        solved = problem.solve(
             system,
             draws,
-            self.solver,
-            start=None if start is None else start * system.root,
-            precondition=problem.preconditioner(system),
+            start,
             state=None if saved is None else saved[1],
-            keep=None if checkpoint is None else keep,
+            keep=None if checkpoint is None else lambda state: checkpoint.write("fit", {}, state),
             progress=progress,
             description=f"{type(self).__name__}: samples",
         )
@@ -305,7 +256,7 @@ class SampledLaplace(SampleBased):
         self.require_fit()
         assert self._draws is not None
         problem = self._known_problem(data)
-        z, solved = self._solve(problem, self._draws, self._z, None, "fit", progress=progress)
+        z, solved = self._solve(problem, self._draws, self._z, None, progress=progress)
         self._problem = problem
         self._take(z, solved)
         return self
@@ -314,17 +265,12 @@ class SampledLaplace(SampleBased):
         if data is None and self._problem is not None:
             return self._problem
         problem = self._prepare(self.training_data.again(data, WHY))
-        if problem.curvature.n_data != self.n_data:
-            raise DataError(
-                "These are not the data that the noise was drawn for.",
-                expected=f"the {self.n_data} examples of fit()",
-                got=f"{problem.curvature.n_data}",
-            )
-        if self.data_sum is not None and not same_sum(self.data_sum, problem.curvature.data_sum):
+        n_data, known = problem.curvature.n_data, self.data_sum
+        if n_data != self.n_data or (known is not None and not same_sum(known, problem.curvature.data_sum)):
             raise DataError(
                 "These are not the data that the noise was drawn for.",
                 expected=f"the {self.n_data} examples of fit(), in any order",
-                got="as many others, or the same with other targets",
+                got=f"{n_data} examples" if n_data != self.n_data else "as many others, or the same with other targets",
             )
         return problem
 
@@ -391,8 +337,7 @@ class SampledLaplace(SampleBased):
             estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module of that name.
         """
         self._deviations()
-        function_space, weight_space = self._parts
-        return total_dimension(function_space, weight_space, torch.tensor(self.n_parameters), estimator)
+        return total_dimension(*self._parts, torch.tensor(self.n_parameters), estimator)
 
     @override
     def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:

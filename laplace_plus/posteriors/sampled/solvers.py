@@ -6,9 +6,8 @@ takes hours: these iterations hand out their whole state as tensors, from which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,8 +17,7 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import require_finite
-from laplace_plus.network import exact_arithmetic
-from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Rows, Solved
+from laplace_plus.posteriors.sampled.objective import Rows
 
 State = Mapping[str, Tensor]
 """All that the next step of an iteration depends on."""
@@ -80,22 +78,6 @@ class CGSolver:
 
         Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems", 1952. The residual is that
         of the recurrence.
-
-        Args:
-            product: A, symmetric positive definite.
-            b: Right-hand sides ``[k, n]``.
-            start: First guess, overwritten; by default zero.
-            precondition: ``P⁻¹``, symmetric positive definite.
-            state: Where an interrupted iteration stopped.
-            keep: Called with the state every ``checkpoint_every`` iterations and at the end.
-            progress: Whether to show a progress bar.
-            description: The words before it.
-
-        Returns:
-            Solutions ``[k, n]`` and the number of iterations.
-
-        Raises:
-            NonFiniteError: A product is NaN or infinite.
 
         Example:
             >>> A = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
@@ -196,23 +178,6 @@ class SGDSolver:
 
         Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013. Only the product
         is stochastic. The average is that of Polyak and Juditsky (1992).
-
-        Args:
-            products: Starts an epoch: an estimate of A for each batch.
-            n_batches: Number of batches of an epoch.
-            b: Right-hand sides ``[k, n]``.
-            rate: η at the first step.
-            start: First guess, overwritten; by default zero.
-            state: Where an interrupted iteration stopped; it knows its rate.
-            keep: Called with the state every ``checkpoint_every`` epochs and at the end.
-            progress: Whether to show a progress bar.
-            description: The words before it.
-
-        Returns:
-            Solutions ``[k, n]`` and the number of epochs.
-
-        Raises:
-            NonFiniteError: The iterates diverged.
         """
         total = self.epochs * n_batches
         averaged_from = total - round(self.average * total)
@@ -251,69 +216,7 @@ class SGDSolver:
 
 
 Solver = CGSolver | SGDSolver
-_SOLVERS: dict[str, type[CGSolver] | type[SGDSolver]] = {"cg": CGSolver, "sgd": SGDSolver}
-
-
-def resolve_solver(solver: Any) -> Solver:
-    """A solver from its name, from a mapping with ``"name"`` and options, or itself.
-
-    Raises:
-        ConfigurationError: Another name, or options that it does not have.
-    """
-    if isinstance(solver, (CGSolver, SGDSolver)):
-        return solver
-    options = dict(solver) if isinstance(solver, Mapping) else {"name": solver}
-    name = options.pop("name", None)
-    if not isinstance(name, str) or name not in _SOLVERS:
-        raise ConfigurationError(
-            "Unknown solver.", expected='"cg", "sgd", a CGSolver or an SGDSolver', got=repr(solver)
-        )
-    try:
-        return _SOLVERS[name](**options)
-    except TypeError as error:
-        raise ConfigurationError("The solver has no such option.", expected=name, got=str(error)) from error
-
-
-def solver_config(solver: Solver) -> dict[str, Any]:
-    """What :func:`resolve_solver` makes the solver from, in JSON's terms."""
-    return {"name": "cg" if isinstance(solver, CGSolver) else "sgd", **asdict(solver)}
-
-
-def solve(
-    system: PriorUnits,
-    draws: Draws,
-    solver: Solver,
-    *,
-    start: Tensor | None = None,
-    precondition: Rows | None = None,
-    **options: Any,
-) -> Solved:
-    """Solve for all samples together.
-
-    Args:
-        system: The system.
-        draws: The noise.
-        solver: How.
-        start: First guess ``u [k, P]``, overwritten.
-        precondition: For conjugate gradients.
-        **options: ``state``, ``keep``, ``progress`` and ``description`` of the solver's iteration.
-    """
-    curvature = system.curvature
-    with exact_arithmetic(curvature.network), torch.no_grad():
-        b = system.right_hand_side(draws)
-        if isinstance(solver, CGSolver):
-            u, n = solver.iterate(system.system, b, start=start, precondition=precondition, **options)
-        else:
-            rate = solver.learning_rate or 0.0
-            if solver.learning_rate is None and options.get("state") is None:
-                rate = system.learning_rate(draws, solver.momentum)
-
-            def products() -> Iterator[Rows]:
-                for product in curvature.minibatches():
-                    yield partial(system.system, product=product)
-
-            u, n = solver.iterate(products, curvature.n_batches, b, rate=rate, start=start, **options)
-        return system.check(u, draws, solver.largest_residual, n)
+SOLVERS: Mapping[str, type[Solver]] = {"cg": CGSolver, "sgd": SGDSolver}
 
 
 def _require_between(name: str, value: Any, low: float, high: float) -> None:

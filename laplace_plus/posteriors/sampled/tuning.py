@@ -1,160 +1,102 @@
-"""The prior precision of a sampled posterior: its samples and the tangent model's optimum, alternated."""
+"""Prior precisions from posterior samples: the fixed points of the evidence's gradient, alternated with sampling.
+
+With the tangent model's optimum θ★ and the effective dimension γ_g of each group of parameters, of size d_g,
+
+    MacKay (1992)                λ_g ← γ_g / ‖θ★_g − μ_g‖²
+    expectation maximisation     λ_g ← d_g / (‖θ★_g − μ_g‖² + (d_g − γ_g) / λ_g)
+    both                         σ² ← Σ residual² / (N C − T γ)
+
+Both have the same fixed points, where the evidence of the tangent model is stationary. Expectation maximisation never
+lowers the evidence, but its steps are short where γ_g is far below d_g. Convergence of either method is therefore
+measured by the residual ``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, which is MacKay's step and vanishes with the evidence's
+derivative by ``log λ_g``, ``½ (γ_g − λ_g ‖θ★_g − μ_g‖²)``; that of the noise is the step of ``log σ²``. The same draws
+serve at all precisions, so that the iteration is a deterministic map, and each solution starts from the one before.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus._progress import progress_bar
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.evidence import TuningResult
 from laplace_plus.evidence.groups import check_structure, chosen_groups, with_floor
-from laplace_plus.evidence.tangent_model import TangentModel, tangent_optimum
+from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.evidence.tuning import HasPriorGroups, check_choice, check_counts, check_positive
 from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.resuming import Checkpoint
-from laplace_plus.posteriors.sampled.effective_dimension import effective_dimension, group_sums, total_dimension
-from laplace_plus.posteriors.sampled.expectation_maximisation import (
-    SAMPLED_METHODS,
-    Optimum,
-    Sampled,
+from laplace_plus.posteriors.resuming import Checkpoint, with_prefix
+from laplace_plus.posteriors.sampled.effective_dimension import (
+    EffectiveDimension,
     SampledMethod,
-    SampledTuningResult,
-    TuningState,
-    TuningStep,
-    tune_by_samples,
+    effective_dimension,
+    group_sums,
+    mackay_steps,
+    total_dimension,
+    updated_noise,
+    updated_precision,
 )
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
-from laplace_plus.posteriors.sampled.preconditioners import TangentProblem
-from laplace_plus.posteriors.sampled.solvers import Solver, solve
+from laplace_plus.posteriors.sampled.problem import TangentProblem
 from laplace_plus.priors import GaussianPrior, Groups
 
 _SCALING_DRAWS = 4
-"""Random vectors for each batch that estimate the diagonal of a g-prior."""
+"""Random vectors for each batch that estimate the diagonal of a g-prior; their mean's relative error is at most
+``(1 / (2 batches))^½``."""
 
 
-class Alternation:
-    """Gives optimum and samples at any hyperparameters; see ``expectation_maximisation``.
-
-    Args:
-        problem: The data's curvature.
-        draws: The noise.
-        solver: How samples are solved for.
-        tangent: The tangent model.
-        likelihood: At the noise that stays, or starts.
-        index: ``[P]`` integers, the group of each entry.
-        scaling: What multiplies the precision of each entry, ``[P]``; None for nothing.
-        prior_mean: 0-d or ``[P]``.
-        temperature: T.
-        optimum_tolerance: Nats from the optimum at which its search stops.
-        progress: Whether to show a progress bar for each solve.
+@dataclass(frozen=True)
+class TuningStep:
+    """One update.
 
     Attributes:
-        last: The solution that the latest samples are.
+        prior_precision: After it, ``[G]``.
+        noise_std: After it; None where there is none.
+        effective_dimension: γ of every group at the precisions before, ``[G]``.
+        sem: Its standard error over the samples, ``[G]``.
+        squared_norm: ``‖θ★_g − μ_g‖²`` at the precisions before, ``[G]``.
+        residual: How far the hyperparameters before were from a fixed point: the largest
+            ``|log(γ_g / (λ_g ‖θ★_g − μ_g‖²))|``, or change of the logarithm of the noise variance.
+        iterations: Solver iterations at the precisions after.
     """
 
-    def __init__(
-        self,
-        *,
-        problem: TangentProblem,
-        draws: Draws,
-        solver: Solver,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        index: Tensor,
-        scaling: Tensor | None,
-        prior_mean: Tensor,
-        temperature: float,
-        optimum_tolerance: float,
-        progress: bool,
-    ):
-        self._problem, self._draws, self._solver, self._tangent = problem, draws, solver, tangent
-        self._likelihood, self._index, self._scaling = likelihood, index, scaling
-        self._prior_mean, self._temperature = prior_mean, temperature
-        self._optimum_tolerance, self._progress = optimum_tolerance, progress
-        self._sizes = torch.bincount(index)
-        self.last: Solved | None = None
+    prior_precision: Tensor
+    noise_std: Tensor | None
+    effective_dimension: Tensor
+    sem: Tensor
+    squared_norm: Tensor
+    residual: float
+    iterations: int
 
-    def system(self, precision: Tensor, noise_std: Tensor | None) -> PriorUnits:
-        """The linear system at precisions ``[G]``."""
-        weight = float(self._at(noise_std).curvature_weights().detach()[0]) / self._temperature
-        return PriorUnits(self._problem.curvature, self.entries(precision), weight)
 
-    def entries(self, precision: Tensor) -> Tensor:
-        """The precision of each entry, ``[P]``."""
-        entries = precision[self._index.to(precision.device)]
-        return entries if self._scaling is None else entries * self._scaling.to(entries)
+@dataclass(frozen=True, kw_only=True)
+class SampledTuningResult(TuningResult):
+    """What tuning by samples found, and how it ended; its ``value`` is NaN, as samples do not tell the evidence.
 
-    def _at(self, noise_std: Tensor | None) -> Likelihood:
-        return self._likelihood if noise_std is None else self._likelihood.with_noise(noise_std)
+    Attributes:
+        structure: Which entries share a precision.
+        group_precision: 0-d or ``[G]``, before any scaling.
+        residual: That of the last step. Converged means that it was below the tolerance, and that all solves and optima
+            met theirs.
+        steps: All updates.
+        samples: ``z [k, P]`` at these hyperparameters.
+        solved: How their solve ended.
+    """
 
-    def optimum(self, precision: Tensor, noise_std: Tensor | None, start: Tensor | None) -> Optimum:
-        """θ★ at precisions ``[G]``, searched for with the preconditioner of the samples."""
-        prior = GaussianPrior.create(self.entries(precision), self._prior_mean, self._index)
-        system = self.system(precision, noise_std)
-        whitened = self._problem.preconditioner(system)
-
-        def precondition(vector: Tensor) -> Tensor:
-            assert whitened is not None
-            return (whitened((vector.to(system.root) / system.root)[None])[0] / system.root).to(vector)
-
-        found = tangent_optimum(
-            self._tangent.with_likelihood(self._at(noise_std)),
-            prior,
-            start,
-            precondition=None if whitened is None else precondition,
-            tolerance=self._optimum_tolerance,
-        )
-        squares = torch.zeros(len(self._sizes), dtype=torch.float64, device=found.vector.device)
-        away = prior.deviation(found.vector).double().square()
-        if self._scaling is not None:
-            away *= self._scaling.to(away)
-        squares.index_add_(0, self._index.to(squares.device), away)
-        return Optimum(found.vector, squares, found.statistics, found.converged)
-
-    def samples(
-        self,
-        precision: Tensor,
-        noise_std: Tensor | None,
-        start: Tensor,
-        state: Mapping[str, Tensor] | None,
-        keep: Callable[[dict[str, Tensor]], None] | None,
-    ) -> Sampled:
-        """Samples at precisions ``[G]``, from those at others, or from where an interrupted solve stopped."""
-        system = self.system(precision, noise_std)
-        solved = solve(
-            system,
-            self._draws,
-            self._solver,
-            start=start * system.root,
-            precondition=self._problem.preconditioner(system),
-            state=state,
-            keep=keep,
-            progress=self._progress,
-        )
-        return self._described(system, solved)
-
-    def measured(self, precision: Tensor, noise_std: Tensor | None, z: Tensor) -> Sampled:
-        """What samples that were solved for at these hyperparameters say; takes one pass."""
-        system = self.system(precision, noise_std)
-        return self._described(system, system.check(z * system.root, self._draws, self._solver.largest_residual, 0))
-
-    def _described(self, system: PriorUnits, solved: Solved) -> Sampled:
-        self.last = solved
-        a, b = (group_sums(solved.u, other, self._index, len(self._sizes)) for other in (solved.image, solved.u))
-        return Sampled(
-            solved.u / system.root,
-            effective_dimension(a, b, self._sizes),
-            total_dimension(a, b, self._sizes),
-            solved.iterations,
-            solved.converged,
-        )
+    structure: str
+    group_precision: Tensor
+    residual: float
+    steps: tuple[TuningStep, ...]
+    samples: Tensor = field(repr=False)
+    solved: Solved = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -203,12 +145,12 @@ class SampledEvidence:
             )
         check_counts(max_steps=self.max_steps)
         check_positive(tolerance=self.tolerance, optimum_tolerance=self.optimum_tolerance)
-        check_choice("method", self.method, SAMPLED_METHODS)
+        check_choice("method", self.method, ("mackay", "em"))
         check_choice("scaling of the prior", self.scaling, (None, "g_prior"))
         check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
 
     def tune(
-        self, posterior: TunedBySamples, *, progress: bool = False, generator: torch.Generator | None = None
+        self, posterior: SampledPosterior, *, progress: bool = False, generator: torch.Generator | None = None
     ) -> SampledTuningResult:
         """Alternate until the evidence is stationary; arguments as for :class:`~laplace_plus.Tuner`.
 
@@ -221,25 +163,17 @@ class SampledEvidence:
         return posterior.tune_by_samples(self, progress=progress)
 
     def identity(self, *, tune_noise: bool) -> dict[str, Any]:
-        """By which an interrupted tuning is recognised: all but the data and where it gives up."""
+        """Identifies an interrupted tuning: all options but the data and where it gives up."""
         groups = self.structure
         structure = [groups.name, digest(groups.index)] if isinstance(groups, Groups) else groups
         options = {name: value for name, value in vars(self).items() if name not in ("data", "checkpoint")}
         return {**options, "evidence": "tangent", "structure": structure, "tune_noise": tune_noise, "max_steps": None}
 
 
-class TunedBySamples(Protocol):
+class SampledPosterior(HasPriorGroups, Protocol):
     """What :class:`SampledEvidence` needs of a posterior."""
 
-    def tune_by_samples(self, options: SampledEvidence, *, progress: bool) -> SampledTuningResult:
-        """Tune by samples."""
-
-
-class SampledPosterior(HasPriorGroups, Protocol):
-    """What :func:`tune_prior` needs of a posterior."""
-
     likelihood: Likelihood
-    solver: Solver
     chunk_size: int
 
     def prior(self) -> GaussianPrior:
@@ -257,6 +191,194 @@ class SampledPosterior(HasPriorGroups, Protocol):
     def mean(self) -> Tensor:
         """The network's weights, ``[P]``."""
 
+    def tune_by_samples(self, options: SampledEvidence, *, progress: bool) -> SampledTuningResult:
+        """Tune by samples."""
+
+
+# -- the iteration -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    """All that an interrupted iteration needs to go on.
+
+    ``z`` are the samples at the hyperparameters or, while a ``pending`` update is solved for, those before it;
+    ``sound`` as long as everything has converged.
+    """
+
+    precision: Tensor
+    noise_std: Tensor | None
+    z: Tensor
+    steps: list[TuningStep]
+    optimum: Tensor | None = None
+    solver: Mapping[str, Tensor] | None = None
+    pending: TuningStep | None = None
+    sound: bool = True
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Solved samples, and the effective dimension of every group and of all of them together."""
+
+    z: Tensor
+    solved: Solved
+    dimension: EffectiveDimension
+    total: EffectiveDimension
+
+
+class _Alternation:
+    """Optimum and samples of one tangent model at any precisions ``[G]`` and noise."""
+
+    def __init__(
+        self,
+        posterior: SampledPosterior,
+        problem: TangentProblem,
+        draws: Draws,
+        groups: Groups,
+        options: SampledEvidence,
+        *,
+        tune_noise: bool,
+        progress: bool,
+    ):
+        self._problem, self._draws, self._groups, self._options = problem, draws, groups, options
+        self._tune_noise, self._progress = tune_noise, progress
+        self._likelihood, self._prior_mean = posterior.likelihood, posterior.prior().mean.detach()
+        self._temperature = float(posterior.temperature.detach())
+        self._tangent = TangentModel(
+            posterior.network,
+            posterior.likelihood,
+            problem.data,
+            temperature=self._temperature,
+            chunk_size=posterior.chunk_size,
+        )
+        self.scaling: Tensor | None = None
+        """What multiplies the precision of each entry, ``[P]`` float64: ``diag(H)`` at the present noise, estimated."""
+        if options.scaling is not None:
+            # The noise of the estimate has a fixed seed; it is not that of the samples.
+            diagonal = problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0))
+            weight = float(posterior.likelihood.curvature_weights().detach()[0])
+            self.scaling = with_floor(diagonal.double().cpu(), groups.index) * weight
+
+    def entries(self, precision: Tensor) -> Tensor:
+        """The precision of each entry, ``[P]``."""
+        entries = precision[self._groups.index.to(precision.device)]
+        return entries if self.scaling is None else entries * self.scaling.to(entries)
+
+    def _likelihood_at(self, noise_std: Tensor | None) -> Likelihood:
+        return self._likelihood if noise_std is None else self._likelihood.with_noise(noise_std)
+
+    def _system(self, precision: Tensor, noise_std: Tensor | None) -> PriorUnits:
+        weight = float(self._likelihood_at(noise_std).curvature_weights().detach()[0]) / self._temperature
+        return PriorUnits(self._problem.curvature, self.entries(precision), weight)
+
+    def optimum(self, state: _State) -> tuple[TangentOptimum, Tensor]:
+        """θ★ at a state, searched for with the preconditioner of the samples, and ``‖θ★_g − μ_g‖² [G]`` float64."""
+        index = self._groups.index
+        prior = GaussianPrior.create(self.entries(state.precision), self._prior_mean, index)
+        system = self._system(state.precision, state.noise_std)
+        whitened = self._problem.preconditioner(system)
+
+        def precondition(vector: Tensor) -> Tensor:
+            assert whitened is not None
+            return (whitened((vector.to(system.root) / system.root)[None])[0] / system.root).to(vector)
+
+        found = tangent_optimum(
+            self._tangent.with_likelihood(self._likelihood_at(state.noise_std)),
+            prior,
+            state.optimum,
+            precondition=None if whitened is None else precondition,
+            tolerance=self._options.optimum_tolerance,
+        )
+        away = prior.deviation(found.vector).double().square()
+        if self.scaling is not None:
+            away *= self.scaling.to(away)
+        squares = away.new_zeros(len(self._groups.names)).index_add_(0, index.to(away.device), away)
+        return found, squares
+
+    def samples(
+        self,
+        precision: Tensor,
+        noise_std: Tensor | None,
+        start: Tensor,
+        state: Mapping[str, Tensor] | None = None,
+        keep: Callable[[dict[str, Tensor]], None] | None = None,
+    ) -> _Samples:
+        """Samples at precisions ``[G]``, from those at others, or from where an interrupted solve stopped."""
+        system = self._system(precision, noise_std)
+        solved = self._problem.solve(system, self._draws, start, state=state, keep=keep, progress=self._progress)
+        return self._described(system, solved)
+
+    def measured(self, state: _State) -> _Samples:
+        """What samples that were solved for at a state's hyperparameters say; takes one pass."""
+        system = self._system(state.precision, state.noise_std)
+        largest = self._problem.solver.largest_residual
+        return self._described(system, system.check(state.z * system.root, self._draws, largest, 0))
+
+    def _described(self, system: PriorUnits, solved: Solved) -> _Samples:
+        index, sizes = self._groups.index, self._groups.sizes()
+        a, b = (group_sums(solved.u, other, index, len(sizes)) for other in (solved.image, solved.u))
+        return _Samples(solved.u / system.root, solved, effective_dimension(a, b, sizes), total_dimension(a, b, sizes))
+
+    def step(self, state: _State, current: _Samples) -> TuningStep:
+        """The update at a state, of which the samples are still to be solved for."""
+        found, squares = self.optimum(state)
+        state.optimum = found.vector
+        state.sound &= found.converged
+        dimension, squares = current.dimension, squares.cpu()
+        terms = state.precision, dimension.value.cpu(), dimension.size.cpu(), squares
+        precision = updated_precision(self._options.method, *terms)
+        residual = float(mackay_steps(*terms).abs().max())
+        noise = state.noise_std
+        if self._tune_noise:
+            assert found.statistics is not None and noise is not None
+            updated = updated_noise(found.statistics, float(current.total.value), self._temperature).view_as(noise)
+            residual = max(residual, float((updated / noise.double().cpu()).log().abs().max() * 2))
+            noise = updated
+        return TuningStep(precision, noise, dimension.value.cpu(), dimension.sem.cpu(), squares, residual, 0)
+
+    def run(
+        self, state: _State, current: _Samples | None, keep: Callable[[_State], None] | None
+    ) -> tuple[_Samples, bool]:
+        """Alternate from a state, changed in place, until the evidence is stationary; the samples, and whether it is.
+
+        ``current`` are the samples at the state's hyperparameters; None where a solve is unfinished.
+        """
+        options = self._options
+        residual = state.steps[-1].residual if state.steps else math.inf
+
+        def kept(solver: dict[str, Tensor]) -> None:
+            assert keep is not None
+            state.solver = solver
+            keep(state)
+
+        remaining = range(len(state.steps), options.max_steps)
+        for _ in progress_bar(remaining, enabled=self._progress, description=f"tuning by {options.method}"):
+            if residual < options.tolerance:
+                break
+            if state.pending is None:
+                assert current is not None
+                state.pending = self.step(state, current)
+            precision, noise = state.pending.prior_precision, state.pending.noise_std
+            current = self.samples(precision, noise, state.z, state.solver, None if keep is None else kept)
+            state.sound &= current.solved.converged
+            state.steps.append(replace(state.pending, iterations=current.solved.iterations))
+            state.precision, state.noise_std, state.z = precision, noise, current.z
+            state.solver = state.pending = None
+            residual = state.steps[-1].residual
+            if keep is not None:
+                keep(state)
+        assert current is not None
+        converged = residual < options.tolerance and state.sound
+        if not converged:
+            why = (
+                f"the last of {len(state.steps)} steps found a residual of {residual:.2g} "
+                f"(tolerance {options.tolerance:.2g})"
+                if residual >= options.tolerance
+                else "a solve or an optimum did not meet its tolerance"
+            )
+            warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=4)
+        return current, converged
+
 
 def tune_prior(
     posterior: SampledPosterior,
@@ -269,75 +391,33 @@ def tune_prior(
     tune_noise: bool,
     progress: bool,
 ) -> SampledTuningResult:
-    """Tune a sampled posterior's prior, or go on with it; the posterior stays as it is.
-
-    Args:
-        posterior: The posterior.
-        problem: The data's curvature.
-        draws: The noise.
-        z: The samples at the posterior's hyperparameters.
-        options: What was asked for.
-        checkpoint: Where an interrupted tuning may lie, and where this one is written to.
-        tune_noise: Whether to tune the noise.
-        progress: Whether to show progress bars.
-    """
+    """Tune a sampled posterior's prior, or go on with it; the posterior stays as it is."""
     if options.structure == "scalar":
         groups, own = Groups("scalar", ("all",), torch.zeros(posterior.network.n_parameters, dtype=torch.long)), None
     else:
         groups = own = chosen_groups(posterior, options.structure, problem.data)
-    temperature = float(posterior.temperature.detach())
-    scaling = None if options.scaling is None else _g_prior_scaling(problem, groups, posterior.likelihood)
-    model = Alternation(
-        problem=problem,
-        draws=draws,
-        solver=posterior.solver,
-        tangent=TangentModel(
-            posterior.network,
-            posterior.likelihood,
-            problem.data,
-            temperature=temperature,
-            chunk_size=posterior.chunk_size,
-        ),
-        likelihood=posterior.likelihood,
-        index=groups.index,
-        scaling=scaling,
-        prior_mean=posterior.prior().mean.detach(),
-        temperature=temperature,
-        optimum_tolerance=options.optimum_tolerance,
-        progress=progress,
-    )
-    state = None if checkpoint is None else read_state(checkpoint, posterior.network.device)
-    current: Sampled | None = None
+    model = _Alternation(posterior, problem, draws, groups, options, tune_noise=tune_noise, progress=progress)
+    state = None if checkpoint is None else _read_state(checkpoint, posterior.network.device)
+    current: _Samples | None = None
     if state is None:
         present = posterior.prior().vector().detach().double().cpu()
-        start = _means(present if scaling is None else present / scaling.cpu(), groups)
+        unscaled = present if model.scaling is None else present / model.scaling.cpu()
+        start = groups.geometric_means(unscaled)
         noise = posterior.noise_std
-        state = TuningState(start, None if noise is None else noise.detach(), z, [])
+        state = _State(start, None if noise is None else noise.detach(), z, [])
         if not torch.allclose(model.entries(start), present, rtol=1e-12, atol=0.0):
-            current = model.samples(start, state.noise_std, z, None, None)
+            current = model.samples(start, state.noise_std, z)
             state.z = current.z
     if current is None and state.pending is None:
-        current = model.measured(state.precision, state.noise_std, state.z)
-    final, converged = tune_by_samples(
-        model,
-        state,
-        current,
-        method=options.method,
-        temperature=temperature,
-        tune_noise=tune_noise,
-        max_steps=options.max_steps,
-        tolerance=options.tolerance,
-        progress=progress,
-        keep=None if checkpoint is None else partial(write_state, checkpoint),
-    )
-    assert model.last is not None
-    around_tangent = options.predictive_mean == "tangent"
+        current = model.measured(state)
+    keep = None if checkpoint is None else lambda state: _write_state(checkpoint, state)
+    final, converged = model.run(state, current, keep)
     precision = state.precision[0] if options.structure == "scalar" else state.precision
-    mean = model.optimum(state.precision, state.noise_std, state.optimum).vector if around_tangent else None
+    around_tangent = options.predictive_mean == "tangent"
     return SampledTuningResult(
         method=options.method,
         structure=groups.name,
-        prior_precision=precision if scaling is None else model.entries(state.precision),
+        prior_precision=precision if model.scaling is None else model.entries(state.precision),
         group_precision=precision,
         groups=own,
         noise_std=state.noise_std,
@@ -346,70 +426,53 @@ def tune_prior(
         residual=state.steps[-1].residual if state.steps else 0.0,
         steps=tuple(state.steps),
         n_evaluations=len(state.steps),
-        vector=None if mean is None else mean.to(posterior.mean),
+        vector=model.optimum(state)[0].vector.to(posterior.mean) if around_tangent else None,
         predictive_mean=options.predictive_mean,
         samples=final.z,
-        solved=model.last,
+        solved=final.solved,
     )
 
 
-def _means(entries: Tensor, groups: Groups) -> Tensor:
-    """Geometric means over groups, ``[G]`` float64."""
-    sums = torch.zeros(len(groups.names), dtype=torch.float64).index_add_(0, groups.index, entries.log())
-    return (sums / groups.sizes()).exp()
+_STEP = tuple(item.name for item in fields(TuningStep))
 
 
-def _g_prior_scaling(problem: TangentProblem, groups: Groups, likelihood: Likelihood) -> Tensor:
-    """``diag(H)`` at the present noise, estimated, by which a g-prior multiplies the precisions, ``[P]`` float64."""
-    # Where the noise of the estimate starts from is not worth an argument; it is not that of the samples.
-    diagonal = problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0)).double().cpu()
-    return with_floor(diagonal, groups.index) * float(likelihood.curvature_weights().detach()[0])
-
-
-_STEP = tuple(field.name for field in fields(TuningStep))
-
-
-def write_state(checkpoint: Checkpoint, state: TuningState) -> None:
-    """Write where a tuning is."""
-    tensors: dict[str, Tensor] = {"precision": state.precision, "z": state.z}
-    if state.noise_std is not None:
-        tensors["noise_std"] = state.noise_std
-    if state.optimum is not None:
-        tensors["optimum"] = state.optimum
-    for name, value in (state.solver or {}).items():
-        tensors[f"solver.{name}"] = value
+def _write_state(checkpoint: Checkpoint, state: _State) -> None:
+    tensors: dict[str, Tensor | None] = {
+        "precision": state.precision,
+        "z": state.z,
+        "noise_std": state.noise_std,
+        "optimum": state.optimum,
+    }
+    tensors |= {f"solver.{name}": value for name, value in (state.solver or {}).items()}
     steps = [*state.steps, *([] if state.pending is None else [state.pending])]
     for number, step in enumerate(steps):
         for name in _STEP:
             value = getattr(step, name)
-            if value is not None:
-                tensors[f"step.{number}.{name}"] = torch.as_tensor(value, dtype=torch.float64)
-    header: dict[str, Any] = {"steps": len(steps), "pending": state.pending is not None, "sound": state.sound}
-    checkpoint.write("tuning", header, tensors)
+            tensors[f"step.{number}.{name}"] = None if value is None else torch.as_tensor(value, dtype=torch.float64)
+    header = {"steps": len(steps), "pending": state.pending is not None, "sound": state.sound}
+    checkpoint.write("tuning", header, {name: value for name, value in tensors.items() if value is not None})
 
 
-def read_state(checkpoint: Checkpoint, device: torch.device) -> TuningState | None:
-    """Where a tuning was; None if nothing was written."""
+def _read_state(checkpoint: Checkpoint, device: torch.device) -> _State | None:
     found = checkpoint.read("tuning", device)
     if found is None:
         return None
     header, tensors = found
     steps = []
     for number in range(header["steps"]):
-        values: dict[str, Any] = {name: tensors.get(f"step.{number}.{name}") for name in _STEP}
-        values = {name: None if value is None else value.cpu() for name, value in values.items()}
+        own = {name: value.cpu() for name, value in with_prefix(tensors, f"step.{number}.").items()}
+        values: dict[str, Any] = {"noise_std": None, **own}
         values |= {"residual": float(values["residual"]), "iterations": int(values["iterations"])}
         steps.append(TuningStep(**values))
     pending = steps.pop() if header["pending"] else None
-    solver = {name.removeprefix("solver."): value for name, value in tensors.items() if name.startswith("solver.")}
     noise = tensors.get("noise_std")
-    return TuningState(
+    return _State(
         precision=tensors["precision"].cpu(),
         noise_std=None if noise is None else noise.cpu(),
         z=tensors["z"],
         steps=steps,
         optimum=tensors.get("optimum"),
-        solver=solver or None,
+        solver=with_prefix(tensors, "solver.") or None,
         pending=pending,
         sound=header["sound"],
     )

@@ -61,19 +61,7 @@ class DiagonalSWAG:
         progress: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Variances ``[P]`` of the network's selected entries, over the snapshots (divided by their number).
-
-        Args:
-            network: The network; only the selected entries are trained, the others keep their values.
-            likelihood: Its negative log-likelihood is the loss.
-            data: Batches that can be started again.
-            progress: Whether to show a progress bar.
-            generator: Source of randomness for dropout and the like; by default torch's own generators.
-
-        Raises:
-            NonFiniteError: The loss diverged.
-            EmptyDataError: There are no data.
-        """
+        """Variances ``[P]`` of the network's selected entries, over the snapshots (divided by their number)."""
         moving = copy.deepcopy(network.model).train().requires_grad_(False)
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
         optimizer = torch.optim.SGD(

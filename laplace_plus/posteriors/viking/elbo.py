@@ -58,12 +58,6 @@ def prior_divergence(
 ) -> Tensor:
     """``KL(q ‖ p)`` in nats with ``σ_ker = α^-½``, 0-d float64; differentiable in its tensors.
 
-    Args:
-        squared_distance: ``‖m − μ‖²``.
-        rank: r, the dimension of the range.
-        prior_precision: α.
-        image_std: σ_im.
-
     Example:
         >>> float(prior_divergence(torch.tensor(3.0), 5, 4.0, 0.5))
         6.0
@@ -75,18 +69,7 @@ def prior_divergence(
 
 @dataclass(frozen=True)
 class ELBO:
-    """The bound for one data set and prior mean, as a function of ``logs = (log α, log σ_im)`` and the mean.
-
-    Args:
-        likelihood: The likelihood.
-        data: Batches that can be started again.
-        expectation: Whether samples go through the network or its linearisation.
-        prior_mean: μ.
-        temperature: T.
-        kl_weight: The weight of the divergence.
-        n_data: N.
-        device: Where the network is.
-    """
+    """The bound for one data set and prior mean, as a function of ``logs = (log α, log σ_im)`` and the mean."""
 
     likelihood: Likelihood
     data: Iterable[Any]
@@ -106,12 +89,7 @@ class ELBO:
         return (mean - self.prior_mean.to(mean)).double().square().sum()
 
     def expected_nll(self, outputs: Tensor, target: Any) -> Tensor:
-        """The mean over samples of a batch's negative log-likelihood, divided by the temperature.
-
-        Args:
-            outputs: Of each sample, ``[k, B, *, C]``.
-            target: The batch's.
-        """
+        """The mean over samples' outputs ``[k, B, *, C]`` of a batch's negative log-likelihood, divided by T."""
         targets = target.expand(len(outputs), *target.shape).flatten(0, 1)
         statistics = self.likelihood.statistics(outputs.flatten(0, 1), targets)
         return -self.likelihood.log_likelihood(statistics) / (len(outputs) * self.temperature)
@@ -121,15 +99,7 @@ class ELBO:
     ) -> tuple[Tensor, ELBOTerms]:
         """A batch's share of minus the bound, and the terms of the whole bound estimated from the batch.
 
-        Args:
-            nll: :meth:`expected_nll` of a batch; differentiable.
-            size: B; the batch carries B/N of the divergence.
-            squared_distance: ``‖m − μ‖²``.
-            rank: r.
-            logs: ``(log α, log σ_im)``.
-
-        Raises:
-            NonFiniteError: A term is NaN or infinite.
+        A batch of B of the N examples carries B/N of the divergence. Raises NonFiniteError.
         """
         alpha, image_std = logs.exp()
         kl = prior_divergence(squared_distance.to(logs.device), rank, alpha, image_std)

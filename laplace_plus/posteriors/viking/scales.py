@@ -59,13 +59,6 @@ class BoundAtMean:
 
     For the linearised network the noise is pushed through the tangent once, and kept where the memory budget allows;
     each vector then counts with both signs, which cancels all odd terms.
-
-    Args:
-        elbo: The bound.
-        network: With the mean as its weights.
-        noise: Projected noise.
-        rank: The dimension of the range.
-        n_outputs: C.
     """
 
     def __init__(self, elbo: ELBO, network: Network, noise: ProjectedNoise, rank: float, n_outputs: int):
@@ -88,11 +81,7 @@ class BoundAtMean:
             return terms, slope + torch.autograd.grad(objective, point)[0]
 
     def maximise(self, start: Tensor, options: ScaleFit, history: list[ELBOTerms]) -> tuple[Tensor, bool]:
-        """The logarithms at the optimum, and whether the search converged; each step is appended to ``history``.
-
-        Raises:
-            NonFiniteError: The bound is not finite somewhere.
-        """
+        """The logarithms at the optimum, and whether the search converged; each step is appended to ``history``."""
         logs, n_data = start.detach().clone().requires_grad_(), self._elbo.n_data
         if options.optimizer == "adam":
             self._adam(logs, options, history)

@@ -88,16 +88,7 @@ class EpochNoise:
 
 
 class MeanTraining:
-    """Trains the mean, which starts at the network's weights; the network itself does not change.
-
-    Args:
-        elbo: The bound.
-        network: The trained network.
-        rows: Which rows' null space.
-        projector: How noise is projected onto the null space of all rows.
-        chunk_size: Number of vectors that are pushed through the network at a time.
-        options: Epochs, rates and the like.
-    """
+    """Trains the mean, which starts at the network's weights; the network itself does not change."""
 
     def __init__(
         self,
@@ -115,21 +106,7 @@ class MeanTraining:
     def run(
         self, logs: Tensor, seed: int, checkpoint: Checkpoint | None, *, progress: bool
     ) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
-        """Train.
-
-        Args:
-            logs: Where ``(log α, log σ_im)`` start.
-            seed: Of the noise.
-            checkpoint: Where the state after each epoch is kept.
-            progress: Whether to show a progress bar.
-
-        Returns:
-            The mean ``[P]``, ``(log α, log σ_im)``, and the terms of each step.
-
-        Raises:
-            NonFiniteError: The bound is not finite.
-            UnsupportedError: The null space is zero.
-        """
+        """Train from ``logs = (log α, log σ_im)``; the mean ``[P]``, the logarithms, and the terms of each step."""
         options = self._options
         theta, logs = self._network.vector().requires_grad_(), logs.detach().clone().requires_grad_()
         optimizer = torch.optim.Adam(
@@ -181,15 +158,7 @@ class MeanTraining:
         return EpochNoise(null_space, noise, float(range_dimension(null_space, squares, rank).value))
 
     def step(self, batch: Batch, theta: Tensor, logs: Tensor, noise: EpochNoise, source: torch.Generator) -> ELBOTerms:
-        """The terms of the bound estimated from a batch; sets the gradients of what requires them.
-
-        Args:
-            batch: The batch.
-            theta: The mean; without gradients only the scales are learnt.
-            logs: ``(log α, log σ_im)``.
-            noise: The epoch's noise; alternating projections replace it.
-            source: Of the step's random numbers.
-        """
+        """The terms of the bound estimated from a batch; sets the gradients of what requires them."""
         rows = self._batch_rows(batch, theta)
         null_space, in_range, rank = self._split(rows, noise, source, theta.requires_grad)
         moves = deviations(logs, null_space, in_range)
@@ -238,12 +207,7 @@ def _normal(count: int, like: Tensor, source: torch.Generator) -> Tensor:
 
 
 def with_weights(network: Network, vector: Tensor) -> Network:
-    """The same network with other weights, on a copy of the module.
-
-    Args:
-        network: The network.
-        vector: The selected weights, ``[P]``.
-    """
+    """The same network with other weights, on a copy of the module."""
     other = copy.copy(network)
     other.model = copy.deepcopy(network.model)
     other.example_axes, other.layouts = {}, {}

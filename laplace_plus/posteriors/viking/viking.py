@@ -19,7 +19,7 @@ from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.geometry import kinks
-from laplace_plus.linalg.null_space import ProjectionMethod
+from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name, check_positive, full_precision
 from laplace_plus.posteriors.projection.noise import (
@@ -27,7 +27,6 @@ from laplace_plus.posteriors.projection.noise import (
     ProjectedNoise,
     ProjectedNoisePosterior,
     check_single,
-    projector_config,
 )
 from laplace_plus.posteriors.projection.rows import Rows, check_rows
 from laplace_plus.posteriors.resuming import survey
@@ -164,11 +163,11 @@ class VIKING(ProjectedNoisePosterior):
         self.default_method = self.expectation
         self.rank = rank
         self._take_options(projector, n_samples, chunk_size)
-        if rank == "exact" and projector_config(self.projector)["name"] != "svd":
+        if rank == "exact" and not isinstance(self.projector, SVDProjection):
             raise ConfigurationError(
                 "Only a decomposition knows the rank.",
                 expected='projector="svd" with rank="exact"',
-                got=f"projector={projector_config(self.projector)['name']!r}",
+                got=f"projector={self.projector!r}",
             )
         self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
         self._first_image_std = float(check_positive(image_std, "image_std"))
@@ -196,15 +195,12 @@ class VIKING(ProjectedNoisePosterior):
     def options(self) -> dict[str, Any]:
         return {
             "mode": "post_hoc" if self.training is None else {"name": "train", **asdict(self.training)},
-            "rows": self.rows,
-            "projector": projector_config(self.projector),
             "expectation": self.expectation,
             "rank": self.rank,
             "kl_weight": self.kl_weight,
             "image_std": self._first_image_std,
             "scale_fit": asdict(self.scale_fit),
-            "n_samples": self.n_samples,
-            "chunk_size": self.chunk_size,
+            **super().options(),
         }
 
     @override
@@ -214,9 +210,16 @@ class VIKING(ProjectedNoisePosterior):
         start = self._start(data, generator, _WHY, prior_precision=self._first_precision, prior_mean=self._prior_mean)
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
         history: list[ELBOTerms] = []
-        elbo, center, other = self._elbo(data, start.n_data), self.network, None
+        elbo, center, moved = self._elbo(data, start.n_data), self.network, None
         if self.training is not None:
-            self._warn_of_kinks(data)
+            found = kinks(self.network, next(self.batches(data, progress=False, description="")).inputs)
+            if found:
+                warnings.warn(
+                    f"The network's {', '.join(found)} have no second derivative everywhere, which the gradient "
+                    'through projections assumes. Prefer tanh, GELU or SiLU, or mode="post_hoc".',
+                    SmoothnessWarning,
+                    stacklevel=5,
+                )
             training = MeanTraining(
                 elbo,
                 self.network,
@@ -226,49 +229,26 @@ class VIKING(ProjectedNoisePosterior):
                 options=self.training,
             )
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
-            center = other = with_weights(self.network, theta)
+            center = moved = with_weights(self.network, theta)
         noise = self._project(center, data, start, keep_range=True, progress=progress)
-        bound = self._bound_at(elbo, center, noise, start.n_outputs)
-        logs, converged = bound.maximise(logs, self.scale_fit, history)
+        logs, converged = self._bound_at(elbo, center, noise, start.n_outputs).maximise(logs, self.scale_fit, history)
         self._take_noise(noise, center.vector(), start)
-        self._moved, self._history, self._data_sum = other, history, float(start.sums[0])
-        self._take(logs)
+        self._moved, self._history, self._data_sum = moved, history, float(start.sums[0])
+        alpha, self._image_std = logs.exp()
+        self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
         self._warn_unless_converged(converged)
 
-    def _warn_of_kinks(self, data: Iterable[Any]) -> None:
-        found = kinks(self.network, next(self.batches(data, progress=False, description="")).inputs)
-        if found:
-            warnings.warn(
-                f"The network's {', '.join(found)} have no second derivative everywhere, which the gradient "
-                'through projections assumes. Prefer tanh, GELU or SiLU, or mode="post_hoc".',
-                SmoothnessWarning,
-                stacklevel=6,
-            )
-
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
-        return ELBO(
-            self.likelihood,
-            data,
-            self.expectation,
-            self._prior_mean,
-            float(self._temperature.detach()),
-            self.kl_weight,
-            n_data,
-            self.network.device,
-        )
+        temperature = float(self._temperature.detach())
+        own = self.expectation, self._prior_mean, temperature, self.kl_weight, n_data, self.network.device
+        return ELBO(self.likelihood, data, *own)
 
     def _bound_at(self, elbo: ELBO, center: Network, noise: ProjectedNoise, n_outputs: int) -> BoundAtMean:
         if not elbo.squared_distance(center.vector()) > 0:
             raise ConfigurationError("The weights equal the prior mean.", expected="other weights", got="‖θ̂ − μ‖ = 0")
-        rank = float(noise.report.rank.value)
-        if self.rank == "stochastic":
-            rank = float(noise.range.double().square().sum(-1).mean())
+        exact = float(noise.report.rank.value)
+        rank = float(noise.range.double().square().sum(-1).mean()) if self.rank == "stochastic" else exact
         return BoundAtMean(elbo, center, noise, rank, n_outputs)
-
-    def _take(self, logs: Tensor) -> None:
-        assert self._vector is not None
-        alpha, self._image_std = logs.exp()
-        self._prior_precision = self._learnt_precision = alpha.to(self._vector.dtype)
 
     def _warn_unless_converged(self, converged: bool) -> None:
         assert self._noise is not None

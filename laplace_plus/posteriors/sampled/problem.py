@@ -1,8 +1,9 @@
-"""Preconditioners for the system ``(I + W) u = b`` of posterior samples; one serves all priors."""
+"""The linear systems of posterior samples for some data: their solution, and preconditioners that serve all priors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.nystrom import nystrom
 from laplace_plus.network import Network, exact_arithmetic
-from laplace_plus.posteriors.sampled.objective import PriorUnits, Rows, TangentCurvature
+from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Rows, Solved, TangentCurvature
 from laplace_plus.posteriors.sampled.solvers import CGSolver, Solver
 from laplace_plus.structured import Factor
 
@@ -23,42 +24,57 @@ Preconditioner = Callable[[PriorUnits], Rows]
 
 
 class TangentProblem:
-    """The curvature of some data, and the preconditioner that a solver asks for, made when it is first needed.
-
-    Args:
-        network: The network.
-        likelihood: The likelihood.
-        data: An iterable of batches that can be started again.
-        solver: The solver.
-        chunk_size: Number of vectors that are pushed through the network at a time.
+    """The curvature of some data, and how its systems are solved.
 
     Attributes:
         curvature: ``M₁``.
-        data: The batches.
+        data: The batches, which can be started again.
+        solver: The solver; its preconditioner is made when it is first needed.
     """
 
     def __init__(
         self, network: Network, likelihood: Likelihood, data: Iterable[Any], solver: Solver, *, chunk_size: int
     ):
         self.curvature = TangentCurvature(network, likelihood, data, chunk_size=chunk_size)
-        self.data, self._solver = data, solver
+        self.data, self.solver = data, solver
         self._made: Preconditioner | None = None
 
     def preconditioner(self, system: PriorUnits) -> Rows | None:
         """That of a system, in the prior's units; None for none."""
-        solver = self._solver
+        solver = self.solver
         if not isinstance(solver, CGSolver) or solver.preconditioner == "none":
             return None
         if self._made is None:
             with exact_arithmetic(self.curvature.network), torch.no_grad():
                 if solver.preconditioner == "kfac":
-                    self._made = kronecker_preconditioner(self.curvature, self.data)
+                    self._made = _kronecker_preconditioner(self.curvature, self.data)
                 else:
-                    self._made = nystrom_preconditioner(self.curvature, solver.rank)
+                    self._made = _nystrom_preconditioner(self.curvature, solver.rank)
         return self._made(system)
 
+    def solve(self, system: PriorUnits, draws: Draws, start: Tensor | None, **options: Any) -> Solved:
+        """Solve for all samples together."""
+        solver, curvature = self.solver, self.curvature
+        with exact_arithmetic(curvature.network), torch.no_grad():
+            b = system.right_hand_side(draws)
+            guess = None if start is None else start * system.root
+            if isinstance(solver, CGSolver):
+                precondition = self.preconditioner(system)
+                u, n = solver.iterate(system.system, b, start=guess, precondition=precondition, **options)
+            else:
+                rate = solver.learning_rate or 0.0
+                if solver.learning_rate is None and options.get("state") is None:
+                    rate = system.learning_rate(draws, solver.momentum)
 
-def kronecker_preconditioner(curvature: TangentCurvature, data: Iterable[Any]) -> Preconditioner:
+                def products() -> Iterator[Rows]:
+                    for product in curvature.minibatches():
+                        yield partial(system.system, product=product)
+
+                u, n = solver.iterate(products, curvature.n_batches, b, rate=rate, start=guess, **options)
+            return system.check(u, draws, solver.largest_residual, n)
+
+
+def _kronecker_preconditioner(curvature: TangentCurvature, data: Iterable[Any]) -> Preconditioner:
     """``A^½ (K + A)⁻¹ A^½`` with Kronecker factors K of the curvature ``M₁``, from one pass over the data.
 
     A block whose entries have several prior precisions takes their geometric mean; a preconditioner may be inexact.
@@ -95,7 +111,7 @@ def _inverse(factor: Factor, blocks: Tensor) -> Tensor:
     return factor.sample(pulled).detach()
 
 
-def nystrom_preconditioner(curvature: TangentCurvature, rank: int) -> Preconditioner:
+def _nystrom_preconditioner(curvature: TangentCurvature, rank: int) -> Preconditioner:
     """``(I + A^-½ Uᵀ Λ U A^-½)⁻¹`` with a randomised Nyström approximation ``Uᵀ Λ U`` of ``M₁``.
 
     The approximation is that of the curvature alone (Frangella, Tropp and Udell, 2023); the prior enters by Woodbury's
