@@ -2,17 +2,16 @@
 
 The recipe, for a network trained with weight decay, in the notation of :mod:`laplace_plus.leave_one_out.predictions`:
 
-1. Leave-one-out outputs ``f₋ₙ`` are taken at ``κ α₀``, where ``α₀`` is the prior precision of training.
-2. ``T`` minimises the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no covariance
-   can repair: predictions are ``p(y | f/T)``, without one.
-3. Otherwise predictions are made with the covariance ``s V(α₀)``, where ``s`` in [0, 1] minimises the leave-one-out
-   loss of ``f₋ₙ`` and ``s V₋ₙ(α₀)``.
+1. Compute leave-one-out outputs ``f₋ₙ`` at ``κ α₀``, where ``α₀`` is the prior precision of training.
+2. Let ``T`` minimise the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no
+   covariance can repair. Predictions are then ``p(y | f/T)``.
+3. Otherwise predict with the covariance ``s V(α₀)``, where ``s`` in [0, 1] minimises the leave-one-out loss of ``f₋ₙ``
+   and ``s V₋ₙ(α₀)``.
 
-``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots what retraining
-gives. Leverages of the last layer alone are bounds from below: what they leave out of a datum is too little, and losses
-come out too low. A ``T < 1`` that rests on them says nothing, and predictions are then those of the network as it is. A
-network that fits its training data all but perfectly has no gradients left there, so that leaving out changes nothing
-and tells nothing: such networks are not calibrated in this way.
+``κ = 2`` is an empirical choice: networks stop short of the optimum, and the plain formula overshoots retraining.
+Leverages of the last layer alone are lower bounds, so the losses come out too low. A ``T < 1`` from them is therefore
+not used, and predictions are the network's own. Networks that interpolate their training data are refused: gradients
+vanish there, and leaving out is blind.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,19 +50,19 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
-from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.configuration import check_name, full_precision
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, require_outputs
 from laplace_plus.priors import as_hyperparameter
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
-"""Trains the network anew on some batches of the training data."""
+"""Trains a new network on some batches of the training data."""
 
 TEMPERATURES = (1 / 8, 8.0)
-"""Between these, temperatures are searched."""
+"""Range of the search for a temperature, a factor of 8 either way; an optimum at its ends gives a warning."""
 
 HELD_OUT = 0.2
-"""Share of the training data that a refit does without."""
+"""Share of the training data that a refit holds out, as in five-fold cross-validation."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,15 @@ class CalibrationReport:
     """What a calibration found.
 
     Attributes:
-        rule: What predictions are made of: ``"temperature"`` (T < 1), ``"covariance"`` (s), ``"network"`` (neither, as
-            T < 1 rests on leverages of the last layer), or, where leaving out tells nothing, ``"refit"`` or
-            ``"marginal_likelihood"``.
+        rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), ``"network"`` (neither, where
+            T < 1 rests on leverages of the last layer), or the fallbacks ``"refit"`` and ``"marginal_likelihood"``.
         fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
         training_nll: Mean loss of the network on its training data, in nats.
-        leave_one_out_nll: That of ``f₋ₙ``, the network's own estimated on new data; NaN where nothing was left out.
-        calibrated_nll: The same after calibration; for ``"refit"`` that of the fold. It was minimised over one number.
+        leave_one_out_nll: Mean leave-one-out loss of the network itself; NaN where nothing was left out.
+        calibrated_nll: The same after calibration, minimised over one number; for ``"refit"`` the loss of the fold.
         largest_leverage: At ``κ α₀``; NaN where nothing was left out.
         kappa: The leverage factor.
-        converged: Whether T lies inside of the range that was searched. T = 1 does for ``"refit"``: a constraint.
+        converged: Whether T lies inside the searched range. For ``"refit"`` T = 1 counts as inside.
     """
 
     rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood"]
@@ -93,6 +91,7 @@ class CalibrationReport:
     converged: bool
 
 
+@dataclass(eq=False, repr=False)
 class CalibratedPosterior:
     """A posterior whose outputs are divided by a temperature, or whose covariance is scaled; see :func:`calibrate`.
 
@@ -103,31 +102,19 @@ class CalibratedPosterior:
         link: The default of :meth:`predictive`.
         report: How these were found.
 
-    Attributes:
-        posterior: As given.
-        temperature: As given.
-        covariance_scale: As given.
-        link: As given.
-        report: As given.
+    All arguments are attributes.
     """
 
-    def __init__(
-        self,
-        posterior: Posterior,
-        *,
-        temperature: float,
-        covariance_scale: float,
-        link: str,
-        report: CalibrationReport,
-    ):
-        self.posterior, self.temperature, self.covariance_scale = posterior, temperature, covariance_scale
-        self.link, self.report = link, report
+    posterior: Posterior
+    _: KW_ONLY
+    temperature: float
+    covariance_scale: float
+    link: str
+    report: CalibrationReport
 
     def __repr__(self) -> str:
-        return (
-            f"CalibratedPosterior({self.posterior!r}, temperature={self.temperature:.4g}, "
-            f"covariance_scale={self.covariance_scale:.4g})"
-        )
+        scales = f"temperature={self.temperature:.4g}, covariance_scale={self.covariance_scale:.4g}"
+        return f"CalibratedPosterior({self.posterior!r}, {scales})"
 
     def functional_posterior(self, x: Any, *, joint: bool = False, outputs: Outputs = None) -> FunctionalPosterior:
         """``N(f/T, s V/T²)``; arguments and shapes as of :meth:`Posterior.functional_posterior`."""
@@ -151,11 +138,8 @@ class CalibratedPosterior:
         likelihood = self.posterior.likelihood
         link = self.link if link is None else link
         if self.covariance_scale == 0:
-            if link not in likelihood.links:
-                raise ConfigurationError(
-                    "Unknown link.", expected=", ".join(map(repr, likelihood.links)), got=repr(link)
-                )
-            mean = self._outputs(x) / self.temperature
+            check_name(link, likelihood.links, "link")
+            mean = _outputs(self.posterior, x) / self.temperature
             nothing = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
             return from_functional(
                 likelihood, mean, nothing, link="probit", n_samples=n_samples, generator=generator, joint=joint
@@ -167,11 +151,8 @@ class CalibratedPosterior:
                 likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
             )
 
-    def _outputs(self, x: Any) -> Tensor:
-        return _outputs(self.posterior, x)
-
     def save(self, path: str | Path) -> None:
-        """Write the posterior and its calibration to two folders inside of ``path``, which is made if need be.
+        """Write the posterior and its calibration to two folders inside ``path``, creating it where needed.
 
         Raises:
             CheckpointError: One of the folders holds something else.
@@ -193,7 +174,7 @@ class CalibratedPosterior:
         header, _ = io.read(Path(path) / "calibration")
         found = header.get("calibration")
         if not isinstance(found, dict):
-            raise CheckpointError("This is no calibration.", expected="a folder that save() wrote", got=str(path))
+            raise CheckpointError("No calibration was found.", expected="a folder that save() wrote", got=str(path))
         report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
         return cls(
             posterior,
@@ -222,44 +203,42 @@ def calibrate(
 ) -> CalibratedPosterior:
     """Calibrate a classifier by leave-one-out on its training data; see :mod:`laplace_plus.calibration`.
 
-    Measured on small networks trained with weight decay; there it was level with, or ahead of, the network itself and
-    of a temperature fitted to validation data. It needs the weight decay that the network was trained with.
+    It needs the weight decay that the network was trained with. On small networks it was level with, or ahead of, the
+    network itself and a temperature fitted to validation data.
 
     Args:
-        posterior: A fitted Gaussian posterior of a classifier; it stays as it is. Its own prior precision does not
-            matter.
-        data: The training data; by default what the posterior was fitted to.
-        training_prior_precision: ``α₀``, for the loss summed over the data, in a form that prior precisions have.
-        weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (where it is added to the gradient, unlike in
-            AdamW) with the *mean* loss: ``α₀ = N · weight_decay``, N being the rows that the mean is taken over
-            (examples; positions that are not ignored; times the outputs for several binary ones).
+        posterior: A fitted Gaussian posterior of a classifier, which is not changed. Its prior precision is not used.
+        data: The training data; by default the data of the fit.
+        training_prior_precision: ``α₀`` for the loss summed over the data: 0-d, ``[G]`` or ``[P]``.
+        weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (not AdamW) with the *mean* loss. Then
+            ``α₀ = N · weight_decay``, where N counts the terms of the mean: examples or positions that are not ignored,
+            times the outputs for several binary ones.
         kappa: The leverage factor.
-        leverages: Of which curvature leverages and displacements are: ``"own"`` for the posterior's, ``"full"`` for the
-            exact Gauss-Newton matrix, ``"last_layer"`` for that of the last layer, which bounds them from below and
-            never sharpens predictions. KFAC's and the diagonal's own may exceed one, and are then refused.
+        leverages: The curvature of leverages and displacements. ``"own"`` is the posterior's; leverages of KFAC and
+            Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix. ``"last_layer"``
+            is that of the last layer, which gives lower bounds and never sharpens predictions.
         link: ``"probit"`` or ``"mc"``, for the tuning of s and for predictions.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.
-        interpolation: The recipe is refused if the network's mean training loss is below this, in nats; 0 for never.
-        fallback: What to do then, or without a weight decay: ``"raise"`` an error, or ``"marginal_likelihood"``:
-            predict at the prior precision of largest marginal likelihood, with ``s = T = 1``.
-        refit: What to do then instead, if given: a function that takes 80 % of the training data as a list of batches
-            and returns a network trained on them; ``T ≥ 1`` is fitted to the other 20 %, and there is no covariance.
+        interpolation: The mean training loss, in nats, below which the network counts as interpolating; 0 for never.
+        fallback: For networks that interpolate or have no weight decay: ``"raise"`` an error, or predict at the prior
+            precision of largest ``"marginal_likelihood"``, with ``s = T = 1``.
+        refit: Instead of the fallback, a function that trains a network on 80 % of the training data, given as a list
+            of batches, and returns it. ``T ≥ 1`` is fitted to the other 20 %; predictions have no covariance.
         progress: Whether to show a progress bar.
 
     Returns:
-        A posterior with its own ``predictive``; ``.temperature``, ``.covariance_scale`` and ``.report`` say what was
-        found.
+        A posterior with its own ``predictive``, and with ``.temperature``, ``.covariance_scale`` and ``.report``.
 
     Raises:
         NotFittedError: Before ``fit``.
         ConfigurationError: Unknown choices, or no weight decay.
-        UnsupportedError: No classifier; or one that interpolates its training data.
+        UnsupportedError: No classifier, or one that interpolates its training data.
         DataError: Other data than were fitted to.
         NotPositiveDefiniteError: Leverages at or above one.
 
     Warns:
-        ConvergenceWarning: T lies at an end of the range that is searched.
+        ConvergenceWarning: T lies at an end of the searched range.
 
     Example:
         >>> import laplace_plus as lp
@@ -280,8 +259,7 @@ def calibrate(
     _check(posterior, link, fallback, interpolation)
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
     training_nll, seen = _training_loss(posterior, again, progress)
-    # a posterior of its own, which shares the curvature and the network
-    own = copy.copy(posterior)
+    own = copy.copy(posterior)  # shares the curvature and the network
     if not known or training_nll < interpolation:
         if refit is not None:
             return _refitted(own, again, refit, training_nll, link, generator, kappa)
@@ -297,9 +275,8 @@ def calibrate(
         training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, posterior.temperature)
     own.prior_precision = as_hyperparameter(training_prior_precision)
     left = own.leave_one_out(again, kappa=kappa, leverages=leverages, progress=progress)
-    temperature, loss, inside = _best_temperature(left.likelihood, left.mean, left.targets, TEMPERATURES)
-    if not inside:
-        _warn_of_limit(temperature)
+    observations = left.likelihood.rows(left.mean.double(), left.targets)
+    temperature, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
     as_it_is, scale, applied = float(left.nll(link="probit", scale=0.0)), 0.0, 1.0
     rule: Literal["temperature", "covariance", "network"] = "covariance"
     if temperature >= 1:
@@ -321,14 +298,6 @@ def calibrate(
     return CalibratedPosterior(own, temperature=applied, covariance_scale=scale, link=link, report=report)
 
 
-def _warn_of_limit(temperature: float) -> None:
-    warnings.warn(
-        f"The temperature ended at {temperature:.3g}, the end of the range that is searched.",
-        ConvergenceWarning,
-        stacklevel=3,
-    )
-
-
 def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None:
     if not isinstance(posterior, GaussianPosterior):
         raise ConfigurationError(
@@ -339,19 +308,17 @@ def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None
     posterior.require_fit()
     if not posterior.likelihood.is_classifier:
         raise UnsupportedError(
-            "The recipe is for classes: dividing outputs by a temperature means nothing elsewhere.",
+            "Only classifiers are calibrated: other outputs have no temperature.",
             expected='likelihood="classification" or "binary"',
             got=repr(posterior.likelihood),
             fix='Use fit_prior_precision(method="leave_one_out"), which tunes precision and noise.',
         )
-    if link not in ("probit", "mc"):
-        raise ConfigurationError("Unknown link.", expected='"probit" or "mc"', got=repr(link))
-    if fallback not in ("raise", "marginal_likelihood"):
-        raise ConfigurationError("Unknown fallback.", expected='"raise" or "marginal_likelihood"', got=repr(fallback))
+    check_name(link, ("probit", "mc"), "link")
+    check_name(fallback, ("raise", "marginal_likelihood"), "fallback")
     number = isinstance(interpolation, (int, float)) and not isinstance(interpolation, bool)
     if not (number and 0 <= interpolation < math.inf):
         raise ConfigurationError(
-            "There is no such training loss.", expected="interpolation: a number >= 0", got=repr(interpolation)
+            "interpolation must be a non-negative number.", expected="interpolation >= 0", got=repr(interpolation)
         )
 
 
@@ -390,25 +357,35 @@ def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: 
 
 
 def _best_temperature(
-    likelihood: Likelihood, outputs: Tensor, targets: Tensor, limits: tuple[float, float]
+    likelihood: Likelihood, observations: tuple[Tensor, Tensor, Tensor], limits: tuple[float, float]
 ) -> tuple[float, float, bool]:
-    """The temperature of least mean loss, that loss, and whether it lies inside of the limits, of which 1 is none."""
-    rows, wanted, weight = likelihood.rows(outputs.double(), targets)
+    """The temperature of least mean loss, that loss, and whether it lies inside the limits; T = 1 always does.
+
+    The observations are flattened outputs, their targets and weights.
+    """
+    flat, targets, weight = observations
 
     def loss(logarithm: float) -> float:
-        densities = checked_log_density(likelihood, rows / math.exp(logarithm), wanted)
+        densities = checked_log_density(likelihood, flat / math.exp(logarithm), targets)
         return -float((densities * weight).sum() / weight.sum())
 
     low, high = map(math.log, limits)  # the loss is convex in 1/T
     found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-6})
     best = min((low, float(found.x), high), key=loss)
-    return math.exp(best), loss(best), (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
+    inside = (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
+    if not inside:
+        warnings.warn(
+            f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched.",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+    return math.exp(best), loss(best), inside
 
 
 def _best_scale(
     left: LeaveOneOutPredictions, link: str, n_samples: int, generator: torch.Generator | None
 ) -> tuple[float, float]:
-    """The scale in [0, 1] of least leave-one-out loss, and that loss; the same random numbers for all."""
+    """The scale in [0, 1] of least leave-one-out loss, and that loss, with common random numbers."""
     seed = 0
     if link == "mc":
         source = "cpu" if generator is None else generator.device
@@ -435,21 +412,16 @@ def _refitted(
     generator: torch.Generator | None,
     kappa: float,
 ) -> CalibratedPosterior:
-    """A temperature from a fold that a second training run did without."""
+    """Calibrate by a temperature that a second training run's held-out fold determines."""
     kept, fold = _fold(posterior, data, generator)
-    model = refit(kept)
-    network = Network(model, "all", posterior.likelihood.arrange)
-    outputs, targets = [], []
-    for inputs, target in fold:
-        outputs.append(network.forward(inputs).double())
-        targets.append(target)
-    rows = [posterior.likelihood.rows(one, target) for one, target in zip(outputs, targets, strict=True)]
-    used = [weight > 0 for _, _, weight in rows]
-    flat = torch.cat([row[0][use] for row, use in zip(rows, used, strict=True)])
-    wanted = torch.cat([row[1][use] for row, use in zip(rows, used, strict=True)])
-    temperature, loss, inside = _best_temperature(posterior.likelihood, flat, wanted, (1.0, 1e3))
-    if not inside:
-        _warn_of_limit(temperature)
+    likelihood = posterior.likelihood
+    network = Network(refit(kept), "all", likelihood.arrange)
+    each = [likelihood.rows(network.forward(inputs).double(), target) for inputs, target in fold]
+    used = [weight > 0 for _, _, weight in each]
+    flat, targets, weight = (
+        torch.cat([one[use] for one, use in zip(column, used, strict=True)]) for column in zip(*each, strict=True)
+    )
+    temperature, loss, inside = _best_temperature(likelihood, (flat, targets, weight), (1.0, 1e3))
     report = CalibrationReport("refit", temperature, training_nll, math.nan, loss, math.nan, kappa, inside)
     return CalibratedPosterior(posterior, temperature=temperature, covariance_scale=0.0, link=link, report=report)
 
@@ -457,7 +429,7 @@ def _refitted(
 def _fold(
     posterior: GaussianPosterior, data: Iterable[Any], generator: torch.Generator | None
 ) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
-    """The training data in two random parts, batch by batch: those to train on, and the others."""
+    """The training data in two random parts, batch by batch: to train on, and held out."""
     source = "cpu" if generator is None else generator.device
     order = torch.randperm(posterior.n_data, generator=generator, device=source).cpu()
     held_out = torch.zeros(posterior.n_data, dtype=torch.bool)
@@ -469,7 +441,7 @@ def _fold(
         size = len(batch.target)
         if not can_be_cut(batch.inputs, size):
             raise DataError(
-                "The training data cannot be divided.",
+                "The training data cannot be split into examples.",
                 expected="inputs whose tensors all have the examples along their first axis",
                 got="other inputs",
                 fix='Pass fallback="marginal_likelihood".',

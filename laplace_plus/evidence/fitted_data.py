@@ -1,8 +1,8 @@
-"""Whether data are those that a posterior was fitted to, and which prior precision a weight decay in training means.
+"""Whether data are those that a posterior was fitted to, and the training prior that a weight decay stands for.
 
-A fit keeps the likelihood's additive statistics at the network's outputs, such as ``Σ log p(yₙ|f(xₙ))``. Whatever
-passes over the data again has outputs and targets at hand, and can add the same up without another pass. Other inputs,
-or targets that belong to other inputs, then do not go unnoticed because there are as many of them.
+A fit keeps the likelihood's additive statistics at the network's outputs, such as ``Σ log p(yₙ|f(xₙ))``. Any later pass
+over the data has outputs and targets at hand, and adds up the same statistics. The comparison detects other inputs, and
+targets that belong to other inputs, also where the number of examples agrees.
 """
 
 from __future__ import annotations
@@ -20,43 +20,37 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.network import Network
 
 ACCURACY = 1e-9
-"""Relative accuracy of outputs up to which statistics are compared; less in single precision."""
+"""Relative accuracy of outputs to which statistics are compared: 5e6 float64 roundings; coarser in float32."""
 
 
 class FittedData:
-    """Adds up what a fit has added up, to be compared with it.
+    """Adds up the statistics of a pass over data, and compares them with those of the fit.
 
     Args:
         model: The posterior's curvature, and the statistics of the data of the fit.
         network: The network.
-        n_data: How many examples it was fitted to.
+        n_data: Number of examples of the fit.
 
     Attributes:
         n_examples: Number of examples so far.
-        n_rows: Number of rows (examples, or positions) that count.
-        n_entries: Over how many numbers the mean of torch's losses for classes is taken.
+        n_rows: Number of flattened observations (examples, or positions) that are not ignored.
+        n_entries: Number of terms in the mean that torch's losses for classes take.
     """
 
     def __init__(self, model: LaplaceModel, network: Network, n_data: int):
         self._model, self._network, self._n_data = model, network, n_data
         self._statistics = torch.zeros_like(model.statistics)
-        self._epsilon = 0.0
-        self._slope = self._square = 0.0
+        self._epsilon = self._slope = self._square = 0.0
         self.n_examples, self.n_rows, self.n_entries = 0, 0.0, 0.0
 
     def add(self, outputs: Tensor, target: Any) -> None:
-        """Add a batch.
-
-        Args:
-            outputs: Those of the network, ``[B, *, C]``.
-            target: As the loader gave it, valid for the likelihood.
-        """
+        """Add a batch's outputs ``[B, *, C]`` and its target, which must be valid for the likelihood."""
         likelihood = self._model.likelihood
         self._statistics += likelihood.statistics(outputs, target).to(self._statistics)
-        rows, targets, weight = likelihood.rows(outputs.double(), target)
-        gradient = likelihood.gradient(rows, targets) * weight[:, None]
-        self._slope += float((gradient * rows).abs().sum())
-        self._square += float(rows.square().sum())
+        flat, targets, weight = likelihood.rows(outputs.double(), target)
+        gradient = likelihood.gradient(flat, targets) * weight[:, None]
+        self._slope += float((gradient * flat).abs().sum())
+        self._square += float(flat.square().sum())
         enabled, dtype = self._network.ambient_autocast or (False, outputs.dtype)
         dtypes = (outputs.dtype, self._network.dtype, *([dtype] if enabled else []))
         self._epsilon = max(self._epsilon, *(torch.finfo(one).eps for one in dtypes))
@@ -68,8 +62,8 @@ class FittedData:
     def check(self) -> None:
         """Compare, once all batches were added.
 
-        With outputs ``f`` known to a relative accuracy of r, a sum of ``−log p`` with gradients g is known to
-        ``r Σ |g f|`` in first order, and a sum of squared errors to ``2 r Σ |g f| + r² Σ f²``.
+        With outputs ``f`` of relative accuracy r and gradients g, a sum of ``−log p`` has the accuracy ``r Σ |g f|`` in
+        first order. A sum of squared errors has ``2 r Σ |g f| + r² Σ f²``.
 
         Raises:
             DataError: Other data than were fitted to.
@@ -80,17 +74,16 @@ class FittedData:
             raise DataError(what, expected=f"{self._n_data} examples", got=f"{self.n_examples}", fix=fix)
         likelihood, fitted = self._model.likelihood, self._model.statistics
         accuracy = max(ACCURACY, 100 * self._epsilon)
-        # Log-densities are rounded on the scale of one, squared errors on no scale of their own.
+        # Log-densities are rounded on the scale of one. Squared errors have no such scale.
         rounding = 0.0 if likelihood.is_gaussian else accuracy * self.n_rows
         allowed = accuracy * (fitted.abs() + 2 * self._slope) + accuracy**2 * self._square + rounding
-        if bool(((self._statistics - fitted).abs() <= allowed).all()):
-            return
-        raise DataError(
-            what,
-            expected=f"a log-likelihood of {float(self._model.log_likelihood()):.6g} nats at the network's outputs",
-            got=f"{float(likelihood.log_likelihood(self._statistics)):.6g}",
-            fix=f"{fix} Inputs, targets and autocast must be those of the fit, without random augmentation.",
-        )
+        if not bool(((self._statistics - fitted).abs() <= allowed).all()):
+            raise DataError(
+                what,
+                expected=f"a log-likelihood of {float(self._model.log_likelihood()):.6g} nats at the network's outputs",
+                got=f"{float(likelihood.log_likelihood(self._statistics)):.6g}",
+                fix=f"{fix} Inputs, targets and autocast must be those of the fit, without random augmentation.",
+            )
 
 
 def survey(
@@ -102,20 +95,12 @@ def survey(
     progress: bool = False,
     description: str = "training data",
 ) -> FittedData:
-    """Run the network once over data that should be those of the fit.
-
-    Args:
-        model: The posterior's curvature, and the statistics of the data of the fit.
-        network: The network.
-        data: The data.
-        n_data: How many examples it was fitted to.
-        progress: Whether to show a progress bar.
-        description: The words before it.
+    """Run the network once over data that should be those of the fit, and check them; arguments as `FittedData`.
 
     Raises:
         DataError: Other data than were fitted to.
         LabelError: Targets that do not fit.
-        OutputError: Outputs that do not.
+        OutputError: Outputs that do not fit.
     """
     found = FittedData(model, network, n_data)
     for batch in iterate(data, device=network.device, progress=progress, description=description):
@@ -127,13 +112,10 @@ def survey(
 
 
 def check_training_prior(precision: Any, weight_decay: Any) -> bool:
-    """Refuse what says the prior of training twice or in no known way.
-
-    Returns:
-        Whether it was said at all; a weight decay of zero says nothing.
+    """Whether the prior of training is given; a weight decay of zero counts as not given.
 
     Raises:
-        ConfigurationError: Both are given, or a weight decay that is no number from zero on.
+        ConfigurationError: Both are given, or a weight decay that is not a finite number >= 0.
     """
     if precision is not None and weight_decay is not None:
         raise ConfigurationError(
@@ -143,14 +125,16 @@ def check_training_prior(precision: Any, weight_decay: Any) -> bool:
         )
     number = isinstance(weight_decay, (int, float)) and not isinstance(weight_decay, bool)
     if weight_decay is not None and not (number and 0 <= weight_decay < math.inf):
-        raise ConfigurationError("There is no such weight decay.", expected="a number >= 0", got=repr(weight_decay))
+        raise ConfigurationError(
+            "weight_decay must be a non-negative number.", expected="weight_decay >= 0", got=repr(weight_decay)
+        )
     return precision is not None or bool(weight_decay)
 
 
 def unknown_training_prior(fix: str | None = None) -> ConfigurationError:
     """The error where neither a precision nor a weight decay of training is given."""
     return ConfigurationError(
-        "Leave-one-out needs to know what pulled the weights back in training.",
+        "Leave-one-out needs the prior precision of training.",
         expected="training_prior_precision=, or weight_decay= above 0",
         got="none",
         fix=fix or "Pass the weight decay of training; without one, tune by marginal likelihood or on held-out data.",
@@ -160,14 +144,14 @@ def unknown_training_prior(fix: str | None = None) -> ConfigurationError:
 def precision_of_weight_decay(
     weight_decay: float, data: FittedData, model: LaplaceModel, temperature: float | Tensor
 ) -> float:
-    """``α₀ = N · weight_decay / T``, where N numbers are what the mean loss of training is taken over.
+    """``α₀ = N · weight_decay / T``, where N is the number of terms in the mean loss of training.
 
     Raises:
-        UnsupportedError: No classifier, so that it is not known which loss the mean is of.
+        UnsupportedError: The likelihood is no classifier, so the training loss is not known.
     """
     if not model.likelihood.is_classifier:
         raise UnsupportedError(
-            "A weight decay is understood for classifiers alone, trained on a mean of −log p(y|f).",
+            "weight_decay= needs a classifier trained on a mean of −log p(y|f).",
             expected='likelihood="classification" or "binary" with weight_decay=',
             got=repr(model.likelihood),
             fix="Pass training_prior_precision=; with nn.MSELoss over N examples of C outputs and a noise of σ it is "

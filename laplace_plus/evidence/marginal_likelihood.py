@@ -40,7 +40,7 @@ class EvidenceTuner:
         check_counts(max_iterations=self.max_iterations)
         if self.data is not None and self.structure != NORMALISED:
             raise ConfigurationError(
-                f"{type(self).__name__} looks at no data but for normalised groups.",
+                f"{type(self).__name__} uses data for normalised groups only.",
                 expected=f'structure="{NORMALISED}", or lp.Validation(data)',
                 got=f"data= with structure={self.structure!r}",
             )
@@ -74,13 +74,6 @@ class EvidenceTuner:
                     break
                 point = fixed_point_step(objective, point, gradient, self.name)
                 value, gradient = objective.value_and_gradient(point)
-        converged, norm = self._check(objective, point, gradient, evaluations)
-        precision, noise = objective.split(point)
-        precision = precision.to(model.vector.dtype)
-        return TuningResult(self.name, precision, noise, value, converged, norm, evaluations, groups=groups)
-
-    def _check(self, objective: Objective, point: Tensor, gradient: Tensor, evaluations: int) -> tuple[bool, float]:
-        """Whether the search has converged, with a warning if not, and the largest free derivative."""
         free = objective.free_gradient(point, gradient)
         norm, pressing = free.abs().max().item(), (gradient - free).abs().max().item()
         settled = norm <= self.tolerance or objective.predicted_gain(point, gradient) <= self.tolerance
@@ -91,18 +84,20 @@ class EvidenceTuner:
                 f"Tuning by {self.name} ended with a derivative of {norm:.2g} nats (tolerance {self.tolerance:.2g}) "
                 f"after {evaluations} evaluations; raise max_iterations, or use lp.MarginalLikelihood.",
                 ConvergenceWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
-        return settled and pressing <= self.tolerance, norm
+        precision, noise = objective.split(point)
+        precision, converged = precision.to(model.vector.dtype), settled and pressing <= self.tolerance
+        return TuningResult(self.name, precision, noise, value, converged, norm, evaluations, groups=groups)
 
 
 def warn_of_limits(what: str, pressing: float) -> None:
-    """Warn that the evidence still rises, by so many nats for each e-fold, where the search ends."""
+    """Warn that the evidence still rises at the end of the search; ``pressing`` is in nats for each e-fold."""
     warnings.warn(
         f"{what} ended at the limits of the search, where the evidence still rises by {pressing:.2g} nats for each "
         "e-fold of a hyperparameter: the data do not determine it. Is the fit exact?",
         ConvergenceWarning,
-        stacklevel=7,
+        stacklevel=6,
     )
 
 
@@ -118,9 +113,9 @@ class MarginalLikelihood(EvidenceTuner):
             precision suits layers of all scales; where the curvature's structure allows one for each entry.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
         data: Training data, for ``"normalized_groups"`` alone; by default the loaders of the fit.
-        tolerance: Converged when no derivative of the evidence by a log hyperparameter exceeds this, or the best step
-            along the gradient would gain less (nats).
-        max_iterations: Where to give up.
+        tolerance: In nats. Converged when no derivative of the evidence by a log hyperparameter exceeds this, or the
+            best step along the gradient would gain less.
+        max_iterations: Largest number of iterations.
 
     Raises:
         ConfigurationError: An option that is none of these.

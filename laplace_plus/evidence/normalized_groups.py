@@ -1,22 +1,25 @@
-"""Groups of weights whose scale a normalisation takes away, found from one forward pass.
+"""Groups of weights whose scale a normalisation removes, found from one forward pass.
 
-Where a layer's output goes into a normalisation, ``y = norm(W x + b)``, all of ``(W, b)`` may be multiplied by k > 0
-and the network stays the same function: its weights' scale is arbitrary, and a prior with a single precision for
-weights of arbitrary scales gives predictions that depend on it. With a precision of its own for each such group they do
-not (Antorán et al., "Adapting the linearised Laplace model evidence for modern deep learning", 2022).
+Where a layer's output goes into a normalisation, ``y = norm(W x + b)``, multiplying ``(W, b)`` by k > 0 leaves the
+network's function unchanged. The scale of these weights is arbitrary, and with a single prior precision predictions
+depend on it. With a precision for each such group they do not (Antorán et al., "Adapting the linearised Laplace model
+evidence for modern deep learning", 2022).
 
-The scales are followed through the operations that the network executes rather than looked up by types of modules.
-Each tensor carries the set of parameters in which it is homogeneous: those that, multiplied by k > 0 all together,
-multiply it by k. Linear maps give their output the set of weight and bias; reshaping, pooling, rectifiers and products
-with other tensors keep it; sums and concatenations of tensors unite their sets (so that all that is added to a residual
-stream is normalised together, where nothing but normalisations read that stream); a normalisation takes it away; and
-any other use, the network's output included, says that the scale matters. What was found is tried out: the groups are
-rescaled, and those that change the outputs after all, because the network hides an operation, are none.
+A trace of the executed operations finds the groups; module types play no role. Each tensor carries the set of
+parameters in which it is jointly homogeneous: multiplying all of them by k > 0 multiplies the tensor by k.
 
-Two remarks. Of batch normalisation, the running statistics belong to the rescaled group: as (W, b) → k (W, b), the mean
-goes to k · mean and the variance to k² · variance, or else the network in evaluation mode is another function; for the
-other normalisations ``J θ_group = 0``. And the ε in a normalisation's denominator makes all of this inexact where
-activations are small.
+- Linear maps give their output the set of weight and bias.
+- Reshaping, pooling, rectifiers and products with other tensors keep the set.
+- Sums and concatenations unite sets, so that all summands of a residual stream are normalised together.
+- A normalisation removes the scale of its input's set.
+- In any other use, the network's output included, the scale matters.
+
+Finally each group is rescaled on trial. Groups that change the outputs, because the network hides an operation, are
+dropped.
+
+For batch normalisation the running statistics belong to the rescaled group: as (W, b) → k (W, b), the mean goes to
+k · mean and the variance to k² · variance. For the other normalisations ``J θ_group = 0``. The ε in a normalisation's
+denominator makes all of this inexact where activations are small.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from laplace_plus.priors import Groups
 from laplace_plus.selection import layer_of
 
 NAME = "normalized_groups"
-"""What such groups are called, as a structure of the prior too."""
+"""Name of these groups, and of the prior structure over them."""
 
 REST = "rest"
 """The group of what is neither normalised nor the last layer."""
@@ -60,60 +63,40 @@ _NORMS: dict[Any, tuple[str, ...]] = {
     F.normalize: ("input", "p", "dim", "eps"),
     torch._weight_norm: ("input", "weight", "dim"),
 }
-"""Functions that take their input's scale away, with the names of their first arguments."""
+"""Functions that remove their input's scale, with the names of their first arguments."""
 
-# fmt: off
-_KEEPING = frozenset({
-    "__get__", "__getitem__", "__neg__", "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "alpha_dropout", "amax", "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "bfloat16", "broadcast_to",
-    "channel_shuffle", "chunk", "clone", "contiguous", "cumsum", "detach", "diagonal", "double", "dropout",
-    "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_dropout", "flatten", "flip",
-    "float", "fold", "gather", "half", "index_select", "interpolate", "leaky_relu", "lp_pool1d", "lp_pool2d",
-    "max_pool1d", "max_pool2d", "max_pool3d", "mean", "moveaxis", "movedim", "nan_to_num", "narrow", "neg",
-    "permute", "pixel_shuffle", "pixel_unshuffle", "relu", "repeat", "repeat_interleave", "requires_grad_",
-    "reshape", "reshape_as", "roll", "rot90", "rrelu", "select", "split", "split_with_sizes", "squeeze", "sum",
-    "swapaxes", "swapdims", "t", "tile", "to", "transpose", "tril", "triu", "type", "type_as", "unbind",
-    "unflatten", "unfold", "unsqueeze", "upsample", "view", "view_as",
-})
-# fmt: on
+_KEEPING = frozenset(
+    """
+    __get__ __getitem__ __neg__ abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d alpha_dropout amax amin avg_pool1d avg_pool2d avg_pool3d bfloat16
+    broadcast_to channel_shuffle chunk clone contiguous cumsum detach diagonal double dropout dropout1d dropout2d
+    dropout3d expand expand_as feature_dropout flatten flip float fold gather half index_select interpolate
+    leaky_relu lp_pool1d lp_pool2d max_pool1d max_pool2d max_pool3d mean moveaxis movedim nan_to_num narrow neg
+    permute pixel_shuffle pixel_unshuffle relu repeat repeat_interleave requires_grad_ reshape reshape_as roll rot90
+    rrelu select split split_with_sizes squeeze sum swapaxes swapdims t tile to transpose tril triu type type_as
+    unbind unflatten unfold unsqueeze upsample view view_as
+    """.split()  # noqa: SIM905
+)
 """Names of functions of one tensor that are positively homogeneous in it."""
 
-# fmt: off
-_SUMS = frozenset({
-    "add", "cat", "concat", "concatenate", "hstack", "maximum", "minimum", "rsub", "stack", "sub", "vstack",
-    "where",
-})
-# fmt: on
+_JOINING = frozenset({"cat", "concat", "concatenate", "hstack", "stack", "vstack"})
+"""Names of functions that join tensors; their plain numbers are axes."""
+
+_SUMS = _JOINING | {"add", "maximum", "minimum", "rsub", "sub", "where"}
 """Names of functions that are positively homogeneous in all of their tensors together."""
 
-# fmt: off
-_PRODUCTS = frozenset({
-    "bmm", "div", "divide", "einsum", "matmul", "mm", "mul", "multiply", "mv", "true_divide",
-})
-# fmt: on
-"""Names of functions that are linear in each of their tensors (of a quotient, in the first one)."""
+_PRODUCTS = frozenset({"bmm", "div", "divide", "einsum", "matmul", "mm", "mul", "multiply", "mv", "true_divide"})
+"""Names of functions that are linear in each of their tensors (a quotient in the first one)."""
 
-# fmt: off
-_JOINING = frozenset({
-    "cat", "concat", "concatenate", "hstack", "stack", "vstack",
-})
-# fmt: on
-"""Those among them whose plain numbers are places and not summands."""
-
-# fmt: off
-_READS = frozenset({
-    "__bool__", "__float__", "__int__", "__setitem__", "item", "numpy", "tolist",
-})
-# fmt: on
-"""Names of functions that return no tensor but make something of the entries."""
+_READS = frozenset({"__bool__", "__float__", "__int__", "__setitem__", "item", "numpy", "tolist"})
+"""Names of functions that return no tensor but read the entries."""
 
 
 _TOLERANCE = 1e-3
-"""Outputs that change by more of the largest one when a group is doubled do so by more than rounding."""
+"""Largest relative change of outputs, when a group is doubled, that counts as rounding: 8000 float32 epsilons."""
 
 _NO_EPSILON = 1e-30
-"""In place of the ε of normalisations, where it is tried out what they take away."""
+"""Replaces the ε of normalisations on trial, so that doubling a group changes no digit."""
 
 
 def normalized_groups(network: Network, inputs: Any) -> Groups:
@@ -121,12 +104,11 @@ def normalized_groups(network: Network, inputs: Any) -> Groups:
 
     Args:
         network: The network; of its selected parameters.
-        inputs: A batch's inputs, which one forward pass is run on.
+        inputs: A batch's inputs, for one forward pass.
 
     Returns:
-        Groups that bear the layers' names; the rest, if there is any, comes last as ``"rest"``. A layer is what owns a
-        weight: its bias belongs to it. Layers that are normalised only together, such as those that add to one residual
-        stream, have a group each.
+        Groups named after the layers; the rest, if any, comes last as ``"rest"``. A layer owns its weight and bias.
+        Layers that are normalised only together, such as those that add to one residual stream, have a group each.
 
     Example:
         >>> from laplace_plus.likelihoods import Categorical
@@ -155,7 +137,7 @@ def normalized_groups(network: Network, inputs: Any) -> Groups:
 
 
 def _is_free(network: Network, inputs: Any, names: list[str]) -> bool:
-    """Whether the outputs stay what they are when some parameters are doubled."""
+    """Whether doubling some parameters leaves the outputs unchanged."""
     parameters = network.parameters
     doubled = {name: 2 * parameters[name] for name in names}
     before, after = (_arranged(network, inputs, changed) for changed in ({}, doubled))
@@ -168,10 +150,7 @@ def _arranged(network: Network, inputs: Any, changed: dict[str, Tensor]) -> Tens
 
 
 class _BatchStatistics(TorchFunctionMode):
-    """Normalises by the batch's own statistics in place of the running ones, which would have to be rescaled, too.
-
-    And without an ε, so that doubling a group changes no digit.
-    """
+    """Normalises by the batch's own statistics, since running ones would have to be rescaled, and without an ε."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _NORMS or "eps" not in _NORMS[func]:
@@ -190,11 +169,7 @@ class _BatchStatistics(TorchFunctionMode):
 
 
 class _Tracer(TorchFunctionMode):
-    """Follows in which parameters each tensor is homogeneous.
-
-    Args:
-        parameters: All parameters of the network, by name.
-    """
+    """Records in which of the network's parameters each tensor is homogeneous."""
 
     def __init__(self, parameters: dict[str, Tensor]):
         super().__init__()
@@ -202,14 +177,14 @@ class _Tracer(TorchFunctionMode):
         self.last_used: str | None = None
         self._own = {id(tensor): name for name, tensor in parameters.items()}
         self._sets: dict[int, frozenset[str]] = {key: frozenset([name]) for key, name in self._own.items()}
-        # Ids are only unique among living tensors: hold on to everything that has a set.
+        # Ids are unique among living tensors only: keep every tensor that has a set.
         self._alive: list[Tensor] = list(parameters.values())
         self._leader = {name: name for name in parameters}
         self._escaped: set[str] = set()
         self._normalised: set[str] = set()
 
     def scale_free(self) -> list[list[str]]:
-        """Sets of parameters whose common scale does not matter."""
+        """Sets of parameters whose common scale a normalisation removes."""
         escaped = {self._find(name) for name in self._escaped}
         sets: dict[str, list[str]] = {self._find(name): [] for name in self._normalised}
         for name in self.parameters:
@@ -218,12 +193,12 @@ class _Tracer(TorchFunctionMode):
         return [names for leader, names in sets.items() if leader not in escaped]
 
     def escape(self, tree: Any) -> None:
-        """Note that the scale of these tensors matters."""
+        """Record that the scale of these tensors matters."""
         self._escaped.update(*(self._set(tensor) for tensor in _tensors(tree)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Taken before: a function that works in place changes what its input stands for.
+        # Collected before the call, since in-place functions change their inputs.
         tensors = list(_tensors((args, kwargs)))
         own = [self._own[id(tensor)] for tensor in tensors if id(tensor) in self._own]
         output = func(*args, **kwargs)
@@ -290,7 +265,7 @@ class _Tracer(TorchFunctionMode):
 
     def _product(self, name: str, tensors: list[Tensor]) -> frozenset[str]:
         with_set = [tensor for tensor in tensors if self._set(tensor)]
-        # Of an activation times a bare parameter, such as a layer scale, the activation's scale is the one to follow.
+        # In an activation times a bare parameter, such as a layer scale, follow the activation.
         activations = [tensor for tensor in with_set if id(tensor) not in self._own]
         chosen = activations if len(activations) == 1 else with_set
         if len(chosen) != 1 or (name.endswith("div") or name.endswith("divide")) and chosen[0] is not tensors[0]:
@@ -300,7 +275,7 @@ class _Tracer(TorchFunctionMode):
         return self._set(chosen[0])
 
     def _together(self, parts: list[Tensor], others: list[Tensor]) -> frozenset[str]:
-        """What is homogeneous in all the parts, while the scale of the others matters."""
+        """The joint set of ``parts``, if each has one; the scale of ``others`` matters."""
         self.escape([tensor for tensor in others if all(tensor is not part for part in parts)])
         if all(self._set(part) for part in parts):
             return self._union(parts)
@@ -308,7 +283,7 @@ class _Tracer(TorchFunctionMode):
         return frozenset()
 
     def _union(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """The sets of several tensors, whose parameters are from now on only rescaled together."""
+        """The union of several tensors' sets, whose parameters are from now on rescaled together only."""
         names: frozenset[str] = frozenset().union(*(self._set(tensor) for tensor in tensors))
         for name in names:
             self._leader[self._find(name)] = self._find(min(names))
@@ -332,7 +307,7 @@ class _Tracer(TorchFunctionMode):
 
 
 def _plain_name(func: Any) -> str:
-    """The name of a function, the same for functions, methods, operators and what works in place."""
+    """A function's name, the same for its function, method, operator and in-place forms."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__getitem__", "__neg__") or name in _READS or name == "requires_grad_":
         return name

@@ -1,25 +1,25 @@
 """The evidence of the tangent linear model at its own optimum, and tuning by it.
 
 The Laplace evidence assumes that the network's weights are an optimum of the penalised loss. Networks that are stopped
-early, or trained with normalisation layers, are at none, and the evidence there can prefer absurd priors. The network's
-tangent ``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` is a linear model with the same Jacobian, and has an optimum θ* for every
-prior. Its evidence (Antorán et al., "Adapting the linearised Laplace model evidence for modern deep learning", 2022)
+early, or trained with normalisation layers, are not at an optimum, and the Laplace evidence can then prefer absurd
+priors. The network's tangent ``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` is a linear model with the same Jacobian. It has an
+optimum θ* for every prior. Its evidence (Antorán et al., "Adapting the linearised Laplace model evidence for modern
+deep learning", 2022) has θ* in place of the network's weights:
 
     M(Λ) = log p(D | h(θ*))/T − ½ ‖θ* − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T),
-    θ*   = argmin_θ −log p(D | h(θ))/T + ½ ‖θ − μ₀‖²_Λ,
+    θ*   = argmin_θ −log p(D | h(θ))/T + ½ ‖θ − μ₀‖²_Λ.
 
-is that of the network's weights with θ* in their place: a prior on θ itself, with mean μ₀ = 0 unless the posterior was
-given another one. H is the posterior's own curvature, in its structure and at the network's outputs, and is not
-computed again at ``h(θ*)``: the simple variant of that paper, which did better there.
+H is the posterior's own curvature at the network's outputs. It is not recomputed at ``h(θ*)``: the simple variant of
+that paper, which did better there.
 
-As θ* is a minimiser, M has the derivative ``∂M/∂log λ_g = ½ (γ_g − λ_g ‖θ* − μ₀‖²_g)`` with the effective parameters
-``γ_g = tr (H/T + Λ)⁻¹_g H_g/T``, and where it vanishes MacKay's (1992) fixed point ``λ_g = γ_g / ‖θ* − μ₀‖²_g`` is met:
-a joint stationary point of θ and Λ. It is reached by alternation. Each half maximises the same function
+As θ* is a minimiser, ``∂M/∂log λ_g = ½ (γ_g − λ_g ‖θ* − μ₀‖²_g)`` with the effective parameters
+``γ_g = tr (H/T + Λ)⁻¹_g H_g/T``. Where it vanishes, MacKay's (1992) fixed point ``λ_g = γ_g / ‖θ* − μ₀‖²_g`` holds.
+This joint stationary point of θ and Λ is found by alternation. Each half maximises
 
     F(θ, Λ) = log p(D | h(θ))/T − ½ ‖θ − μ₀‖²_Λ − ½ log det(I + Λ⁻¹ H/T)
 
-over one of its arguments, in which it is concave (in log Λ; see :mod:`laplace_plus.evidence.objective`), so that F
-never falls. Extrapolation from the last steps (Anderson, 1965) shortens the way, and is taken back wherever M falls.
+over one argument, in which it is concave (in log Λ; see :mod:`laplace_plus.evidence.objective`), so F never falls.
+Anderson's (1965) extrapolation shortens the way, and is undone wherever M falls.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, ch
 from laplace_plus.priors import LAYERWISE, Groups
 
 _COARSE = 0.1
-"""Accuracy of the first optimum, in nats: much less than what a first update of the precisions gains."""
+"""Accuracy of the first optimum, in nats: a first update of the precisions gains far more than this."""
 
 _REACH = 46.0
-"""Log precisions of groups are searched so far from those of their own weights: a factor of 1e20 either way."""
+"""Half-width of the search in log precision around each group's own scale: a factor of 1e20 either way."""
 
 _POLISHING = 50
-"""At most so many steps of the fixed point follow a line-searched ascent; a few suffice where they converge at all."""
+"""Most fixed-point steps after a line-searched ascent; a few suffice where they converge at all."""
 
 _REMEMBERED = 5
-"""Steps that an extrapolation looks back upon; the usual depth of Anderson's method."""
+"""Steps used in an extrapolation, the usual depth of Anderson's method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,26 +171,22 @@ class Tangent:
             )
         ticks = iter(progress_bar(itertools.count(1), enabled=progress, description="tangent evidence"))
         found = _Alternation(self, objective, tangent, groups, ticks).run()
-        if not found.converged:
-            self._warn(found)
-        return found
-
-    def _warn(self, found: TangentResult) -> None:
         if found.pressing > self.tolerance:
             warn_of_limits("Tuning by the tangent model's evidence", found.pressing)
-            return
-        warnings.warn(
-            f"Tuning by the tangent model's evidence ended with a derivative of {found.gradient_norm:.2g} nats "
-            f"(tolerance {self.tolerance:.2g}) and an optimum within {found.optimum_decrement:.2g} nats after "
-            f"{found.n_iterations} alternations and {found.n_steps} steps; raise max_iterations or max_steps, or the "
-            "tolerance.",
-            ConvergenceWarning,
-            stacklevel=6,
-        )
+        elif not found.converged:
+            warnings.warn(
+                f"Tuning by the tangent model's evidence ended with a derivative of {found.gradient_norm:.2g} nats "
+                f"(tolerance {self.tolerance:.2g}) and an optimum within {found.optimum_decrement:.2g} nats after "
+                f"{found.n_iterations} alternations and {found.n_steps} steps; raise max_iterations or max_steps, or "
+                "the tolerance.",
+                ConvergenceWarning,
+                stacklevel=5,
+            )
+        return found
 
 
 class _Alternation:
-    """Maximises F over θ and Λ in turns."""
+    """Maximises F over θ and Λ alternately."""
 
     def __init__(
         self, options: Tangent, objective: Objective, tangent: TangentModel, groups: Groups, ticks: Iterator[int]
@@ -200,7 +196,7 @@ class _Alternation:
         self.n_steps = self.n_evaluations = 0
 
     def run(self) -> TangentResult:
-        """Alternate until there is nothing to gain."""
+        """Alternate until the tolerance is met."""
         point, start = _start(self.objective), None
         tolerance, accuracy, mixer = self.options.tolerance, _COARSE, _Extrapolation()
         trace: list[float] = []
@@ -210,7 +206,7 @@ class _Alternation:
             optimum, objective = self._optimum(point, start, accuracy)
             value, gradient = objective.value_and_gradient(point)
             self.n_evaluations += 1
-            if value < best - 2 * accuracy and mixer.used:  # the extrapolation went too far: back to the sure step
+            if value < best - 2 * accuracy and mixer.used:  # undo the extrapolation
                 point, mixer = plain, _Extrapolation()
                 continue
             start, best = optimum.vector, max(best, value)
@@ -221,18 +217,18 @@ class _Alternation:
             exact = optimum.converged and accuracy <= finest
             if exact and norm <= tolerance or iteration == self.options.max_iterations:
                 break
-            if norm <= tolerance:  # of an optimum that is not exact yet
+            if norm <= tolerance:  # only the optimum's accuracy is missing
                 accuracy = finest
                 continue
             plain = self._update(objective, point, gradient)
-            # No more digits of θ than the next update of Λ can make use of.
+            # Compute θ only as accurately as the next update of Λ needs.
             accuracy = max(finest, min(accuracy, 0.01 * norm**2))
             low, high = objective.box
             point = mixer(point, plain).clamp(low, high)
         return self._result(*accepted, iteration, tuple(trace))
 
     def _optimum(self, point: Tensor, start: Tensor | None, accuracy: float) -> tuple[TangentOptimum, Objective]:
-        """θ* at some hyperparameters, and the evidence as a function of hyperparameters with it in place of θ̃."""
+        """θ* at some hyperparameters, and the evidence with θ* in place of θ̃."""
         model = self.objective.model
         precision, noise = self.objective.split(point)
         prior = model.prior(precision)
@@ -251,23 +247,23 @@ class _Alternation:
         return optimum, replace(self.objective, model=at)
 
     def _finest(self, objective: Objective, point: Tensor, optimum: TangentOptimum) -> float:
-        """The accuracy of θ, in nats, with which no derivative of the evidence is off by more than a quarter.
+        """The accuracy of θ, in nats, that limits the error of every derivative to a quarter of the tolerance.
 
-        ``½ λ ‖θ − μ‖²`` changes by at most ``(λ ‖θ−μ‖² · 2ε)^½`` where the penalised loss lies ε above its least value.
+        ``½ λ ‖θ − μ‖²`` changes by at most ``(λ ‖θ−μ‖² · 2ε)^½`` where the penalised loss is ε above its minimum.
         """
         energy = float((point[: objective.n_precisions].exp() * objective.scatter()).sum())
         rounding = (100 * torch.finfo(self.tangent.vector.dtype).eps) ** 2 * max(1.0, abs(optimum.value))
         return max(self.options.tolerance**2 / (32 * max(1.0, energy)), rounding)
 
     def _update(self, objective: Objective, point: Tensor, gradient: Tensor) -> Tensor:
-        """The hyperparameters that suit θ."""
+        """Better hyperparameters for the present θ."""
         if self.options.method != "marginal_likelihood":
             return fixed_point_step(objective, point, gradient, self.options.method)
         _, point, evaluations = ascend(objective, point, self.options.tolerance, 2000, itertools.count())
         self.n_evaluations += evaluations
         _, gradient = objective.value_and_gradient(point)
         norm = objective.free_gradient(point, gradient).abs().max()
-        for _ in range(_POLISHING):  # the fixed point knows more digits than a line search
+        for _ in range(_POLISHING):  # the fixed point is more accurate than a line search
             if norm <= self.options.tolerance / 10:
                 break
             candidate = fixed_point_step(objective, point, gradient, "mackay")
@@ -321,10 +317,9 @@ class _Alternation:
 
 
 def _own_scales(objective: Objective) -> Tensor:
-    """Logarithms of the precisions that the network's weights have on their own, ``d_g / ‖θ̃−μ‖²_g``.
+    """Log precisions of the network's own weights, ``d_g / ‖θ̃−μ‖²_g``.
 
-    As a layer's weights are multiplied by k, they go down by 2 log k, and all that starts from them follows: what is
-    found does not depend on the scale of groups that have a precision of their own.
+    They follow a rescaling of a group, so that a search that starts from them does not depend on the group's scale.
     """
     squares = objective.scatter() / objective.sizes()
     overall = squares.mean().clamp(1e-16, 1e26)
@@ -360,7 +355,7 @@ class _Extrapolation:
         self.used = False
 
     def __call__(self, point: Tensor, image: Tensor) -> Tensor:
-        """Where to go on after a point whose image is given."""
+        """The next point, after a point and its image under the iteration."""
         self._points = [*self._points, point][-_REMEMBERED:]
         self._residuals = [*self._residuals, image - point][-_REMEMBERED:]
         self.used = len(self._points) > 1
@@ -369,7 +364,7 @@ class _Extrapolation:
         residual = self._residuals[-1]
         changes = torch.stack([residual - other for other in self._residuals[:-1]], 1)
         moves = torch.stack([point - other for other in self._points[:-1]], 1)
-        # With a trace of regularisation: the last changes may point the same way.
+        # Slightly regularised, since the last changes may be nearly parallel.
         gram = changes.T @ changes
         gram += 1e-10 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         if not bool(torch.isfinite(gram).all()) or float(gram.diagonal().min()) <= 0:
@@ -377,5 +372,5 @@ class _Extrapolation:
             return image
         weights = torch.linalg.solve(gram, changes.T @ residual)
         step = residual - (moves + changes) @ weights
-        # Never further in any direction than by a factor of ten beyond the plain step.
+        # At most a factor of ten beyond the plain step in each hyperparameter.
         return point + step.clamp(residual - math.log(10), residual + math.log(10))

@@ -2,20 +2,21 @@
 
     h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)
 
-is linear in the parameters, so that for log-concave likelihoods its penalised loss is convex, and it has one optimum θ*
-whatever the training of the network did (Antorán et al., 2022). θ̃ are the network's weights. The prior is on θ itself,
-not on its distance from θ̃.
+is linear in the parameters. For log-concave likelihoods its penalised loss is convex and has one optimum θ*, however
+the network was trained (Antorán et al., 2022). θ̃ are the network's weights. The prior is on θ itself, not on θ − θ̃.
 
 All sums stream over the data, which may come in another order in each pass. For small problems the Jacobian of all data
-is kept instead, and nothing runs through the network again.
+is kept instead, and later passes do not run the network.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,29 @@ from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.operators import CHUNK_SIZE
 from laplace_plus.curvature.output_roots import exact_root
 from laplace_plus.curvature.streaming import Stream
-from laplace_plus.evidence.convex import Evaluation, minimise
+from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 2 * 2**30
-"""A Jacobian of all data up to this size is kept."""
+"""A Jacobian of all data up to this size is kept: a common share of a workstation's memory."""
+
+_MEMORY_ENTRIES = 2**27
+"""Most numbers that L-BFGS stores: 1 GiB in float64."""
+
+
+class Evaluation(NamedTuple):
+    """A loss at one point, its gradient ``[P]`` float64, and the likelihood's statistics there."""
+
+    value: float
+    gradient: Tensor
+    statistics: Tensor
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether value and gradient are finite."""
+        return math.isfinite(self.value) and bool(torch.isfinite(self.gradient).all())
 
 
 def batch_jacobian(network: Network, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -133,8 +150,8 @@ class TangentModel:
         result.likelihood = likelihood
         return result
 
-    def evaluate(self, deviation: Tensor) -> Evaluation[Tensor]:
-        """The loss ``−log p(D | h(θ))/T`` and its gradient, in one pass; ``extra`` is the likelihood's statistics.
+    def evaluate(self, deviation: Tensor) -> Evaluation:
+        """The loss ``−log p(D | h(θ))/T``, its gradient and the likelihood's statistics, in one pass.
 
         Args:
             deviation: ``θ − θ̃``, ``[P]``.
@@ -192,11 +209,11 @@ class TangentModel:
 
     def _residual(self, outputs: Tensor, target: Any) -> Tensor:
         """``−∂ log p(y | h) / ∂h`` at the current noise, in the outputs' shape."""
-        rows, targets, weight = self.likelihood.rows(outputs, target)
-        groups = self.likelihood.output_groups(rows.shape[-1])
-        scale = self.likelihood.curvature_weights().detach()[groups].to(rows)
-        gradient = self.likelihood.gradient(rows, targets).detach()
-        # Ignored rows have targets that were put in; 0 · inf would not be zero.
+        flat, targets, weight = self.likelihood.rows(outputs, target)
+        groups = self.likelihood.output_groups(flat.shape[-1])
+        scale = self.likelihood.curvature_weights().detach()[groups].to(flat)
+        gradient = self.likelihood.gradient(flat, targets).detach()
+        # Ignored observations have placeholder targets, and 0 · inf would not be zero.
         return torch.where(weight[:, None] > 0, gradient * scale, 0.0).view(outputs.shape)
 
 
@@ -209,9 +226,9 @@ class TangentOptimum:
         value: The penalised loss ``−log p(D | h(θ*))/T + ½ (θ*−μ₀)ᵀ P₀ (θ*−μ₀)``, in nats.
         statistics: The likelihood's statistics at ``h(θ*)``.
         gradient_norm: Euclidean norm of the penalised loss's gradient.
-        decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P, about how far the value is from the optimum's, in nats.
+        decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P: an estimate of the excess loss over the optimum, in nats.
         n_iterations: Number of steps.
-        converged: Whether the decrement met the tolerance.
+        converged: Whether the decrement met the tolerance, or rounding allows no further step.
     """
 
     vector: Tensor
@@ -232,19 +249,19 @@ def tangent_optimum(
     tolerance: float = 1e-6,
     max_iterations: int = 1000,
 ) -> TangentOptimum:
-    """The optimum of a tangent model's penalised loss.
+    """The optimum of a tangent model's penalised loss, by preconditioned L-BFGS (Nocedal, 1980).
 
     Args:
         model: The tangent model.
         prior: A prior, or the precisions ``[P]`` or a precision of one with mean zero.
         start: ``[P]``; by default the network's weights.
-        precondition: Multiplies ``[P]`` by about the inverse of the penalised loss's Hessian; by default by that of the
-            prior alone.
-        tolerance: Stop once the value is, by the preconditioner's estimate, so many nats from the optimum's.
+        precondition: Multiplies ``[P]`` by an approximate inverse of the penalised loss's Hessian; by default by the
+            inverse prior precision.
+        tolerance: Stop once the decrement is at most this, in nats.
         max_iterations: Largest number of steps, each of about one pass over the data.
 
     Raises:
-        NonFiniteError: The loss is not finite where the search starts.
+        NonFiniteError: The loss is not finite at the start, or nowhere along a search direction.
     """
     if isinstance(prior, GaussianPrior):
         precision, centre = prior.vector(), prior.mean
@@ -252,25 +269,113 @@ def tangent_optimum(
         precision, centre = torch.as_tensor(prior).detach(), torch.zeros(())
     origin = model.vector.double()
     precision, centre = precision.detach().to(origin), centre.detach().to(origin)
+    rounding = 10 * torch.finfo(model.vector.dtype).eps
 
-    def function(deviation: Tensor) -> Evaluation[Tensor]:
+    def function(deviation: Tensor) -> Evaluation:
         at = model.evaluate(deviation)
         away = origin + deviation - centre
-        pull = precision * away
-        return Evaluation(at.value + float(pull @ away) / 2, at.gradient + pull, at.extra)
+        return Evaluation(at.value + float(precision * away @ away) / 2, at.gradient + precision * away, at.statistics)
 
     def scaled(vector: Tensor) -> Tensor:
         return vector / precision if precondition is None else precondition(vector)
 
-    begin = torch.zeros_like(origin) if start is None else start.to(origin) - origin
-    rounding = 10 * torch.finfo(model.vector.dtype).eps
-    found = minimise(function, begin, scaled, tolerance=tolerance, max_iterations=max_iterations, rounding=rounding)
-    return TangentOptimum(
-        vector=origin + found.point,
-        value=found.at.value,
-        statistics=found.at.extra,
-        gradient_norm=float(found.at.gradient.norm()),
-        decrement=found.decrement,
-        n_iterations=found.n_iterations,
-        converged=found.converged,
+    point = torch.zeros_like(origin) if start is None else start.to(origin) - origin
+    at = function(point)
+    if not at.is_finite:
+        raise _diverged(0, at.value)
+    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=max(2, min(20, _MEMORY_ENTRIES // (2 * len(origin)))))
+    for iteration in range(max_iterations + 1):
+        conditioned = scaled(at.gradient)
+        decrement = float(at.gradient @ conditioned) / 2
+        converged = decrement <= tolerance
+        if converged or iteration == max_iterations:
+            break
+        direction = -_two_loops(pairs, at.gradient, conditioned, scaled)
+        if not float(direction @ at.gradient) < 0:  # the stored pairs are dominated by rounding
+            pairs.clear()
+            direction = -conditioned
+        found = _line_search(function, point, at, direction, rounding, iteration)
+        if found is not None:
+            step, new = found
+            if float((new.gradient - at.gradient) @ step) > 0:
+                pairs.append((step, new.gradient - at.gradient))
+            point, at = point + step, new
+        elif pairs:
+            pairs.clear()
+        else:  # a step would gain less than values and gradients resolve
+            converged = decrement <= max(tolerance, 10 * rounding * abs(at.value))
+            break
+    norm = float(at.gradient.norm())
+    return TangentOptimum(origin + point, at.value, at.statistics, norm, decrement, iteration, converged)
+
+
+def _line_search(
+    function: Callable[[Tensor], Evaluation],
+    point: Tensor,
+    at: Evaluation,
+    direction: Tensor,
+    rounding: float,
+    iteration: int,
+) -> tuple[Tensor, Evaluation] | None:
+    """A step that halves the derivative along the direction, and the function there; None if there is none.
+
+    Derivatives locate the minimum of a convex function to more digits than its values do.
+    """
+    slope = float(direction @ at.gradient)
+    low, low_slope, high, high_slope = 0.0, slope, math.inf, math.inf
+    length, any_finite, new = 1.0, False, at
+    for _ in range(20 if -slope > 10 * rounding * abs(at.value) else 4):  # few trials where rounding hides the gain
+        new = function(point + length * direction)
+        along = float(new.gradient @ direction) if new.is_finite else math.inf
+        any_finite |= math.isfinite(along)
+        lower = new.value <= at.value + 1e-4 * length * slope + rounding * abs(at.value)
+        if lower and abs(along) <= abs(slope) / 2:
+            return length * direction, new
+        if along > 0 or not lower:
+            high, high_slope = length, along
+        else:
+            low, low_slope = length, along
+        if math.isinf(high):  # extrapolate the derivative linearly to zero, by a factor of two to ten
+            ahead = length * slope / (slope - along) if along > slope else math.inf
+            length = min(max(ahead, 2 * length), 10 * length)
+        elif math.isinf(high_slope) or high_slope <= 0:
+            length = low + (high - low) / 4
+        else:  # interpolate it
+            part = low_slope / (low_slope - high_slope)
+            length = low + (high - low) * min(max(part, 0.05), 0.95)
+    if not any_finite:
+        raise _diverged(iteration, new.value)
+    return None
+
+
+def _two_loops(
+    pairs: deque[tuple[Tensor, Tensor]],
+    gradient: Tensor,
+    conditioned: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The inverse Hessian of the stored pairs and the preconditioner, times the gradient.
+
+    The preconditioner is scaled to the latest step (Nocedal and Wright, 2006, section 7.2). Its overall size may be
+    wrong, as that of Kronecker factors with shared weights, which would cost many steps.
+    """
+    if not pairs:
+        return conditioned
+    result, weights = gradient.clone(), []
+    for step, change in reversed(pairs):
+        weights.append(float(step @ result) / float(step @ change))
+        result -= weights[-1] * change
+    step, change = pairs[-1]
+    result = precondition(result) * (float(step @ change) / float(change @ precondition(change)))
+    for (step, change), weight in zip(pairs, reversed(weights), strict=True):
+        result += (weight - float(change @ result) / float(step @ change)) * step
+    return result
+
+
+def _diverged(iteration: int, value: float) -> NonFiniteError:
+    return NonFiniteError(
+        f"The optimisation of the tangent model diverged after {iteration} steps.",
+        expected="a finite loss and gradient",
+        got=f"a loss of {value:.3g}",
+        fix="Start from a larger prior precision, or look for outliers among the data.",
     )

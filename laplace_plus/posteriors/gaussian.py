@@ -14,7 +14,7 @@ from typing_extensions import override
 from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
-from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError
+from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice
 from laplace_plus.posteriors.base import Posterior, Summary
@@ -28,9 +28,8 @@ from laplace_plus.posteriors.sums import (
     require_owners,
     sum_over_ranks,
 )
-from laplace_plus.posteriors.tangent_mean import refuse_gradients, shifted
 from laplace_plus.posteriors.training_data import require_restartable
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, output_indices
 from laplace_plus.structured import Factor
 from laplace_plus.structured.sampling import add_draws_
 
@@ -327,7 +326,12 @@ class GaussianPosterior(Posterior):
     ) -> FunctionalPosterior:
         self.require_fit()
         if differentiable and self._tangent_mean is not None:
-            raise refuse_gradients()
+            # Third derivatives of torch's fused normalisations are wrong.
+            raise UnsupportedError(
+                "Predictions around the tangent model's optimum pass no gradients to x.",
+                expected='posterior.predictive_mean = "network" with differentiable=True',
+                got='"tangent"',
+            )
         assert self._sums is not None
         layouts = []
         for layout, _ in self._sums.curvature.blocks:
@@ -345,7 +349,11 @@ class GaussianPosterior(Posterior):
         )[0]
         if self._tangent_mean is None:
             return found
-        return shifted(found, self.network, x, self._tangent_mean - self.mean, outputs=outputs)
+        shift = self.network.tangent(x, self._tangent_mean - self.mean)  # J(x) (θ* − θ̃)
+        if outputs is not None and not isinstance(outputs, str):
+            chosen = output_indices(outputs, shift.shape).to(shift.device)
+            shift = shift.gather(-1, chosen) if chosen.ndim > 1 else shift[..., chosen]
+        return FunctionalPosterior(found.mean + shift.to(found.mean), found.covariance)
 
     @override
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
