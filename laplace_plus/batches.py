@@ -29,8 +29,6 @@ from laplace_plus.errors import DataError, EmptyDataError, OutputError
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """The keys under which a mapping may hold its target; the first that is present is taken."""
 
-_EXPECTED_BATCH = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -72,37 +70,24 @@ def split(item: Any) -> Batch:
         >>> list(batch.inputs), batch.target
         (['input_ids'], tensor([0, 1]))
     """
+    inputs: Any = None
+    target: Any = None
+    problem = "A batch has no target."
     if isinstance(item, Mapping):
-        key = next((key for key in TARGET_KEYS if key in item), None)
-        if key is None:
-            raise DataError(
-                "A batch is a mapping without a target.",
-                expected=f"one of the keys {', '.join(TARGET_KEYS)}",
-                got=f"the keys {_names(item)}",
-                fix="rename the target's key, or yield (inputs, target)",
-            )
-        inputs: Any = {name: value for name, value in item.items() if name != key}
-        target = item[key]
-        if not inputs:
-            raise DataError(
-                "A batch has a target but no inputs.", expected=_EXPECTED_BATCH, got=f"only the key {key!r}"
-            )
-    elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence):
-        if len(item) < 2:
-            raise DataError(
-                "A batch has no target.",
-                expected=_EXPECTED_BATCH,
-                got=f"a {type(item).__name__} of length {len(item)}",
-                fix="let the loader yield (inputs, target)",
-            )
-        inputs = item[0] if len(item) == 2 else tuple(item[:-1])
-        target = item[-1]
-    else:
+        problem = "A batch is a mapping without a target."
+        for key in TARGET_KEYS:
+            if key in item:
+                target, inputs = item[key], {name: value for name, value in item.items() if name != key}
+                problem = "" if inputs else "A batch has a target but no inputs."
+                break
+    elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
+        problem, inputs, target = "", item[0] if len(item) == 2 else tuple(item[:-1]), item[-1]
+    if problem:
         raise DataError(
-            "A batch has no target.",
-            expected=_EXPECTED_BATCH,
-            got=describe(item),
-            fix="let the loader yield (inputs, target)",
+            problem,
+            expected=f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}",
+            got=f"the keys {_names(item)}" if isinstance(item, Mapping) else describe(item),
+            fix="let the loader yield (inputs, target), or rename the target's key",
         )
     if not isinstance(target, Tensor):
         raise DataError(
@@ -137,22 +122,18 @@ def iterate(
         DataError: If ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), if a
             batch is of no known form, or if its structure differs from the first one's.
     """
-    expected, fix = "an iterable of batches", "pass a DataLoader, or a list of batches: [(x, y)]"
+    problem, fix = "", "pass a DataLoader, or a list of batches: [(x, y)]"
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        raise DataError(
-            "A dataset yields single examples, not batches.",
-            expected=expected,
-            got=f"the dataset {type(data).__name__}",
-            fix="wrap it in a DataLoader: DataLoader(dataset, batch_size=...)",
-        )
-    # A bare tensor is never a batch, so a tuple or list that holds one is a batch itself.
-    holds_tensor = isinstance(data, (tuple, list)) and any(map(torch.is_tensor, data))
-    if holds_tensor or isinstance(data, (Tensor, Mapping)):
-        raise DataError("One batch was given in place of a loader.", expected=expected, got=describe(data), fix=fix)
-    if isinstance(data, (str, bytes)):
-        raise DataError("Text is not data.", expected=expected, got=f"a {type(data).__name__}", fix=fix)
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise DataError("The data cannot be iterated over.", expected=expected, got=describe(data), fix=fix)
+        problem = "A dataset yields single examples, not batches."
+        fix = "wrap it in a DataLoader: DataLoader(dataset, batch_size=...)"
+    elif isinstance(data, (Tensor, Mapping)) or (isinstance(data, (tuple, list)) and any(map(torch.is_tensor, data))):
+        problem = "One batch was given in place of a loader."  # a bare tensor is never a batch
+    elif isinstance(data, (str, bytes)):
+        problem = "Text is not data."
+    elif not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        problem = "The data cannot be iterated over."
+    if problem:
+        raise DataError(problem, expected="an iterable of batches", got=describe(data), fix=fix)
     if progress:
         data = progress_bar(data, enabled=True, description=description)
     return _iterate(data, torch.device(device))
@@ -331,8 +312,6 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         >>> leaves, rebuild([10, 20, 30])
         ([1, 2, 3], {'a': (10, 20), 'b': [30]})
     """
-    if isinstance(inputs, Tensor):
-        return [inputs], _only
     leaves: list[Any] = []
 
     def collect(leaf: Any) -> Any:
@@ -350,13 +329,6 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         return _map(lambda _: next(remaining), skeleton)
 
     return leaves, rebuild
-
-
-def _only(leaves: Iterable[Any]) -> Any:
-    values = list(leaves)
-    if len(values) != 1:
-        raise DataError("A tree cannot be rebuilt.", expected="1 leaves", got=str(len(values)))
-    return values[0]
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:

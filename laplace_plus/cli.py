@@ -16,9 +16,8 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError, LaplacePlusError
 from laplace_plus.experiments.objects import user_modules
-from laplace_plus.experiments.run import run
+from laplace_plus.experiments.run import run, wrap
 from laplace_plus.experiments.settings import RunSettings, WrapSettings
-from laplace_plus.experiments.wrap import wrap
 
 Settings = TypeVar("Settings", RunSettings, WrapSettings)
 

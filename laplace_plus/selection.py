@@ -102,9 +102,9 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     parameters = dict(model.named_parameters())
     masks: dict[str, Tensor | None]
     if isinstance(selection, Tensor):
-        masks = dict(_split_mask(parameters, selection))
+        masks = _split_mask(parameters, selection)
     elif isinstance(selection, Mapping):
-        masks = dict(_check_masks(parameters, selection))
+        masks = _check_masks(parameters, selection)
     elif callable(selection) and not isinstance(selection, nn.Module):
         masks = {name: None for name, parameter in parameters.items() if selection(name, parameter)}
     elif isinstance(selection, str) and selection == "all":
@@ -118,11 +118,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     elif isinstance(selection, Iterable) and not isinstance(selection, nn.Module):
         masks = _match(parameters, [selection] if isinstance(selection, str) else selection)
     else:
-        raise SelectionError(
-            "Unknown kind of selection.",
-            expected='"all", "last_layer", names, globs, a predicate or a mask',
-            got=type(selection).__name__,
-        )
+        masks = {}
     if not masks:
         raise SelectionError(
             "The selection contains no parameters.",
@@ -185,22 +181,19 @@ def _match(parameters: dict[str, nn.Parameter], patterns: Iterable[str]) -> dict
     return found
 
 
-def _split_mask(parameters: dict[str, nn.Parameter], mask: Tensor) -> Iterable[tuple[str, Tensor | None]]:
-    total = sum(p.numel() for p in parameters.values())
-    if mask.dtype is not torch.bool or mask.shape != (total,):
+def _split_mask(parameters: dict[str, nn.Parameter], mask: Tensor) -> dict[str, Tensor | None]:
+    sizes = [parameter.numel() for parameter in parameters.values()]
+    if mask.dtype is not torch.bool or mask.shape != (sum(sizes),):
         raise SelectionError(
             "A flat mask covers all parameter entries.",
-            expected=f"bool of shape ({total},)",
+            expected=f"bool of shape ({sum(sizes)},)",
             got=f"{mask.dtype} of shape {tuple(mask.shape)}",
             fix="Build it in model.parameters() order, or pass a mapping from names to masks.",
         )
-    pieces = mask.split([p.numel() for p in parameters.values()])
-    return _reduced((name, piece) for name, piece in zip(parameters, pieces, strict=True))
+    return _reduced(dict(zip(parameters, mask.split(sizes), strict=True)))
 
 
-def _check_masks(
-    parameters: dict[str, nn.Parameter], masks: Mapping[str, Tensor]
-) -> Iterable[tuple[str, Tensor | None]]:
+def _check_masks(parameters: dict[str, nn.Parameter], masks: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     known: dict[str, Tensor] = {}
     for given, mask in masks.items():
         spellings = _spellings(given) if isinstance(given, str) else ()
@@ -222,11 +215,9 @@ def _check_masks(
                 got=f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__,
             )
         known[name] = mask.flatten()
-    return _reduced((name, known[name]) for name in parameters if name in known)
+    return _reduced(known)
 
 
-def _reduced(masks: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor | None]]:
+def _reduced(masks: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Drop empty masks, and replace full ones by None."""
-    for name, mask in masks:
-        if mask.any():
-            yield name, None if mask.all() else mask.detach().clone()
+    return {name: None if mask.all() else mask.detach().clone() for name, mask in masks.items() if mask.any()}

@@ -84,8 +84,8 @@ def test_the_first_target_key_wins():
     ("item", "message"),
     [
         (X, r"no target.*labels.*Got: float32 \[4, 3\]"),
-        ((X,), "no target.*tuple of length 1"),
-        ((), "no target.*tuple of length 0"),
+        ((X,), r"no target.*Got: \(float32 \[4, 3\]\)"),
+        ((), r"no target.*Got: \(\)"),
         ({"input_ids": X, "mask": X2}, "without a target.*labels, label.*'input_ids', 'mask'"),
         ({"labels": Y}, "no inputs.*'labels'"),
         ((X, 3), "target is not a tensor.*Got: int"),

@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_plus import likelihoods
+from laplace_plus import batches, likelihoods
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments import report
+from laplace_plus.experiments.comparison import (
+    Classified,
+    Regressed,
+    gather,
+    gather_uncertainties,
+    point_prediction,
+)
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
-from laplace_plus.experiments.evaluation import Classified, Regressed, doubts, gather, point_prediction
 from laplace_plus.experiments.objects import load_object, make, read_posteriors, user_modules
 from laplace_plus.experiments.settings import DataSettings, TrainingSettings
 
@@ -105,7 +111,7 @@ def test_classes_that_cannot_be_held_out(classes: list[int]) -> None:
 
 def gathered(model: nn.Module, likelihood: likelihoods.Likelihood, data: list) -> Classified | Regressed:
     predict = point_prediction(model, likelihood)
-    return gather(predict, likelihood, data, device="cpu", progress=False, description="")
+    return gather(predict, likelihood, batches.iterate(data, device="cpu"))
 
 
 def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
@@ -121,15 +127,10 @@ def test_the_point_prediction_of_a_classifier_is_its_softmax() -> None:
     scores = found.scores()
     assert scores["negative_log_likelihood"] == pytest.approx(float(nn.functional.nll_loss(probabilities.log(), y)))
     entropy = torch.distributions.Categorical(probabilities).entropy()
-    torch.testing.assert_close(found.doubt(), entropy)
-    unknown = doubts(
-        point_prediction(model, likelihoods.Categorical()),
-        likelihoods.Categorical(),
-        [(x, torch.full((10,), -100))],  # targets that mean nothing
-        device="cpu",
-        progress=False,
-        description="",
-    )
+    torch.testing.assert_close(found.uncertainty(), entropy)
+    data = [(x, torch.full((10,), -100))]  # targets that mean nothing
+    likelihood = likelihoods.Categorical()
+    unknown = gather_uncertainties(point_prediction(model, likelihood), likelihood, batches.iterate(data, device="cpu"))
     torch.testing.assert_close(unknown, entropy)
 
 
@@ -164,7 +165,7 @@ def test_the_scores_of_regression() -> None:
     grid = normal.icdf(((torch.arange(4001, dtype=torch.float64) + 0.5) / 4001)[:, None, None])
     spread = 0.7 / math.sqrt(math.pi)  # E|X - X'| / 2 of a normal distribution
     assert scores["crps"] == pytest.approx(float((grid - targets).abs().mean() - spread), rel=1e-3)
-    torch.testing.assert_close(found.doubt(), torch.full((50,), 2 * 0.49, dtype=torch.float64))
+    torch.testing.assert_close(found.uncertainty(), torch.full((50,), 2 * 0.49, dtype=torch.float64))
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

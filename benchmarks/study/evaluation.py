@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.study.sets import Batches, DataSet
 from laplace_plus import metrics
-from laplace_plus.experiments.evaluation import Classified, Predict, Regressed
+from laplace_plus.experiments.comparison import Classified, Predict, Regressed
 from laplace_plus.predictive import Prediction
 
 
@@ -120,7 +120,7 @@ def _regression(found: Regressed, unit: float) -> dict[str, float]:
         "rmse": own["root_mean_squared_error"] * unit,
         "nll": own["negative_log_likelihood"] + shift,
         "crps": own["crps"] * unit,
-        "aurc": area_under_risk_coverage(found.doubt(), errors) * unit**2,
+        "aurc": area_under_risk_coverage(found.uncertainty(), errors) * unit**2,
     }
 
 
@@ -135,7 +135,7 @@ def _classification(found: Gathered) -> dict[str, float]:
         "nll": -float(found.log_density.mean()),
         "brier": own["brier_score"],
         "ece": own["expected_calibration_error"],
-        "aurc": area_under_risk_coverage(scored.doubt(), wrong),
+        "aurc": area_under_risk_coverage(scored.uncertainty(), wrong),
         "legacy_nll_mean_logits": float(metrics.negative_log_likelihood(plain, y)),
         "legacy_nll_samples": found.sampled_nll,
         "legacy_brier_mean": own["brier_score"] / scored.probabilities.shape[1],
@@ -150,7 +150,7 @@ def _ood(predict: Predict, found: Gathered, name: str, inputs: Tensor) -> dict[s
     assert isinstance(own, Classified) and isinstance(strange, Classified)
     most = [1 - part.probabilities.amax(-1) for part in (own, strange)]
     return {
-        f"ood_auroc_{name}": float(metrics.ood_auroc(own.doubt(), strange.doubt())),
+        f"ood_auroc_{name}": float(metrics.ood_auroc(own.uncertainty(), strange.uncertainty())),
         f"legacy_ood_auroc_max_probability_{name}": float(metrics.ood_auroc(*most)),
         f"legacy_ood_auroc_max_variance_{name}": float(metrics.ood_auroc(found.spread, other.spread)),
     }

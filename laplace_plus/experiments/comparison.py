@@ -1,29 +1,85 @@
-"""Several posteriors of one trained network, each scored beside the network itself."""
+"""Several posteriors of one trained network, each scored on a test set beside the network itself."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from laplace_plus import metrics
+from laplace_plus import batches, metrics
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.evaluation import Classified, Predict, Regressed, doubts, gather, point_prediction
 from laplace_plus.experiments.objects import PosteriorSettings, call, require_keywords
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import evaluation_mode
 from laplace_plus.posteriors.base import Posterior
+from laplace_plus.predictive import Prediction, from_samples
 
 POINT = "MAP"
 """The label of the trained network itself."""
 
+Predict = Callable[[Any], Prediction]
+"""From the inputs of a batch to the predictive distribution of its targets."""
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Predicted classes of N targets (examples, or tokens or pixels of them).
+
+    Attributes:
+        probabilities: ``[N, C]``, each row sums to one; a binary target has the two columns no and yes.
+        targets: ``[N]`` class indices.
+    """
+
+    probabilities: Tensor
+    targets: Tensor
+
+    def scores(self) -> dict[str, float]:
+        """Accuracy, mean negative log-likelihood, Brier score and expected calibration error."""
+        names = ("accuracy", "negative_log_likelihood", "brier_score", "expected_calibration_error")
+        return {name: float(getattr(metrics, name)(self.probabilities, self.targets)) for name in names}
+
+    def uncertainty(self) -> Tensor:
+        """Entropy of each prediction in nats, ``[N]``."""
+        return _entropy(self.probabilities)
+
+
+@dataclass(frozen=True)
+class Regressed:
+    """Predicted numbers of N examples.
+
+    Attributes:
+        mean: ``[N, D]``.
+        variance: ``[N, D]``, observation noise included.
+        log_density: ``[N]``, of the targets under the predictive distribution.
+        targets: ``[N, D]``.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    log_density: Tensor
+    targets: Tensor
+
+    def scores(self) -> dict[str, float]:
+        """Root mean squared error, mean negative log-likelihood, and CRPS of the Gaussian with these moments."""
+        return {
+            "root_mean_squared_error": float(metrics.root_mean_squared_error(self.mean, self.targets)),
+            "negative_log_likelihood": float(-self.log_density.mean()),
+            "crps": float(metrics.crps_gaussian(self.mean, self.variance, self.targets)),
+        }
+
+    def uncertainty(self) -> Tensor:
+        """Variance of each prediction, summed over the outputs, ``[N]``."""
+        return self.variance.sum(-1)
+
 
 @dataclass(frozen=True)
 class Data:
-    """The batches of one comparison.
+    """The data of one comparison, each an iterable of batches.
 
     Attributes:
         train: Training data, for fits and for tuning without validation.
@@ -67,63 +123,64 @@ def compare(
     device: str = "cpu",
     progress: bool = False,
 ) -> dict[str, Outcome]:
-    """Fits, tunes and scores each posterior, and scores the network itself.
+    """Fit, tune and score each posterior, and score the network itself.
 
     If the likelihood has a noise level (`Gaussian`), the network itself is scored with the level that tuning of the
     first posterior found. The two then differ only in what the weights' uncertainty adds.
 
     Args:
-        model: The trained network.
+        model: The trained network, on the device.
         likelihood: What its outputs mean.
         data: The batches.
         posteriors: What to fit.
         seed: Of all sampling.
-        device: Where to compute; the network must be there already.
+        device: Where to compute.
         progress: Whether to show progress bars.
 
     Returns:
         The outcomes by label, `MAP` for the network itself first.
 
     Raises:
-        ConfigurationError: An option of `tune` or `predict` that a posterior does not have.
+        ConfigurationError: An option that a posterior, its tuning or its prediction does not have.
     """
-    outcomes: dict[str, Outcome] = {}
-    for settings in posteriors:
-        outcomes[settings.label] = _posterior_outcome(model, likelihood, data, settings, seed, device, progress)
+    iterate = partial(batches.iterate, device=device, progress=progress)
+
+    def generator() -> torch.Generator:
+        return torch.Generator(device=device).manual_seed(seed)
+
+    def outcome(settings: PosteriorSettings) -> Outcome:
+        make = partial(settings.posterior_class, model, likelihood)
+        posterior = call(make, settings.options, what=settings.label)
+        started = time.perf_counter()
+        posterior.fit(data.train, progress=progress, generator=generator())
+        seconds = {"fit": time.perf_counter() - started}
+        if settings.tune is not None:
+            started = time.perf_counter()
+            _tune(posterior, settings, data)
+            seconds["tune"] = time.perf_counter() - started
+        require_keywords(posterior.predictive, settings.predict, what=f"predict of {settings.label}")
+        predict = partial(posterior.predictive, **{"generator": generator(), **settings.predict})
+        predictions, scores, seconds["predict"] = score(predict, posterior.likelihood, settings.label)
+        return Outcome(predictions, scores, seconds, _facts(posterior), posterior)
+
+    def score(
+        predict: Predict, likelihood: Likelihood, label: str
+    ) -> tuple[Classified | Regressed, dict[str, float], float]:
+        started = time.perf_counter()
+        predictions = gather(predict, likelihood, iterate(data.test, description=f"predict ({label})"))
+        seconds = time.perf_counter() - started
+        scores = predictions.scores()
+        if data.out_of_distribution is not None:
+            shifted = iterate(data.out_of_distribution, description=f"predict out of distribution ({label})")
+            uncertainties = gather_uncertainties(predict, likelihood, shifted)
+            scores["ood_auroc"] = float(metrics.ood_auroc(predictions.uncertainty(), uncertainties))
+        return predictions, scores, seconds
+
+    outcomes = {settings.label: outcome(settings) for settings in posteriors}
     first = next(iter(outcomes.values())).posterior if outcomes else None
     tuned = likelihood if first is None else first.likelihood
-    predictions, scores, seconds = _score(point_prediction(model, tuned), tuned, data, POINT, device, progress)
+    predictions, scores, seconds = score(point_prediction(model, tuned), tuned, POINT)
     return {POINT: Outcome(predictions, scores, {"predict": seconds}), **outcomes}
-
-
-def _posterior_outcome(
-    model: nn.Module,
-    likelihood: Likelihood,
-    data: Data,
-    settings: PosteriorSettings,
-    seed: int,
-    device: str,
-    progress: bool,
-) -> Outcome:
-    posterior = settings.posterior_class(model, likelihood, **settings.options)
-    started = time.perf_counter()
-    posterior.fit(data.train, progress=progress, generator=_generator(device, seed))
-    seconds = {"fit": time.perf_counter() - started}
-    if settings.tune is not None:
-        started = time.perf_counter()
-        _tune(posterior, settings, data)
-        seconds["tune"] = time.perf_counter() - started
-    keywords = dict(settings.predict)
-    require_keywords(posterior.predictive, keywords, what=f"predict of {settings.label}")
-    keywords.setdefault("generator", _generator(device, seed))
-
-    def predict(inputs: Any) -> Any:
-        return posterior.predictive(inputs, **keywords)
-
-    predictions, scores, seconds["predict"] = _score(
-        predict, posterior.likelihood, data, settings.label, device, progress
-    )
-    return Outcome(predictions, scores, seconds, _facts(posterior), posterior)
 
 
 def _tune(posterior: Posterior, settings: PosteriorSettings, data: Data) -> None:
@@ -140,32 +197,6 @@ def _tune(posterior: Posterior, settings: PosteriorSettings, data: Data) -> None
     call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
 
 
-def _score(
-    predict: Predict, likelihood: Likelihood, data: Data, label: str, device: str, progress: bool
-) -> tuple[Classified | Regressed, dict[str, float], float]:
-    started = time.perf_counter()
-    predictions = gather(
-        predict, likelihood, data.test, device=device, progress=progress, description=f"predict ({label})"
-    )
-    seconds = time.perf_counter() - started
-    scores = predictions.scores()
-    if data.out_of_distribution is not None:
-        unknown = doubts(
-            predict,
-            likelihood,
-            data.out_of_distribution,
-            device=device,
-            progress=progress,
-            description=f"predict out of distribution ({label})",
-        )
-        scores["ood_auroc"] = float(metrics.ood_auroc(predictions.doubt(), unknown))
-    return predictions, scores, seconds
-
-
-def _generator(device: str, seed: int) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(seed)
-
-
 def _facts(posterior: Posterior) -> dict[str, Any]:
     facts: dict[str, Any] = {"prior_precision": posterior.prior_precision.detach().cpu().tolist()}
     if hasattr(posterior, "log_marginal_likelihood"):
@@ -174,3 +205,53 @@ def _facts(posterior: Posterior) -> dict[str, Any]:
     if noise is not None:
         facts["noise_std"] = noise.detach().cpu().tolist()
     return facts
+
+
+def point_prediction(model: nn.Module, likelihood: Likelihood) -> Predict:
+    """The trained network's own prediction ``p(y | f(x))``, with which posteriors are compared."""
+
+    def predict(inputs: Any) -> Prediction:
+        with evaluation_mode(model), torch.no_grad():
+            outputs = likelihood.arrange(batches.output_tensor(batches.call(model, inputs)))
+        return from_samples(likelihood, outputs[None])
+
+    return predict
+
+
+def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Classified | Regressed:
+    """Predict all of a data set, in float64 on the CPU; targets that the likelihood ignores are left out."""
+    found: list[tuple[Tensor, ...]] = []
+    for batch in data:
+        prediction = predict(batch.inputs)
+        _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
+        kept = (weight > 0).cpu()
+        if likelihood.is_classifier:
+            probabilities, labels = _plain(likelihood.class_probabilities(prediction.mean)), targets.cpu().reshape(-1)
+            kept = kept.repeat_interleave(len(labels) // len(kept))
+            found.append((probabilities[kept], labels[kept].long()))
+        else:
+            mean, variance = (_plain(x).flatten(0, -2)[kept] for x in (prediction.mean, prediction.variance))
+            log_density = _plain(prediction.log_prob(batch.target)).reshape(-1)[kept]
+            found.append((mean, variance, log_density, _plain(targets)[kept].reshape(mean.shape)))
+    kind = Classified if likelihood.is_classifier else Regressed
+    return kind(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+
+
+def gather_uncertainties(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Tensor:
+    """``gather(…).uncertainty()``, ``[N]``, for data whose targets have no meaning."""
+    found = []
+    for batch in data:
+        prediction = predict(batch.inputs)
+        if likelihood.is_classifier:
+            found.append(_entropy(_plain(likelihood.class_probabilities(prediction.mean))))
+        else:
+            found.append(_plain(prediction.variance).sum(-1).reshape(-1))
+    return torch.cat(found)
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    return -torch.special.xlogy(probabilities, probabilities).sum(-1)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)

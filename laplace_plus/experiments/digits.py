@@ -31,7 +31,7 @@ class Digits:
 
 
 def load_digits(settings: DataSettings, *, seed: int) -> Digits:
-    """Splits the 1797 images ``[1, 8, 8]``, with grey values in [0, 1] plus noise.
+    """Split the 1797 images ``[1, 8, 8]``, with grey values in [0, 1] plus noise.
 
     Args:
         settings: Held-out classes, training fraction and noise.
@@ -88,7 +88,7 @@ def convolutional_network(n_classes: int) -> nn.Sequential:
 def train_network(
     digits: Digits, settings: TrainingSettings, *, seed: int, device: str = "cpu", progress: bool = False
 ) -> nn.Sequential:
-    """Trains a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
+    """Train a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
 
     Nothing is chosen by results: there is no early stopping and no validation data.
 

@@ -41,7 +41,7 @@ class PosteriorSettings:
 
 
 def read_posteriors(entries: list[dict[str, Any]]) -> list[PosteriorSettings]:
-    """Turns the `posteriors` of a configuration into settings, with the classes looked up and their options checked.
+    """Turn the `posteriors` of a configuration into settings, with the classes looked up and their options checked.
 
     Args:
         entries: Mappings with `class` (a registered name, or `module:class`) and any of `label`, `tune` (a mapping for
@@ -78,53 +78,36 @@ def _read_posterior(entry: dict[str, Any]) -> PosteriorSettings:
         except ConfigurationError:
             register(name, posterior_class)  # without a name it could not be saved
     label = str(entry.pop("label", name.rpartition(":")[2]))
-    tune = entry.pop("tune", {})
-    predict = entry.pop("predict", {})
+    tune, predict = entry.pop("tune", {}), entry.pop("predict", {})
     if tune is True or tune is None:
         tune = {}
-    for key, value in (("tune", tune), ("predict", predict)):
-        if not isinstance(value, Mapping) and not (key == "tune" and value is False):
+    for key, value in (("tune", {} if tune is False else tune), ("predict", predict)):
+        if not isinstance(value, Mapping):
             raise ConfigurationError(
                 f"{key} of {label} is not a mapping.", expected="`key: value` pairs", got=str(value)
             )
-    for keyword in ("model", "likelihood"):
-        if keyword in entry:
-            raise ConfigurationError(f"{label} has its own {keyword}.", fix=f"All posteriors wrap the same {keyword}.")
+    for keyword in {"model", "likelihood"} & entry.keys():
+        raise ConfigurationError(f"{label} has its own {keyword}.", fix=f"All posteriors wrap the same {keyword}.")
     require_keywords(posterior_class, entry, what=name)
     return PosteriorSettings(label, posterior_class, entry, None if tune is False else dict(tune), dict(predict))
 
 
 def require_keywords(function: Callable[..., Any], keywords: Mapping[str, Any], *, what: str) -> None:
-    """Raises `ConfigurationError` if the function does not take one of the keywords.
+    """Raise `ConfigurationError` if the function does not take one of the keywords.
 
-    A constructor that takes any keywords is assumed to pass them on to the next class. A function that takes any
-    keywords is not checked.
+    A function that takes any keywords is not checked: :func:`call` names those that it refuses later.
     """
-    known: list[str] = []
-    for owner in inspect.getmro(function) if inspect.isclass(function) else (function,):
-        if owner is function or "__init__" in vars(owner):
-            parameters = inspect.signature(owner).parameters.values()
-            known += [parameter.name for parameter in parameters if parameter.kind not in _NOT_BY_NAME]
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                break
-    else:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
+    known = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     for keyword in keywords:
         if keyword not in known:
-            raise ConfigurationError(
-                f"{what} has no option {keyword!r}.", expected="one of " + ", ".join(dict.fromkeys(known))
-            )
-
-
-_NOT_BY_NAME = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.VAR_KEYWORD,
-)
+            raise ConfigurationError(f"{what} has no option {keyword!r}.", expected="one of " + ", ".join(known))
 
 
 def call(function: Callable[..., Any], keywords: Mapping[str, Any], *, what: str) -> Any:
-    """Calls a function with keywords of the configuration.
+    """Call a function with keywords of the configuration.
 
     Raises:
         ConfigurationError: It, or a function that gets the keywords from it, does not take one of them.
@@ -160,7 +143,7 @@ def load_object(name: str) -> Any:
 
 
 def make(name: str, keywords: Mapping[str, Any]) -> Any:
-    """Calls the function that `module:function` names.
+    """Call the function that `module:function` names.
 
     Raises:
         ConfigurationError: There is no such function, or it does not take one of the keywords.
@@ -173,12 +156,7 @@ def make(name: str, keywords: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def user_modules(*folders: Path, path: list[str]) -> Iterator[None]:
-    """Lets modules in the folders be imported, ahead of the installed ones, until the context ends.
-
-    Args:
-        *folders: Where to look, first to last.
-        path: The interpreter's search path (`sys.path`).
-    """
+    """Let modules in the folders be imported, ahead of installed ones; ``path`` is the search path (`sys.path`)."""
     added = [str(folder.resolve()) for folder in folders]
     path[:0] = added
     try:

@@ -18,8 +18,7 @@ import torch
 from laplace_plus import plotting
 from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.comparison import Outcome
-from laplace_plus.experiments.evaluation import Classified
+from laplace_plus.experiments.comparison import Classified, Outcome
 from laplace_plus.experiments.objects import PosteriorSettings
 from laplace_plus.experiments.settings import RunSettings, WrapSettings
 
@@ -49,7 +48,7 @@ Say = Callable[[str], None]
 def save_posteriors(
     output: Path, outcomes: Mapping[str, Outcome], posteriors: list[PosteriorSettings], *, say: Say
 ) -> None:
-    """Saves each posterior to its own folder, over those of earlier runs; names those that cannot be saved."""
+    """Save each posterior to its own folder, over those of earlier runs; name those that cannot be saved."""
     for settings in posteriors:
         posterior = outcomes[settings.label].posterior
         if posterior is not None:
@@ -67,47 +66,30 @@ def write(
     *,
     started: float,
     say: Say,
-    **facts: Any,
+    facts: Mapping[str, Any],
 ) -> None:
-    """Writes metrics.json and reliability.png, and prints the table.
+    """Write metrics.json, with the ``facts``, and reliability.png; print the table.
 
-    Args:
-        experiment: The command's name.
-        repeats: The outcomes.
-        seeds: One for each repeat.
-        settings: The configuration.
-        started: `time.perf_counter()` at the start.
-        say: Prints a line for the user.
-        **facts: What metrics.json holds besides.
+    ``started`` is `time.perf_counter()` at the start.
     """
     output = Path(settings.output)
-    _reliability(output, repeats)
-    write_json(
-        output / "metrics.json",
-        {
-            "experiment": experiment,
-            **summary(repeats, seeds),
-            **facts,
-            "total_seconds": time.perf_counter() - started,
-            "configuration": asdict(settings),
-            "versions": versions(),
-        },
-    )
+    if isinstance(next(iter(repeats[0].values())).predictions, Classified):
+        pooled = {}  # the test predictions of all repeats
+        for label in repeats[0]:
+            found: list[Any] = [outcomes[label].predictions for outcomes in repeats]
+            pooled[label] = torch.cat([one.probabilities for one in found]), torch.cat([one.targets for one in found])
+        plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
+    content = {
+        "experiment": experiment,
+        **summary(repeats, seeds),
+        **facts,
+        "total_seconds": time.perf_counter() - started,
+        "configuration": asdict(settings),
+        "versions": versions(),
+    }
+    write_json(output / "metrics.json", content)
     repeated = f"mean ± standard error over {len(seeds)} seeds; " if len(seeds) > 1 else ""
     say(f"{table(repeats)}\n\n{repeated}{time.perf_counter() - started:.0f} s in all; written to {output}/")
-
-
-def _reliability(output: Path, repeats: Repeats) -> None:
-    """Draws the test predictions of all repeats together, for classification."""
-    pooled = {}
-    for label in repeats[0]:
-        predictions = [outcomes[label].predictions for outcomes in repeats]
-        classified = [one for one in predictions if isinstance(one, Classified)]
-        if not classified:
-            return
-        probabilities = torch.cat([one.probabilities for one in classified])
-        pooled[label] = probabilities, torch.cat([one.targets for one in classified])
-    plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -132,12 +114,10 @@ def table(repeats: Repeats) -> str:
             cells.append(f"{mean:.4f}" if error is None else f"{mean:.4f} ± {error:.4f}")
         rows.append(cells)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    lines = []
+    for label, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([label.ljust(widths[0]), *padded]))
     lines.insert(1, "─" * len(lines[0]))
     return "\n".join(lines)
 
@@ -171,10 +151,9 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes valid JSON: a number that is not finite is written as null."""
-    path.write_text(
-        json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    """Write valid JSON: a number that is not finite is written as null."""
+    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,8 @@ from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloa
 
 from laplace_plus.errors import ConfigurationError
 
+_PREDICT = {"link": "mc", "n_samples": 500}
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -44,7 +46,7 @@ class DataSettings:
     noise_std: NonNegativeFloat = 0.5
 
     def __post_init__(self) -> None:
-        """Refuses classes that leave nothing to learn or to hold out."""
+        """Refuse classes that leave nothing to learn or to hold out."""
         classes = set(self.held_out_classes)
         if not classes <= set(range(10)) or not 1 <= len(classes) <= 8 or len(classes) < len(self.held_out_classes):
             raise ConfigurationError(
@@ -74,19 +76,14 @@ class RunSettings:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     posteriors: list[dict[str, Any]] = field(
         default_factory=lambda: [
-            {"class": "KFAC", "label": "KFAC", "predict": {"link": "mc", "n_samples": 500}},
-            {
-                "class": "Full",
-                "label": "last layer",
-                "parameters": "last_layer",
-                "predict": {"link": "mc", "n_samples": 500},
-            },
+            {"class": "KFAC", "label": "KFAC", "predict": dict(_PREDICT)},
+            {"class": "Full", "label": "last layer", "parameters": "last_layer", "predict": dict(_PREDICT)},
         ]
     )
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Refuses a device that this machine does not have."""
+        """Refuse a device that this machine does not have."""
         require_device(self.device)
 
 
@@ -135,12 +132,12 @@ class WrapSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Refuses a device that this machine does not have."""
+        """Refuse a device that this machine does not have."""
         require_device(self.device)
 
 
 def require_device(name: str) -> None:
-    """Raises `ConfigurationError` unless this machine has the device."""
+    """Raise `ConfigurationError` unless this machine has the device."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch raises either, depending on how it was built

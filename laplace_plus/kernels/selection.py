@@ -132,15 +132,15 @@ def size_class(*sizes: int) -> tuple[int, ...]:
     return tuple(max(size - 1, 0).bit_length() for size in sizes)
 
 
-def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """The module ``laplace_plus.kernels._triton.<name>``, or None where its kernels cannot run."""
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """The module of Triton kernels, or None where they cannot run."""
     if device.type != "cuda" and not (INTERPRETED and mode() == "triton"):
         return None
     if mode() == "reference" or importlib.util.find_spec("triton") is None:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return None  # without asynchronous copies and TF32 there is nothing to win
-    return importlib.import_module(f"laplace_plus.kernels._triton.{name}")
+    return importlib.import_module("laplace_plus.kernels._triton")
 
 
 def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str, Callable[[], object]]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from laplace_plus.likelihoods.base import Likelihood, Marginal
 from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
-from laplace_plus.likelihoods.density import LogDensity
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from laplace_plus.likelihoods.poisson import Poisson
-from laplace_plus.likelihoods.resolve import likelihood_from_config, resolve_likelihood
+from laplace_plus.likelihoods.resolve import LogDensity, likelihood_from_config, resolve_likelihood
 
 __all__ = [
     "Bernoulli",

@@ -15,7 +15,7 @@ differentiation and Monte Carlo.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class Likelihood(ABC):
         is_classifier: Whether targets are classes, with probabilities from :meth:`class_probabilities`.
         is_gaussian: Whether ``p(y|f) = N(f, σ²)``, with squared errors as statistics.
         n_noise: Number ``K`` of noise groups.
+        config_name: The name in :meth:`config` of a likelihood of this package; ``None`` for custom ones.
 
     Example:
         >>> class Laplacian(Likelihood):
@@ -99,6 +100,7 @@ class Likelihood(ABC):
     is_classifier: bool = False
     is_gaussian: bool = False
     n_noise: int = 1
+    config_name: str | None = None
 
     # Required --------------------------------------------------------------------------------------------------------
 
@@ -404,7 +406,9 @@ class Likelihood(ABC):
     # Serialisation ---------------------------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
-        """A JSON-able description that ``likelihood_from_config`` reads."""
+        """A JSON-able description that ``likelihood_from_config`` reads: ``{"name": …, option: value, …}``."""
+        if self.config_name and is_dataclass(self):
+            return {"name": self.config_name, **asdict(self)}
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.nn.functional import logsigmoid
 
 from laplace_plus.errors import LabelError
-from laplace_plus.likelihoods import sampling
 from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, shape_text, widen
+from laplace_plus.likelihoods.checks import align_targets, check_batch, flattened, refuse_targets, shape_text, widen
+from laplace_plus.likelihoods.sampling import draw_by
 
 
 @final
@@ -37,6 +37,7 @@ class Bernoulli(Likelihood):
     """
 
     output_axis: int = -1
+    config_name = "bernoulli"
     links = ("probit", "mc")
     couples_outputs = False
     is_classifier = True
@@ -51,19 +52,18 @@ class Bernoulli(Likelihood):
                 got=f"shape {shape_text(targets.shape)}",
                 fix='Use likelihood="classification" for one class out of several, or one target for every output',
             )
-        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
-        wrong = (aligned != 0) & (aligned != 1)
-        if bool(wrong.any()):
-            raise LabelError(
-                "There are binary targets other than 0 and 1.",
-                expected="exactly 0 or 1",
-                got=f"{aligned[wrong][0].item()} ({int(wrong.sum())} of {aligned.numel()} are neither)",
-                fix='Map the labels to 0 and 1, or use likelihood="classification" for more classes',
-            )
+        aligned = align_targets(outputs, targets, output_axis=self.output_axis)
+        refuse_targets(
+            (aligned != 0) & (aligned != 1),
+            aligned,
+            "There are binary targets other than 0 and 1.",
+            expected="exactly 0 or 1",
+            fix='Map the labels to 0 and 1, or use likelihood="classification" for more classes',
+        )
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; targets become floating ``[N, C]``."""
-        return aligned_rows(outputs, targets, self.output_axis)
+        return flattened(outputs, targets, self.output_axis)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log sigmoid(±f_c)``, ``[N]``."""
@@ -100,7 +100,7 @@ class Bernoulli(Likelihood):
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Zeros and ones ``[..., C]``, floating."""
-        return sampling.bernoulli(widen(outputs).sigmoid(), generator=generator)
+        return draw_by(torch.bernoulli, widen(outputs).sigmoid(), generator)
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """``[1 - p, p]`` of every output by itself, ``[N C, 2]``."""
@@ -120,7 +120,3 @@ class Bernoulli(Likelihood):
         logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         distribution = BernoulliDistribution(logits=logits, validate_args=False)
         return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), distribution)
-
-    def config(self) -> dict[str, Any]:
-        """``{"name": "bernoulli", "output_axis": …}``."""
-        return {"name": "bernoulli", "output_axis": self.output_axis}

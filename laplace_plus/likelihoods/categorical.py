@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods import sampling
 from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, is_full, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import check_batch, shape_text, widen
+from laplace_plus.likelihoods.checks import check_batch, refuse_targets, shape_text, widen
 
 
 @final
@@ -46,6 +46,7 @@ class Categorical(Likelihood):
 
     ignore_index: int = -100
     output_axis: int = -1
+    config_name = "categorical"
     links = ("probit", "mc", "bridge")
     is_classifier = True
 
@@ -60,11 +61,11 @@ class Categorical(Likelihood):
                 got="C = 1",
                 fix='Use likelihood="binary", or give the network one output per class',
             )
-        rows = outputs.shape[:-1]
+        observations = outputs.shape[:-1]
         if targets.shape in (outputs.shape, outputs.movedim(-1, self.output_axis).shape):
             raise LabelError(
                 "The targets look like one-hot vectors or probabilities.",
-                expected=f"integer class indices of shape {shape_text(rows)}",
+                expected=f"integer class indices of shape {shape_text(observations)}",
                 got=f"{targets.dtype} of shape {shape_text(targets.shape)}",
                 fix="Pass targets.argmax(-1); soft labels are not supported",
             )
@@ -75,20 +76,21 @@ class Categorical(Likelihood):
                 got=str(targets.dtype),
                 fix='Convert with targets.long(), or use likelihood="regression" if they are real numbers',
             )
-        if targets.shape != rows:
+        if targets.shape != observations:
             raise LabelError(
                 "The targets do not have the shape of the outputs without their classes.",
-                expected=shape_text(rows),
+                expected=shape_text(observations),
                 got=shape_text(targets.shape),
                 fix="Drop the extra axis, e.g. targets.squeeze(-1), or set output_axis to the axis of the classes",
             )
         labels = targets.long()
         wrong = ((labels < 0) | (labels >= n_classes)) & (labels != self.ignore_index)
         if bool(wrong.any()):
-            raise LabelError(
+            refuse_targets(
+                wrong,
+                labels,
                 "Some class indices are out of range.",
                 expected=f"0 … {n_classes - 1}, or ignore_index = {self.ignore_index}",
-                got=f"{int(labels[wrong][0])} ({int(wrong.sum())} of {labels.numel()} are out of range)",
                 fix="Count classes from 0, and give the network one output for each",
             )
 
@@ -157,10 +159,6 @@ class Categorical(Likelihood):
             raise unknown_link(self, link)
         p = logits.softmax(-1)
         return Marginal(p, p * (1 - p), CategoricalDistribution(logits=logits, validate_args=False))
-
-    def config(self) -> dict[str, Any]:
-        """``{"name": "categorical", "ignore_index": …, "output_axis": …}``."""
-        return {"name": "categorical", "ignore_index": self.ignore_index, "output_axis": self.output_axis}
 
 
 def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,16 +63,23 @@ def check_batch(outputs: Tensor, targets: object) -> None:
         )
 
 
-def aligned_rows(outputs: Tensor, targets: Tensor, output_axis: int, size: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """``Likelihood.rows`` for ``size`` real numbers (by default C) per row, all of them observed."""
+def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: str, fix: str) -> None:
+    """Raise a ``LabelError`` if any target is wrong; it names the first one and counts them."""
+    if bool(wrong.any()):
+        got = f"{targets[wrong][0].item()} ({int(wrong.sum())} of {targets.numel()} targets)"
+        raise LabelError(message, expected=expected, got=got, fix=fix)
+
+
+def flattened(outputs: Tensor, targets: Tensor, output_axis: int, size: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """``Likelihood.rows`` for ``size`` real numbers (by default C) per observation, none of them ignored."""
     size = size or outputs.shape[-1]
     flat = widen(outputs).reshape(-1, outputs.shape[-1])
     aligned = align_targets(outputs, targets, size=size, output_axis=output_axis)
     return flat, aligned.reshape(-1, size).to(flat.dtype), torch.ones_like(flat[:, 0])
 
 
-def align_targets(outputs: Tensor, targets: Tensor, *, size: int, output_axis: int) -> Tensor:
-    """Bring targets with ``size`` numbers per row to ``[B, *, size]``.
+def align_targets(outputs: Tensor, targets: Tensor, *, output_axis: int, size: int = 0) -> Tensor:
+    """Bring targets with ``size`` numbers (by default C) per observation to ``[B, *, size]``.
 
     Nothing is broadcast: ``[B]`` only means ``[B, 1]``, and only if ``size`` is 1.
 
@@ -80,23 +87,24 @@ def align_targets(outputs: Tensor, targets: Tensor, *, size: int, output_axis: i
         outputs: Arranged outputs ``[B, *, C]``.
         targets: ``[B, *, size]``, with the last axis at ``output_axis`` if that is not ``-1``, or ``[B, *]`` if
             ``size`` is 1.
-        size: Numbers per row.
         output_axis: The axis of the network's outputs.
+        size: Numbers per observation.
 
     Raises:
         LabelError: If the shapes do not fit.
     """
-    rows = outputs.shape[:-1]
-    if size == 1 and targets.shape == rows:
+    size = size or outputs.shape[-1]
+    observations = outputs.shape[:-1]
+    if size == 1 and targets.shape == observations:
         return targets.unsqueeze(-1)
     if targets.dim() == outputs.dim():
         moved = targets.movedim(output_axis, -1)
-        if moved.shape == (*rows, size):
+        if moved.shape == (*observations, size):
             return moved
-    wanted = shape_text(torch.empty(*rows, size, device="meta").movedim(-1, output_axis).shape)
+    wanted = shape_text(torch.empty(*observations, size, device="meta").movedim(-1, output_axis).shape)
     raise LabelError(
         "The targets do not have the shape of the outputs.",
-        expected=wanted + (f" or {shape_text(rows)}" if size == 1 else ""),
+        expected=wanted + (f" or {shape_text(observations)}" if size == 1 else ""),
         got=shape_text(targets.shape),
         fix="Reshape the targets; nothing is broadcast, because that silently pairs every target with every output",
     )

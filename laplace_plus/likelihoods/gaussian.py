@@ -12,7 +12,7 @@ from torch.distributions import Distribution, MixtureSameFamily, MultivariateNor
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods.base import Likelihood, Marginal, is_full, uniform_mixture, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, shape_text, widen
+from laplace_plus.likelihoods.checks import align_targets, check_batch, flattened, refuse_targets, shape_text, widen
 from laplace_plus.likelihoods.normal import noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal
 
@@ -98,11 +98,11 @@ class Gaussian(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch to targets ``[N, C]``."""
-        return aligned_rows(outputs, targets, self.output_axis)
+        return flattened(outputs, targets, self.output_axis)
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[SSE_1 … SSE_K, count_1 … count_K]``: summed squared errors and their number, for every noise group."""
-        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        aligned = align_targets(outputs, targets, output_axis=self.output_axis)
         errors = (outputs.double() - aligned.double()).square().reshape(-1, outputs.shape[-1])
         if self.n_noise == 1:
             errors = errors.reshape(-1, 1)
@@ -204,6 +204,7 @@ class HeteroscedasticGaussian(Likelihood):
     """
 
     output_axis: int = -1
+    config_name = "heteroscedastic_gaussian"
     links = ("exact", "mc")
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
@@ -220,7 +221,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch to outputs ``[N, 2 D]`` and targets ``[N, D]``."""
-        return aligned_rows(outputs, targets, self.output_axis, outputs.shape[-1] // 2)
+        return flattened(outputs, targets, self.output_axis, outputs.shape[-1] // 2)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
@@ -271,10 +272,6 @@ class HeteroscedasticGaussian(Likelihood):
         distribution, together, _ = noisy_normal(centre, block, aleatoric)
         return Marginal(centre, epistemic + aleatoric, distribution, epistemic, aleatoric, together)
 
-    def config(self) -> dict[str, Any]:
-        """``{"name": "heteroscedastic_gaussian", "output_axis": …}``."""
-        return {"name": "heteroscedastic_gaussian", "output_axis": self.output_axis}
-
 
 def normal_mixture(means: Tensor, deviations: Tensor) -> MixtureSameFamily:
     """Equal mixtures of ``S`` normals, ``[S, ..., C]``, for every entry ``[..., C]`` by itself."""
@@ -303,11 +300,10 @@ def _check_real_targets(outputs: Tensor, targets: Tensor, size: int, output_axis
             fix='Convert with targets.float() for regression, or use likelihood="classification" for class indices',
         )
     aligned = align_targets(outputs, targets, size=size, output_axis=output_axis)
-    finite = torch.isfinite(aligned)
-    if not bool(finite.all()):
-        raise LabelError(
-            "The targets hold NaN or infinity.",
-            expected="finite numbers",
-            got=f"{int((~finite).sum())} of {aligned.numel()} entries that are not",
-            fix="Drop or impute missing targets",
-        )
+    refuse_targets(
+        ~torch.isfinite(aligned),
+        aligned,
+        "The targets hold NaN or infinity.",
+        expected="finite numbers",
+        fix="Drop or impute missing targets",
+    )

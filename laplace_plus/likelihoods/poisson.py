@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.distributions import MixtureSameFamily, NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
 
-from laplace_plus.errors import LabelError
-from laplace_plus.likelihoods import sampling
 from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import align_targets, aligned_rows, check_batch, widen
+from laplace_plus.likelihoods.checks import align_targets, check_batch, flattened, refuse_targets, widen
+from laplace_plus.likelihoods.sampling import draw_by
 
 
 @final
@@ -32,26 +31,26 @@ class Poisson(Likelihood):
     """
 
     output_axis: int = -1
+    config_name = "poisson"
     links = ("exact", "mc")
     couples_outputs = False
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but counts of the outputs' shape."""
         check_batch(outputs, targets)
-        aligned = align_targets(outputs, targets, size=outputs.shape[-1], output_axis=self.output_axis)
+        aligned = align_targets(outputs, targets, output_axis=self.output_axis)
         counts = aligned.double()
-        wrong = ~((counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts))
-        if bool(wrong.any()):
-            raise LabelError(
-                "Some targets are not counts.",
-                expected="whole numbers, 0 or more",
-                got=f"{aligned[wrong][0].item()} ({int(wrong.sum())} of {aligned.numel()} are not)",
-                fix='Use likelihood="regression" for real numbers',
-            )
+        refuse_targets(
+            ~((counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts)),
+            aligned,
+            "Some targets are not counts.",
+            expected="whole numbers, 0 or more",
+            fix='Use likelihood="regression" for real numbers',
+        )
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; targets become floating ``[N, C]``."""
-        return aligned_rows(outputs, targets, self.output_axis)
+        return flattened(outputs, targets, self.output_axis)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
@@ -76,13 +75,11 @@ class Poisson(Likelihood):
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Counts ``[..., C]``, floating."""
-        return sampling.poisson(widen(outputs).exp(), generator=generator)
+        return draw_by(torch.poisson, widen(outputs).exp(), generator)
 
     def mixture(self, outputs: Tensor) -> MixtureSameFamily:
         """A mixture of Poisson distributions for every output by itself."""
-        outputs = widen(outputs)
-        components = PoissonDistribution(outputs.exp().movedim(0, -1), validate_args=False)
-        return uniform_mixture(components, like=outputs)
+        return uniform_mixture(self.distribution(outputs.movedim(0, -1)), like=widen(outputs))
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: the exact moments of a log-normal rate, ``E[y] = exp(m + v/2)`` and so on.
@@ -102,7 +99,3 @@ class Poisson(Likelihood):
         distribution = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
         epistemic = spread * rate.square()
         return Marginal(rate, epistemic + rate, distribution, epistemic, rate)
-
-    def config(self) -> dict[str, Any]:
-        """``{"name": "poisson", "output_axis": …}``."""
-        return {"name": "poisson", "output_axis": self.output_axis}

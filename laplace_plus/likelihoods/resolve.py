@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.base import Likelihood
 from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
-from laplace_plus.likelihoods.density import LogDensity
+from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from laplace_plus.likelihoods.poisson import Poisson
 
-_SHORTHANDS: dict[str, Callable[[], Likelihood]] = {
-    "classification": Categorical,
-    "regression": Gaussian,
-    "binary": Bernoulli,
-}
 _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "categorical": Categorical,
     "bernoulli": Bernoulli,
@@ -28,6 +24,63 @@ _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "heteroscedastic_gaussian": HeteroscedasticGaussian,
     "poisson": Poisson,
 }
+_SHORTHANDS: dict[str, Callable[..., Likelihood]] = {
+    "classification": Categorical,
+    "regression": Gaussian,
+    "binary": Bernoulli,
+}
+
+
+@final
+class LogDensity(Likelihood):
+    """A likelihood with a user-defined log-density.
+
+    Args:
+        function: ``(outputs [N, C], targets [N, ...]) -> [N]``, the log-density of every row, all constants included,
+            twice differentiable in the outputs.
+        distribution: ``outputs [..., C] -> torch.distributions.Distribution``; without it predictions have a mean (the
+            network's outputs) and a log-density, but no variance and no entropy.
+        output_axis: The axis of the outputs in the network's output.
+
+    Example:
+        >>> cauchy = LogDensity(lambda f, y: torch.distributions.Cauchy(f, 1.0).log_prob(y).sum(-1))
+        >>> cauchy.log_density(torch.zeros(1, 1), torch.zeros(1, 1))
+        tensor([-1.1447])
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        distribution: Callable[[Tensor], Distribution] | None = None,
+        *,
+        output_axis: int = -1,
+    ):
+        self._function = function
+        self._distribution = distribution
+        self.output_axis = output_axis
+
+    def __repr__(self) -> str:
+        return f"LogDensity({getattr(self._function, '__qualname__', self._function)})"
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The function's value, ``[N]``."""
+        return self._function(widen(outputs), targets)
+
+    def distribution(self, outputs: Tensor) -> Distribution:
+        """``p(y|f)``, if it was given.
+
+        Raises:
+            UnsupportedError: If not.
+        """
+        if self._distribution is None:
+            return super().distribution(outputs)
+        return self._distribution(widen(outputs))
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "custom", "class": …}`` with the function's qualified name."""
+        module = getattr(self._function, "__module__", None)
+        name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
+        return {"name": "custom", "class": f"{module}.{name}" if module else name}
 
 
 def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
@@ -90,19 +143,13 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
     """
     options = dict(config)
     name = options.pop("name", None)
-    if name == "custom":
-        raise ConfigurationError(
-            "A custom likelihood cannot be rebuilt from its configuration.",
-            expected="one of " + ", ".join(repr(known) for known in _BY_NAME),
-            got=f"{options.get('class')}",
-            fix="Pass the likelihood itself",
-        )
     if name not in _BY_NAME:
+        custom = name == "custom"
         raise ConfigurationError(
-            "Unknown likelihood.",
-            expected="one of " + ", ".join(repr(known) for known in _BY_NAME),
-            got=repr(name),
-            fix="Use a description that config() returned",
+            "A custom likelihood cannot be rebuilt from its configuration." if custom else "Unknown likelihood.",
+            expected="one of " + ", ".join(map(repr, _BY_NAME)),
+            got=f"{options.get('class')}" if custom else repr(name),
+            fix="Pass the likelihood itself" if custom else "Use a description that config() returned",
         )
     if isinstance(options.get("noise_std"), list):
         options["noise_std"] = torch.tensor(options["noise_std"], dtype=torch.float64)

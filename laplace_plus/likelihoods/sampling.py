@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,26 +17,18 @@ def standard_normal(shape: Sequence[int], *, like: Tensor, generator: torch.Gene
     return torch.randn(tuple(shape), generator=generator, device=device, dtype=like.dtype).to(like.device)
 
 
-def bernoulli(probabilities: Tensor, *, generator: torch.Generator | None) -> Tensor:
-    """Zeros and ones of the given probabilities."""
-    device = probabilities.device if generator is None else generator.device
-    return torch.bernoulli(probabilities.to(device), generator=generator).to(probabilities.device)
-
-
-def poisson(rates: Tensor, *, generator: torch.Generator | None) -> Tensor:
-    """Counts of the given rates."""
-    device = rates.device if generator is None else generator.device
-    return torch.poisson(rates.to(device), generator=generator).to(rates.device)
+def draw_by(sampler: Callable[..., Tensor], parameters: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Samples of ``torch.bernoulli``, ``torch.poisson`` or the like, drawn on the generator's device."""
+    device = parameters.device if generator is None else generator.device
+    return sampler(parameters.to(device), generator=generator).to(parameters.device)
 
 
 def categorical(probabilities: Tensor, *, generator: torch.Generator | None) -> Tensor:
     """Class indices ``[...]`` of probabilities ``[..., C]``."""
-    device = probabilities.device if generator is None else generator.device
-    table = probabilities.reshape(-1, probabilities.shape[-1]).to(device)
+    table = probabilities.reshape(-1, probabilities.shape[-1])
     if not len(table):
         return torch.zeros(probabilities.shape[:-1], dtype=torch.long, device=probabilities.device)
-    labels = torch.multinomial(table, 1, generator=generator)
-    return labels.reshape(probabilities.shape[:-1]).to(probabilities.device)
+    return draw_by(partial(torch.multinomial, num_samples=1), table, generator).reshape(probabilities.shape[:-1])
 
 
 def draw_seed(generator: torch.Generator) -> int:
@@ -44,13 +37,7 @@ def draw_seed(generator: torch.Generator) -> int:
 
 
 def from_distribution(distribution: Distribution, *, device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """One sample of a ``torch.distributions`` object, which itself only uses the global generators.
-
-    Args:
-        distribution: Any distribution whose parameters are on ``device``.
-        device: Where the sample is drawn.
-        generator: Source of randomness; the global generators are left as they were if one is given.
-    """
+    """One sample of a ``torch.distributions`` object on ``device``, which itself only uses the global generators."""
     with global_randomness(device, generator):
         return distribution.sample()
 

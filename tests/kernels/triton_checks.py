@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus import kernels
+from laplace_plus.kernels import _triton as triton_update
 from laplace_plus.kernels import selection
-from laplace_plus.kernels._triton import symmetric_update as triton_update
-from laplace_plus.kernels._triton.symmetric_update import Tiling
+from laplace_plus.kernels._triton import Tiling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from laplace_plus.kernels._triton import symmetric_update
+from laplace_plus.kernels import _triton as symmetric_update
 
 TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")

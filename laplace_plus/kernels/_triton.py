@@ -1,21 +1,41 @@
-"""Symmetric rank-k update: one triangle, split over the rows, accumulated in float32.
+"""Triton's symmetric rank-k update: one triangle, split over the rows, accumulated in float32.
 
 Programs run over (tile of the lower triangle, group) × split. Tile t lies in row ``i = ⌊(√(8t+1) − 1)/2⌋`` and column
 ``j = t − i(i+1)/2`` of the grid of tiles. Where the triangle has fewer tiles than the device has multiprocessors, the
 rows are split; each split writes its own partial product, and a second kernel adds them up in a fixed order, so the sum
 is the same in every run (atomic additions are not).
+
+The module can be imported without triton, but only runs with it. Which configuration runs is measured by
+:func:`laplace_plus.kernels.selection.choose`, on scratch memory. (Triton's own ``autotune`` would time the kernels on
+the accumulators themselves, and does not work in the interpreter.)
 """
 
 # Triton gives the arguments of its kernels their types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, multiprocessors, needs_upcast, on_its_device, power_of_two, tl
+from laplace_plus.kernels.selection import INTERPRETED
+
+triton: Any = None
+tl: Any = None
+try:
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+except ImportError:  # kernels are then never launched; see selection.triton_kernels
+    pass
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    return function if triton is None else triton.jit(function)
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,7 @@ class Tiling:
     transposed: bool = False
 
 
-@jit
+@_jit
 def tile_of(index):
     """Row and column of a tile in the lower triangle; the square root is exact after one correction either way."""
     i = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
@@ -42,39 +62,7 @@ def tile_of(index):
     return i, index - i * (i + 1) // 2
 
 
-@jit
-def store_tile(
-    product,
-    target,
-    workspace,
-    i,
-    j,
-    tile,
-    tiles,
-    group,
-    split,
-    groups,
-    size,
-    target_group,
-    target_row,
-    SPLITS: tl.constexpr,
-    SIDE: tl.constexpr,
-):
-    """Add a tile to the target, or keep it in the workspace ``[splits, groups, tiles, side, side]``."""
-    local_row = tl.arange(0, SIDE)[:, None]
-    local_column = tl.arange(0, SIDE)[None, :]
-    if SPLITS == 1:
-        row = i * SIDE + local_row
-        column = j * SIDE + local_column
-        inside = (row < size) & (column <= row)
-        place = target + group.to(tl.int64) * target_group + row.to(tl.int64) * target_row + column
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + product, mask=inside)
-    else:
-        base = (split.to(tl.int64) * groups + group) * tiles + tile
-        tl.store(workspace + base * SIDE * SIDE + local_row * SIDE + local_column, product)
-
-
-@jit
+@_jit
 def add_partial(
     target,
     workspace,
@@ -105,7 +93,7 @@ def add_partial(
     tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
 
 
-@jit
+@_jit
 def symmetric_product(
     rows,
     target,
@@ -149,16 +137,23 @@ def symmetric_product(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         product = tl.dot(a, b, product, input_precision=PRECISION)
-    store_tile(
-        product, target, workspace, i, j, tile, tiles, group, split, groups, size,
-        target_group, target_row, SPLITS, SIDE,
-    )  # fmt: skip
+    local_row = tl.arange(0, SIDE)[:, None]
+    local_column = tl.arange(0, SIDE)[None, :]
+    if SPLITS == 1:  # add the tile to the target
+        row = i * SIDE + local_row
+        column = j * SIDE + local_column
+        inside = (row < size) & (column <= row)
+        place = target + group.to(tl.int64) * target_group + row.to(tl.int64) * target_row + column
+        tl.store(place, tl.load(place, mask=inside, other=0.0) + product, mask=inside)
+    else:  # keep it in the workspace [splits, groups, tiles, side, side]
+        base = (split.to(tl.int64) * groups + group) * tiles + tile
+        tl.store(workspace + base * SIDE * SIDE + local_row * SIDE + local_column, product)
 
 
 def tilings(dtype: torch.dtype, size: int) -> list[Tiling]:
     """The configurations worth measuring for a type of rows and a number of columns."""
     if size <= 32:
-        return [Tiling(power_of_two(size, 16), 64, 2, 3)]
+        return [Tiling(16 if size <= 16 else 32, 64, 2, 3)]
     if size <= 64:
         return [Tiling(64, 32, 4, 3)]
     if dtype == torch.float32:
@@ -173,23 +168,14 @@ def splits_of(n_rows: int, tiles: int, step: int, device: torch.device) -> tuple
 
     It depends on the sizes and the device alone, so that the order of summation does.
     """
-    wanted = max(1, 2 * multiprocessors(device) // tiles)
-    splits = max(1, min(wanted, n_rows // (8 * step), 512))
+    # In the interpreter the number of programs only decides how work is split.
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    splits = max(1, min(max(1, 2 * programs // tiles), n_rows // (8 * step), 512))
     per_split = -(-n_rows // splits)
     per_split = -(-per_split // step) * step
     return max(1, -(-n_rows // per_split)) if n_rows else 1, max(per_split, step)
 
 
-def add_up(total: Tensor, workspace: Tensor, tiles: int, size: int, splits: int, side: int) -> None:
-    """Launch :func:`add_partial` for a total ``[G, d, d]``."""
-    part = min(side, 16)
-    add_partial[(tiles * total.shape[0], side // part)](
-        total, workspace, workspace.stride(0), tiles, size, total.stride(0), total.stride(1),
-        SPLITS=splits, SIDE=side, PART=part, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-@on_its_device
 def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> None:
     """``total += rowsᵀ rows`` in the lower triangle.
 
@@ -199,19 +185,26 @@ def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> No
         precision: Triton's name of the multiplication: ``"ieee"``, ``"tf32"`` or ``"tf32x3"``.
         tiling: The configuration.
     """
-    if tiling.transposed:
-        rows = rows.mT.contiguous().mT
-    groups, n_rows, size = rows.shape
-    side = tiling.side
-    side_tiles = -(-size // side)
-    tiles = side_tiles * (side_tiles + 1) // 2
-    splits, per_split = splits_of(n_rows, tiles * groups, tiling.step, total.device)
-    workspace = total if splits == 1 else total.new_empty(splits, groups, tiles, side, side)
-    symmetric_product[(tiles * groups, splits)](
-        rows, total, workspace, groups, tiles, n_rows, size, *rows.stride(),
-        total.stride(0), total.stride(1), per_split,
-        SPLITS=splits, UPCAST=needs_upcast(rows.dtype), PRECISION=precision,
-        SIDE=side, STEP=tiling.step, enable_fp_fusion=True, num_warps=tiling.warps, num_stages=tiling.stages,
-    )  # fmt: skip
-    if splits > 1:
-        add_up(total, workspace, tiles, size, splits, side)
+    # Triton launches on the current device, whatever the tensors are on.
+    with torch.cuda.device(total.device) if total.is_cuda else nullcontext():
+        if tiling.transposed:
+            rows = rows.mT.contiguous().mT
+        groups, n_rows, size = rows.shape
+        side = tiling.side
+        side_tiles = -(-size // side)
+        tiles = side_tiles * (side_tiles + 1) // 2
+        splits, per_split = splits_of(n_rows, tiles * groups, tiling.step, total.device)
+        workspace = total if splits == 1 else total.new_empty(splits, groups, tiles, side, side)
+        symmetric_product[(tiles * groups, splits)](
+            rows, total, workspace, groups, tiles, n_rows, size, *rows.stride(),
+            total.stride(0), total.stride(1), per_split,
+            SPLITS=splits, UPCAST=rows.dtype == torch.bfloat16 and INTERPRETED,  # it multiplies bfloat16's bit patterns
+            PRECISION=precision, SIDE=side, STEP=tiling.step, enable_fp_fusion=True, num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )  # fmt: skip
+        if splits > 1:
+            part = min(side, 16)
+            add_partial[(tiles * groups, side // part)](
+                total, workspace, workspace.stride(0), tiles, size, total.stride(0), total.stride(1),
+                SPLITS=splits, SIDE=side, PART=part, enable_fp_fusion=True,
+            )  # fmt: skip
