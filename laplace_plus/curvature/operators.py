@@ -19,7 +19,7 @@ Results do not depend on how the data are cut into batches, but for rounding.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -28,35 +28,93 @@ from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
-from laplace_plus.curvature.gradients import Gradients, micro_batches
-from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
-from laplace_plus.curvature.output_roots import IdentityRoot, OutputRoot, empirical_root, exact_root, sampled_root
-from laplace_plus.curvature.streaming import NetworkOperator, Stream
+from laplace_plus.curvature.gradients import micro_batches
+from laplace_plus.curvature.linearization import (
+    Linearization,
+    OutputRoot,
+    Pullback,
+    empirical_root,
+    evaluate,
+    exact_root,
+    sampled_root,
+)
+from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.likelihoods.checks import check_outputs
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator, Transposed
 from laplace_plus.network import Network, exact_arithmetic
 
-CHUNK_SIZE = 16
-"""Default number of vectors that are pushed through the network together: activations take this times the memory."""
+
+class NetworkOperator(Operator):
+    """An operator whose products run over a :class:`~laplace_plus.curvature.streaming.Stream`.
+
+    Products are differentiable in the vectors, at the cost of another pass, but not in the network's parameters:
+    :meth:`tensors` is empty.
+
+    Attributes:
+        network: The network.
+        matvecs: Number of vectors multiplied so far, by the operator or its transpose.
+    """
+
+    def __init__(self, stream: Stream):
+        self._stream, self.network = stream, stream.network
+        self.dtype, self.device = stream.network.dtype, stream.network.device
+        self.matvecs = 0
+
+    @property
+    def n_data(self) -> int:
+        """Number of examples that the loader yielded."""
+        return self._stream.n_data
+
+    @override
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @abstractmethod
+    def _multiply(self, vectors: Tensor) -> Tensor:
+        """``A v`` for vectors ``[m, n]``, in one pass over the data."""
+
+    def _run(self, multiply: Callable[[Tensor], Tensor], transpose: Operator, size: int, vectors: Tensor) -> Tensor:
+        """A product with ``[..., n]`` by a function ``[m, n] -> [m, size]``; differentiable."""
+        # Not inside of an autograd function's forward, where torch switches forward derivatives off.
+        flat = vectors.detach().reshape(vectors.shape[:-1].numel(), vectors.shape[-1])
+        self.matvecs += len(flat)
+        # Contexts are entered here rather than in the generators, which may be left half-way.
+        with exact_arithmetic(self.network), torch.no_grad():
+            flat = flat.clone() if flat.is_inference() else flat
+            products = multiply(flat) if len(flat) else flat.new_zeros(0, size)
+        return attach(
+            (products.view(*vectors.shape[:-1], size),),
+            (vectors,),
+            lambda _, cotangents: [None if cotangents[0] is None else transpose(cotangents[0])],
+        )[0]
+
+    @override
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return self._run(self._multiply, self.T, self.shape[0], vectors)
+
+    @override
+    def _details(self) -> str:
+        return f"{self.n_data} data"
 
 
 class _RowOperator(NetworkOperator):
     """``Sᵀ J``: rows that each belong to one batch, in the order of the data."""
 
     @abstractmethod
-    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        """S on a batch whose first row of outputs has that number."""
+    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        """S on a batch whose first observation has that number."""
 
     def _passed(self, vectors: Tensor) -> Iterator[tuple[Linearization, Tensor, OutputRoot, slice]]:
-        """Each batch linearised, its ``J v`` for a few vectors or none, S, and the places of its rows."""
+        """Each batch linearised, its ``J v`` for a few vectors or none, S, and its slice of rows."""
         start = first_row = 0
         for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
             pushed = line.push(vectors) if len(vectors) else vectors  # the outputs come with it
-            root = self._output_root(batch, line.outputs, first_row)
+            root = self.output_root(batch, line.outputs, first_row)
             if start + root.size > self.shape[0]:
                 raise self._stream.changed(f"more than {self.shape[0]} rows")
             yield line, pushed, root, slice(start, start + root.size)
@@ -66,7 +124,7 @@ class _RowOperator(NetworkOperator):
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
         result = vectors.new_zeros(len(vectors), self.shape[0])
-        first, *others = _chunks(len(vectors), self._stream.chunk_size)
+        first, *others = self._stream.chunks(len(vectors))
         for line, pushed, root, where in self._passed(vectors[first]):
             result[first, where] = root.down(pushed).to(result.dtype)
             for some in others:
@@ -76,7 +134,7 @@ class _RowOperator(NetworkOperator):
     def _multiply_transposed(self, vectors: Tensor) -> Tensor:
         result = vectors.new_zeros(len(vectors), self.shape[1])
         for line, _, root, where in self._passed(vectors[:0]):
-            for some in _chunks(len(vectors), self._stream.chunk_size):
+            for some in self._stream.chunks(len(vectors)):
                 line.pull.add_to(result[some], root.up(vectors[some, where]).to(result.dtype))
         return result
 
@@ -92,25 +150,20 @@ class _RowOperator(NetworkOperator):
         with exact_arithmetic(self.network):
             for batch in self._stream.batches(type(self).__name__, ordered=True):
                 for part, gradients in micro_batches(self.network, batch):
-                    capture = gradients.capture
-                    outputs = capture.outputs.view(capture.output_shape)
-                    root = self._output_root(part, outputs, first_row)
-                    rows = result[start : start + root.size].view(len(outputs), -1, self.shape[1])
-                    for number in range(rows.shape[1]):
-                        rows[:, number] = _rows_of_examples(gradients, root, number, rows.shape[1])
+                    shape, raw = gradients.capture.output_shape, gradients.capture.outputs
+                    root = self.output_root(part, raw.view(shape), first_row)
+                    per_example = root.size // shape[0]
+                    rows = result[start : start + root.size].view(shape[0], per_example, self.shape[1])
+                    for number in range(per_example):
+                        chosen = raw.new_zeros(shape[0], per_example)
+                        chosen[:, number] = 1
+                        cotangent = root.up(chosen.view(1, -1)).to(raw.dtype)
+                        values = gradients.whole(cotangent.reshape(1, *raw.shape))[1].dense(slice(0, len(raw)))
+                        # The sum is over positions that went as examples of their own.
+                        rows[:, number] = values.reshape(shape[0], -1, values.shape[-1]).sum(1)
                     start += root.size
-                    first_row += outputs.shape[:-1].numel()
+                    first_row += shape[:-1].numel()
         return result
-
-
-def _rows_of_examples(gradients: Gradients, root: OutputRoot, number: int, per_example: int) -> Tensor:
-    """One of the rows of each example, ``[B, P]``."""
-    shape, outputs = gradients.capture.output_shape, gradients.capture.outputs
-    chosen = outputs.new_zeros(shape[0], per_example)
-    chosen[:, number] = 1
-    cotangent = root.up(chosen.view(1, -1)).to(outputs.dtype)
-    values = gradients.whole(cotangent.reshape(1, *outputs.shape))[1].dense(slice(0, len(outputs)))
-    return values.reshape(shape[0], -1, values.shape[-1]).sum(1)  # over positions that went as examples of their own
 
 
 class JacobianOperator(_RowOperator):
@@ -147,12 +200,12 @@ class JacobianOperator(_RowOperator):
         self.shape = (stream.n_outputs, stream.network.n_parameters)
 
     @override
-    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        return IdentityRoot(outputs.shape)
+    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        return OutputRoot(outputs.shape)
 
 
 class CurvatureOperator(NetworkOperator):
-    """Some curvature of the loss, summed over the data, ``[P, P]``.
+    """A curvature of the loss, summed over the data, ``[P, P]``.
 
     Args:
         network: The network, or a module of which all parameters that require gradients are taken.
@@ -195,7 +248,7 @@ class CurvatureOperator(NetworkOperator):
         self.shape = (stream.network.n_parameters, stream.network.n_parameters)
 
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
-        """Take note of a batch in the first pass, after ``n_seen`` examples."""
+        """Called for each batch of the first pass, after ``n_seen`` examples."""
 
     @override
     def _transpose(self) -> Operator:
@@ -209,21 +262,21 @@ class _SandwichOperator(CurvatureOperator):
     _ordered = False
 
     @abstractmethod
-    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        """S on a batch whose first row has that number."""
+    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        """S on a batch whose first observation has that number."""
 
     @override
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
-        self._n_root += self._output_root(batch, outputs, 0).size
+        self._n_root += self.output_root(batch, outputs, 0).size
 
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
         result = torch.zeros_like(vectors)
         first_row = 0
         for batch, line in self._stream.linearizations(type(self).__name__, ordered=self._ordered):
-            root = self._output_root(batch, line.outputs, first_row)
+            root = self.output_root(batch, line.outputs, first_row)
             first_row += line.outputs.shape[:-1].numel()
-            for some in _chunks(len(vectors), self._stream.chunk_size):
+            for some in self._stream.chunks(len(vectors)):
                 cotangents = root.up(root.down(line.push(vectors[some])))
                 line.pull.add_to(result[some], cotangents.to(result.dtype))
         return result
@@ -239,11 +292,8 @@ class RootOperator(_RowOperator):
     Where it has fewer rows than columns, ``root @ root.T`` is the small matrix with those eigenvalues of the curvature
     that are not zero.
 
-    Args:
-        curvature: A GGN or Fisher operator.
-
     Attributes:
-        curvature: That operator.
+        curvature: The GGN or Fisher operator that it is a root of.
     """
 
     def __init__(self, curvature: _SandwichOperator):
@@ -252,8 +302,8 @@ class RootOperator(_RowOperator):
         self.shape = (curvature._n_root, curvature.shape[1])
 
     @override
-    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        return self.curvature._output_root(batch, outputs, first_row)
+    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+        return self.curvature.output_root(batch, outputs, first_row)
 
 
 class GGNOperator(_SandwichOperator):
@@ -275,7 +325,7 @@ class GGNOperator(_SandwichOperator):
     """
 
     @override
-    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
         return exact_root(self.likelihood, outputs, batch.target)
 
 
@@ -284,20 +334,17 @@ class FisherOperator(_SandwichOperator):
 
     ``kind="mc"``: ``Σ_n 1/M Σ_s J_nᵀ g_ns g_nsᵀ J_n`` with gradients ``g`` of the loss at labels drawn from the
     likelihood; its expectation is the Fisher information, which for canonical likelihoods is the GGN. Labels are drawn
-    once, for every example by itself from the seed and its place in the data, and kept: all products are with the same
-    matrix. Positions of an example (tokens, pixels) count by themselves, as their labels are independent.
+    once, for each example from the seed and its index in the data, and kept: all products are with the same matrix.
+    Positions of an example (tokens, pixels) count separately, as their labels are independent.
 
     ``kind="empirical"``: ``Σ_n ∇ℓ_n ∇ℓ_nᵀ`` with the gradients at the data's own targets, one for each example.
 
     Args:
-        network: As for :class:`CurvatureOperator`.
-        likelihood: As there.
+        network, likelihood, chunk_size, progress: As for :class:`CurvatureOperator`.
         data: As there; for ``"mc"`` it must keep its order.
         kind: ``"mc"`` or ``"empirical"``.
         n_samples: M, the number of labels drawn for each example.
-        seed: Where the labels start from.
-        chunk_size: As there.
-        progress: As there.
+        seed: Seed of the labels.
 
     Raises:
         ConfigurationError: Another kind, or no samples.
@@ -336,7 +383,7 @@ class FisherOperator(_SandwichOperator):
             return
         rows, _, _ = self.likelihood.rows(outputs, batch.target)
         examples = []
-        for number, example in enumerate(rows.chunk(len(outputs))):
+        for number, example in enumerate(rows.chunk(len(outputs))):  # so that batches make no difference
             generator = torch.Generator().manual_seed(_mixed(self.seed, n_seen + number))
             draws = [self.likelihood.sample_targets(example, generator=generator) for _ in range(self.n_samples)]
             examples.append(torch.stack(draws))
@@ -344,7 +391,7 @@ class FisherOperator(_SandwichOperator):
         self._n_root += len(rows) * self.n_samples
 
     @override
-    def _output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
+    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
         if self._labels is None:
             return empirical_root(self.likelihood, outputs, batch.target)
         labels = self._labels[:, first_row : first_row + outputs.shape[:-1].numel()]
@@ -354,13 +401,13 @@ class FisherOperator(_SandwichOperator):
 class HessianOperator(CurvatureOperator):
     """The Hessian of the loss, by differentiating twice; arguments and errors as :class:`CurvatureOperator`.
 
-    It may be indefinite. The prior's part is not in it.
+    It may be indefinite, and does not contain the prior.
 
     Raises:
         UnsupportedError: An operation of the network cannot be differentiated twice.
     """
 
-    _proved = False
+    _checked = False
 
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
@@ -368,9 +415,9 @@ class HessianOperator(CurvatureOperator):
         for batch in self._stream.batches(type(self).__name__, ordered=False):
             pull = self._gradient(batch, point)
             try:
-                if not self._proved:
-                    self._prove(pull)
-                for some in _chunks(len(vectors), self._stream.chunk_size):
+                if not self._checked:
+                    self._check_symmetry(pull)
+                for some in self._stream.chunks(len(vectors)):
                     pull.add_to(result[some], vectors[some])
             except torch.OutOfMemoryError:
                 raise
@@ -389,7 +436,7 @@ class HessianOperator(CurvatureOperator):
             (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
         return Pullback(gradient, point, self._stream.ad_modes)
 
-    def _prove(self, pull: Pullback) -> None:
+    def _check_symmetry(self, pull: Pullback) -> None:
         """Refuse second derivatives that are not symmetric, as those of some of torch's fused operations are."""
         generator = torch.Generator().manual_seed(0)
         vectors = torch.randn(2, self.shape[1], generator=generator, dtype=self.dtype).to(self.device)
@@ -398,7 +445,7 @@ class HessianOperator(CurvatureOperator):
         scale = float((vectors[0] * products[1]).norm() + (vectors[1] * products[0]).norm())
         if abs(left - right) > 1e-2 * scale:
             raise self._refusal(f"one whose second derivative is not symmetric: {left:.6g} and {right:.6g}")
-        self._proved = True
+        self._checked = True
 
     def _refusal(self, got: str) -> UnsupportedError:
         return UnsupportedError(
@@ -436,10 +483,9 @@ def curvature_operator(
     if own is not None:
         return own
     unit = likelihood if likelihood.noise_std is None else likelihood.with_noise(1.0)
-    if backend.kind == "ggn":
-        return GGNOperator(network, unit, data, progress=progress)
-    if backend.kind == "hessian":
-        return HessianOperator(network, unit, data, progress=progress)
+    if backend.kind in ("ggn", "hessian"):
+        operator = GGNOperator if backend.kind == "ggn" else HessianOperator
+        return operator(network, unit, data, progress=progress)
     return FisherOperator(
         network,
         unit,
@@ -451,13 +497,8 @@ def curvature_operator(
     )
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
-
-
 def _mixed(seed: int, index: int) -> int:
-    """A 63-bit seed for one example, by the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """A 63-bit seed for one example, by the last step of splitmix64 (Steele, Lea and Flood, 2014)."""
     mask = 2**64 - 1
     z = (seed + 1) * 0xD1B54A32D192ED03 + (index + 1) * 0x9E3779B97F4A7C15 & mask
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask

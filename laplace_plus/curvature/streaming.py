@@ -1,35 +1,33 @@
-"""Operators whose products run over a data loader: the parts that all of them share.
+"""Repeated passes over a data loader, checked to see the same network and the same data each time.
 
-A product takes one pass over the data for any number of vectors. Between passes neither the network nor the data may
-change. Both are checked: products would otherwise come from different matrices, and no algorithm would notice.
+Products of operators over a data loader would otherwise come from different matrices, and no algorithm would notice.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from typing_extensions import override
 
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import ConfigurationError, DataError, ModelChangedError, NonFiniteError
-from laplace_plus.linalg.linear_maps import attach
-from laplace_plus.linalg.operators import Operator
-from laplace_plus.network import Network, exact_arithmetic
+from laplace_plus.network import Network
+
+CHUNK_SIZE = 16
+"""Default number of vectors that are pushed through the network together: activations take this times the memory."""
 
 _ENTRIES_AT_A_TIME = 2**22
 """Entries of the data that are converted to float64 together, for their sums: 32 MiB."""
 
 
 class Stream:
-    """A network and a data loader, run over again and again.
+    """A network and a data loader, passed over again and again inside :func:`~laplace_plus.network.exact_arithmetic`.
 
     Args:
         network: The network, or a module of which all parameters that require gradients are taken.
@@ -41,10 +39,12 @@ class Stream:
     Attributes:
         n_data: Number of examples.
         n_outputs: Number of outputs of all examples, positions included.
+        checksum: A sum over the data of the first pass that does not depend on batches and order.
+        ad_modes: The AD modes that work for the network.
 
     Raises:
-        DataError: Data that can be run over only once, or of no known form.
-        ConfigurationError: A chunk size that is no positive integer.
+        DataError: Data that can be iterated over only once, or of no known form.
+        ConfigurationError: A chunk size that is not a positive integer.
         NonFiniteError: NaN or infinity among the parameters.
     """
 
@@ -70,17 +70,14 @@ class Stream:
         self._watch, self._names = self.network.twin(), self.network.parameter_names
         self._watch.remember()
         self.n_data = self.n_outputs = 0
-        self._sums: tuple[float, float] | None = None
+        self.checksum = self._order_sum = 0.0
 
     def survey(self, description: str) -> Iterator[tuple[Batch, Tensor]]:
-        """The first pass: every batch with the network's outputs ``[B, *, C]`` on it, which are finite.
-
-        All passes must run inside :func:`~laplace_plus.network.exact_arithmetic`.
-        """
+        """The first pass: every batch with the network's outputs ``[B, *, C]`` on it, which are finite."""
         sums = DataSums(self.network.device)
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
-                capture_batch(self.network, batch)  # tells which layer is the last one, and refuses what is cut off
+                capture_batch(self.network, batch)  # tells which layer is the last one, and refuses detached outputs
                 self._names = self.network.parameter_names
             outputs = self.network.forward(batch.inputs)
             if not bool(torch.isfinite(outputs).all()):
@@ -88,20 +85,11 @@ class Stream:
             sums.add(batch, len(outputs))
             self.n_outputs += outputs.numel()
             yield batch, outputs.to(self.network.dtype)
-        self.n_data, self._sums = sums.count, sums.values()
-
-    @property
-    def checksum(self) -> float:
-        """A sum over the data of the first pass that tells them from others, however they are batched and ordered."""
-        assert self._sums is not None
-        return self._sums[0]
+        self.n_data = sums.count
+        self.checksum, self._order_sum = sums.values()
 
     def batches(self, description: str, *, ordered: bool) -> Iterator[Batch]:
-        """One more pass; the same batches as in the first one.
-
-        Args:
-            description: The words before the progress bar.
-            ordered: Whether the order of the examples matters.
+        """One more pass over the same batches; ``ordered`` if the order of the examples matters.
 
         Raises:
             ModelChangedError: The network is not what it was in the first pass.
@@ -122,16 +110,22 @@ class Stream:
             yield batch
         if sums.count != self.n_data:
             raise self.changed(f"{sums.count} examples")
-        assert self._sums is not None
-        for kind, before, now in zip(("examples", "order"), self._sums, sums.values(), strict=True):
-            if (kind == "examples" or ordered) and not same_sum(before, now):
-                raise self.changed(f"other {kind}" if kind == "examples" else "the same in another order")
+        total, order = sums.values()
+        if not same_sum(self.checksum, total):
+            raise self.changed("other examples")
+        if ordered and not same_sum(self._order_sum, order):
+            raise self.changed("the same in another order")
 
     def linearizations(self, description: str, *, ordered: bool) -> Iterator[tuple[Batch, Linearization]]:
         """One more pass, with the network linearised on each batch; errors as for :meth:`batches`."""
         vector = self.network.vector()
         for batch in self.batches(description, ordered=ordered):
             yield batch, Linearization(self.network, vector, batch.inputs, self.ad_modes)
+
+    def chunks(self, total: int) -> Iterator[slice]:
+        """Slices of ``chunk_size`` of so many vectors."""
+        for start in range(0, total, self.chunk_size):
+            yield slice(start, min(start + self.chunk_size, total))
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)
@@ -146,76 +140,13 @@ class Stream:
         )
 
 
-class NetworkOperator(Operator):
-    """An operator whose products run over a :class:`Stream`.
-
-    Products are differentiable in the vectors, at the cost of another pass, but not in the network's parameters:
-    :meth:`tensors` is empty.
-
-    Attributes:
-        matvecs: Number of vectors multiplied so far, in either direction.
-    """
-
-    def __init__(self, stream: Stream):
-        self._stream = stream
-        self.dtype, self.device = stream.network.dtype, stream.network.device
-        self.matvecs = 0
-
-    @property
-    def n_data(self) -> int:
-        """Number of examples that the loader yielded."""
-        return self._stream.n_data
-
-    @property
-    def network(self) -> Network:
-        """The network."""
-        return self._stream.network
-
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @abstractmethod
-    def _multiply(self, vectors: Tensor) -> Tensor:
-        """``A v`` for vectors ``[m, n]``, in one pass over the data."""
-
-    def _run(self, multiply: Callable[[Tensor], Tensor], transpose: Operator, size: int, vectors: Tensor) -> Tensor:
-        """A product with ``[..., n]`` by a function ``[m, n] -> [m, size]``; differentiable."""
-
-        def products(stack: Tensor) -> Tensor:
-            self.matvecs += len(stack)
-            # Contexts are entered here rather than in the generators, which may be left half-way.
-            with exact_arithmetic(self.network), torch.no_grad():
-                stack = stack.clone() if stack.is_inference() else stack
-                return multiply(stack) if len(stack) else stack.new_zeros(0, size)
-
-        # Not inside of an autograd function's forward, where torch switches forward derivatives off.
-        stack = products(vectors.detach().reshape(vectors.shape[:-1].numel(), vectors.shape[-1]))
-        return attach(
-            (stack.view(*vectors.shape[:-1], size),),
-            (vectors,),
-            lambda _, cotangents: [None if cotangents[0] is None else transpose(cotangents[0])],
-        )[0]
-
-    @override
-    def _apply(self, vectors: Tensor) -> Tensor:
-        return self._run(self._multiply, self.T, self.shape[0], vectors)
-
-    @override
-    def _details(self) -> str:
-        return f"{self.n_data} data"
-
-
 class DataSums:
-    """A summary of the data that tells two passes apart: the number of examples, and two sums over their entries.
+    """The number of examples, and two sums over their entries, on a device: they tell two passes apart.
 
     An example contributes ``Σ_k r_k + Σ_{j<k} r_j r_k``, where ``r_k`` is a weighted sum over the entries of its k-th
     tensor, the target among them: inputs with other examples' targets have other products. The second sum weights
     examples by their number, so that it also tells the order. Both are computed for each example by itself: how the
     data are cut into batches does not matter, nor does padding of an example's first dimension by zeros.
-
-    Args:
-        device: Where the sums are kept.
 
     Attributes:
         count: Number of examples.
@@ -238,29 +169,26 @@ class DataSums:
             if values.ndim == 0 or values.shape[0] != size:
                 self._plain += values.sum(dtype=torch.float64) / number
                 continue
-            rows = _row_sums(values.reshape(size, -1)) / number
-            pairs += total * rows
-            total += rows
+            # Weighted, as the plain sums of probabilities are all the same.
+            values = values.reshape(size, -1)
+            weights = _irregular(0, values.shape[1], device)
+            some = values.split(max(1, _ENTRIES_AT_A_TIME // values.shape[1]))
+            sums = torch.cat([part.double() @ weights for part in some]) / number
+            pairs += total * sums
+            total += sums
         total += pairs
         self._plain += total.sum()
         self._weighted += total @ _irregular(self.count, self.count + size, device)
         self.count += size
 
     def values(self) -> tuple[float, float]:
-        """The sum that no order changes, and the other one."""
+        """The sum that does not depend on the order, and the one that does."""
         return float(self._plain), float(self._weighted)
 
 
 def same_sum(before: float, now: float) -> bool:
     """Whether two sums of :class:`DataSums` come from the same data, up to rounding."""
     return not abs(before - now) > 1e-6 * (1 + abs(before))
-
-
-def _row_sums(values: Tensor) -> Tensor:
-    """``Σ_j w_j v_ij`` in float64, ``[B]``: with weights, as the plain sums of probabilities are all the same."""
-    weights = _irregular(0, values.shape[1], values.device)
-    parts = values.split(max(1, _ENTRIES_AT_A_TIME // values.shape[1]))
-    return torch.cat([part.double() @ weights for part in parts])
 
 
 def _irregular(start: int, stop: int, device: torch.device) -> Tensor:

@@ -25,8 +25,8 @@ from typing_extensions import override
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.linearization import Linearization
-from laplace_plus.curvature.operators import CHUNK_SIZE, GGNOperator
-from laplace_plus.curvature.streaming import DataSums, Stream
+from laplace_plus.curvature.operators import GGNOperator
+from laplace_plus.curvature.streaming import CHUNK_SIZE, DataSums, Stream
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients

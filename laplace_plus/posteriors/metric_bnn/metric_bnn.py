@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
 from laplace_plus.evidence import Tuner, TuningResult, Validation
 from laplace_plus.evidence.tuning import require_only, tunes_noise

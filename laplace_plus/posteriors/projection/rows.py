@@ -12,12 +12,12 @@ from typing_extensions import override
 from laplace_plus.batches import iterate
 from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.curvature.operators import (
-    CHUNK_SIZE,
     FisherOperator,
     GGNOperator,
     JacobianOperator,
     RootOperator,
 )
+from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Diagonal, Operator

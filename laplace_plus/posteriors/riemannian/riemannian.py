@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import ADModes, Linearization
-from laplace_plus.curvature.operators import CHUNK_SIZE
-from laplace_plus.curvature.streaming import same_sum
+from laplace_plus.curvature.streaming import CHUNK_SIZE, same_sum
 from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,

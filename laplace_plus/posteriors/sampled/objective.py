@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature import GGNOperator
-from laplace_plus.curvature.operators import CHUNK_SIZE
+from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network, exact_arithmetic
@@ -118,7 +118,7 @@ class TangentCurvature(GGNOperator):
     ) -> Iterator[tuple[Any, Tensor]]:
         """Each batch's linearisation with ``B₁^½ η``, ``[count, B, *, C]``, in one pass."""
         for batch, line in self._stream.linearizations(description, ordered=False):
-            root = self._output_root(batch, line.outputs, 0)
+            root = self.output_root(batch, line.outputs, 0)
             eta = draw_probes("gaussian", count, root.size, generator=generator, dtype=self.dtype, device=self.device)
             yield line, root.up(eta).to(self.dtype)
 
@@ -128,7 +128,7 @@ class TangentCurvature(GGNOperator):
         Their mean is ``M₁``; with a factor ``N / B`` a smaller last batch would count for too much.
         """
         for batch, line in self._stream.linearizations("minibatches", ordered=False):
-            root = self._output_root(batch, line.outputs, 0)
+            root = self.output_root(batch, line.outputs, 0)
 
             def product(vectors: Tensor, line: Any = line, root: Any = root) -> Tensor:
                 result = torch.zeros_like(vectors)

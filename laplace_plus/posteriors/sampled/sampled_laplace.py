@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.curvature.operators import CHUNK_SIZE
-from laplace_plus.curvature.streaming import same_sum
+from laplace_plus.curvature.streaming import CHUNK_SIZE, same_sum
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import tunes_noise
