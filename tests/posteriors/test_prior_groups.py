@@ -136,7 +136,7 @@ def test_damaged_groups_are_refused(tmp_path):
     posterior = lp.KFAC(net, "classification").fit([(X, Y)]).fit_prior_precision(structure="normalized_groups")
     posterior.save(tmp_path / "saved")
     header, tensors = io.read(tmp_path / "saved")
-    header["prior_groups"]["names"] = ["0", "3"]
+    header["groups"]["names"] = ["0", "3"]
     io.write(tmp_path / "broken", header, tensors)
     with pytest.raises(CheckpointError, match="groups"):
         lp.load(tmp_path / "broken", net)
