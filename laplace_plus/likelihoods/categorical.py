@@ -103,12 +103,12 @@ class Categorical(Likelihood):
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log softmax(f)_y``, ``[N]``."""
-        return widen(outputs).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return widen(outputs).log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``p - e_y``, ``[N, C]``."""
         p, complement = _probabilities(outputs)
-        index = targets.unsqueeze(-1)
+        index = targets.long().unsqueeze(-1)
         return p.scatter(-1, index, -complement.gather(-1, index))
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
