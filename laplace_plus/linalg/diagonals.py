@@ -19,8 +19,8 @@ from typing_extensions import override
 from laplace_plus.linalg.arguments import require_choice, without_autocast
 from laplace_plus.linalg.estimators import Estimator, Hutchinson, check_budget, run_estimator
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type, require_finite
-from laplace_plus.linalg.probes import Probes, jackknife, standard_error
-from laplace_plus.linalg.results import Estimate
+from laplace_plus.linalg.probes import Probes
+from laplace_plus.linalg.results import Estimate, jackknife, standard_error
 from laplace_plus.linalg.sketches import Sketch
 
 DiagonalMethod = Literal["xdiag", "hutchinson"]

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, attach_one, require_finite
-from laplace_plus.linalg.probes import Probes, draw_probes, standard_error
-from laplace_plus.linalg.results import Estimate
+from laplace_plus.linalg.probes import Probes, draw_probes
+from laplace_plus.linalg.results import Estimate, standard_error
 
 
 class Estimator(ABC):

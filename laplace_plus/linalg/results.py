@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import cast
 
+import torch
 from torch import Tensor
 
 
@@ -74,3 +76,20 @@ class Solution:
     def converged(self) -> bool:
         """Whether every right-hand side met its tolerance."""
         return self.status is Status.CONVERGED
+
+
+def standard_error(samples: Tensor) -> Tensor:
+    """The standard error of the mean of ``samples [k, ...]`` over the first dimension; infinite for one sample."""
+    if len(samples) == 1:
+        return torch.full_like(samples[0], torch.inf)
+    return cast(Tensor, samples.std(0) / samples.shape[0] ** 0.5)
+
+
+def jackknife(estimates: Tensor) -> Tensor:
+    """The jackknife standard error, from the estimates ``[m, ...]`` without each of the m probes.
+
+    In expectation it is at least the error of an estimate with one probe less (B. Efron and C. Stein, "The Jackknife
+    Estimate of Variance", 1981).
+    """
+    m = len(estimates)
+    return ((m - 1) / m * (estimates - estimates.mean(0)).square().sum(0)).sqrt()

@@ -35,9 +35,9 @@ from laplace_plus.linalg.linear_maps import (
 )
 from laplace_plus.linalg.matrix_functions import KrylovGradient
 from laplace_plus.linalg.operators import Operator
-from laplace_plus.linalg.probes import Probes, draw_probes, standard_error
+from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.quadrature import BlockKrylovSpace, KrylovSpace, SpectralFunction, derivative, evaluate
-from laplace_plus.linalg.results import Estimate
+from laplace_plus.linalg.results import Estimate, standard_error
 
 
 @without_autocast

@@ -231,7 +231,7 @@ class LowRank(GaussianPosterior):
         # Where the pairs are complete, the rest is rounding error and not even symmetric.
         rest = lanczos(deflated, deflated.project(probes), self.remainder_depth, check_symmetry=False)
         floor = rounding * float(values.amax()) if len(values) else 0.0
-        return LowRankBlock(values, vectors, SampledSpectrum.of(rest, floor=floor))
+        return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))
 
 
 @dataclass(frozen=True)

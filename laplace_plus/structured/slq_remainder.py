@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.lanczos import LanczosDecomposition
-from laplace_plus.linalg.probes import standard_error
+from laplace_plus.linalg.results import standard_error
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,17 @@ class SampledSpectrum:
         return cls(none, none)
 
     @classmethod
-    def of(cls, decomposition: LanczosDecomposition, *, floor: float = 0.0) -> SampledSpectrum:
-        """From Lanczos decompositions for random vectors ``[m, n]`` with ``E[v vᵀ] = I``.
+    def of(cls, tridiagonal: Tensor, scale: Tensor, *, floor: float = 0.0) -> SampledSpectrum:
+        """From Lanczos decompositions for random vectors with ``E[v vᵀ] = I``.
 
-        Nodes up to ``floor`` are rounding errors, and count as zero.
+        Args:
+            tridiagonal: The matrices T of the decompositions, ``[m, K, K]``.
+            scale: The reciprocals of the vectors' norms, ``[m]``.
+            floor: Nodes up to this value are rounding errors and count as zero.
         """
-        matrix = decomposition.tridiagonal().double()
+        matrix = tridiagonal.double()
         depth = matrix.shape[-1]
-        norms = decomposition.scale.double().square().reciprocal()
+        norms = scale.double().square().reciprocal()
         nodes, weights = [], []
         for steps in (depth, depth - max(1, depth // 4)):
             values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])

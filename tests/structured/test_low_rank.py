@@ -19,6 +19,10 @@ VARIED = torch.linspace(0.1, 2.0, N, dtype=torch.float64).view(1, 1, N)
 DIAGONALS = pytest.mark.parametrize("diagonal", [SCALAR, VARIED], ids=["scalar", "varied"])
 
 
+def spectrum_of(decomposition):
+    return SampledSpectrum.of(decomposition.tridiagonal(), decomposition.scale)
+
+
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -106,7 +110,7 @@ def test_a_sampled_spectrum_is_the_quadrature_of_its_vectors():
     root = draw(5, N)
     curvature = root.T @ root  # of rank 5: six steps are exact
     vectors = draw(4, N, seed=1)
-    found = SampledSpectrum.of(lanczos(lambda v: v @ curvature, vectors, 6))
+    found = spectrum_of(lanczos(lambda v: v @ curvature, vectors, 6))
 
     def logarithm(x):
         return torch.log1p(1e4 * x)
@@ -117,9 +121,9 @@ def test_a_sampled_spectrum_is_the_quadrature_of_its_vectors():
     torch.testing.assert_close(value, exact.mean())
     torch.testing.assert_close(sem, exact.std() / 2)
     assert change > 1e-3 * value, "fewer steps are not enough"
-    shallow = SampledSpectrum.of(lanczos(lambda v: v @ curvature, vectors, found.depth - found.depth // 4))
+    shallow = spectrum_of(lanczos(lambda v: v @ curvature, vectors, found.depth - found.depth // 4))
     torch.testing.assert_close(change, (value - shallow.trace(logarithm)[0]).abs())
-    one = SampledSpectrum.of(lanczos(lambda v: v @ curvature, vectors, 1))
+    one = spectrum_of(lanczos(lambda v: v @ curvature, vectors, 1))
     assert one.trace(logarithm)[2] == one.trace(logarithm)[0], "one step says nothing of the next"
 
 

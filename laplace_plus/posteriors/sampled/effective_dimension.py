@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.linalg.arguments import require_choice
-from laplace_plus.linalg.probes import jackknife, standard_error
+from laplace_plus.linalg.results import jackknife, standard_error
 from laplace_plus.network import Network
 
 Estimator = Literal["ratio", "function", "weight"]
