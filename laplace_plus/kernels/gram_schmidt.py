@@ -10,11 +10,17 @@ No number is read back from the device, so a CUDA graph can capture a whole Lanc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels.reductions import inner, inner_products, vector_norm
+from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
+
+_TYPES = (torch.float32, torch.float64)
 
 
 def orthogonalize(basis: Tensor, vector: Tensor, *, passes: int = 2) -> tuple[Tensor, Tensor]:
@@ -44,21 +50,15 @@ def orthogonalize(basis: Tensor, vector: Tensor, *, passes: int = 2) -> tuple[Te
         output, coefficients = orthogonalize(basis[None], vector[None], passes=passes)
         return output[0], coefficients[0]
     q, w = basis.detach(), vector.detach()
-    if w.device.type == "cpu":  # one probe after another: batched matrix–vector products are slower there
-        output, coefficients = torch.empty_like(w), w.new_zeros(q.shape[:-1])
-        for rows, given, result, h in zip(q, w, output, coefficients, strict=True):
-            for number in range(passes):
-                source = result if number else given
-                products = inner_products(rows, source)
-                torch.addmv(source, rows.T, products, alpha=-1, out=result)
-                h += products
-        return output, coefficients
-    output, coefficients = w.unsqueeze(1), w.new_zeros(())
-    for _ in range(passes):
-        products = torch.bmm(output, q.mT)
-        output = torch.baddbmm(output, products, q, alpha=-1)
-        coefficients = coefficients + products
-    return output.squeeze(1), coefficients.squeeze(1)
+    candidates: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        REFERENCE: lambda: reference_orthogonalize(q, w, passes)
+    }
+    kernels = _kernels(q, w)
+    if kernels is not None:
+        candidates["triton"] = lambda: kernels.orthogonalize(q, w, passes)
+    key = ("orthogonalize", w.device, w.dtype, passes, *size_class(*q.shape))
+    moved = 2.0 * passes * q.numel() * q.element_size()
+    return candidates[choose(key, w.device, 10 * moved, candidates)]()
 
 
 def three_term_update(
@@ -83,26 +83,32 @@ def three_term_update(
         >>> three_term_update(w, q, None, None)
         (tensor([0., 3.]), tensor(2.), tensor(3.))
     """
-    others = {"current": (current, vector.shape)}
-    if previous is not None and beta is not None:
-        others |= {"previous": (previous, vector.shape), "beta": (beta, vector.shape[:-1])}
-    elif previous is not None or beta is not None:
-        raise ConfigurationError(
-            "The previous vector and its coefficient belong together.",
-            expected="both, or None for both in the first step",
-            got="one of them",
-        )
-    _check(vector, **others)
-    w, q = vector.detach(), current.detach()
-    alpha = inner(w, q)
-    output = torch.addcmul(w, alpha.unsqueeze(-1), q, value=-1)
-    if previous is not None and beta is not None:
-        output.addcmul_(beta.detach().unsqueeze(-1), previous.detach(), value=-1)
-    return output, alpha, vector_norm(output)
+    if previous is None or beta is None:
+        if previous is not None or beta is not None:
+            raise ConfigurationError(
+                "The previous vector and its coefficient belong together.",
+                expected="both, or None for both in the first step",
+                got="one of them",
+            )
+        previous, beta = current, vector.new_zeros(vector.shape[:-1])
+    shape = vector.shape
+    _check(vector, current=(current, shape), previous=(previous, shape), beta=(beta, shape[:-1]))
+    if vector.ndim == 1:
+        output, alpha, norm = three_term_update(vector[None], current[None], previous[None], beta[None])
+        return output[0], alpha[0], norm[0]
+    w, q, p, b = vector.detach(), current.detach(), previous.detach(), beta.detach().contiguous()
+    candidates: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
+        REFERENCE: lambda: reference_three_term_update(w, q, p, b)
+    }
+    kernels = _kernels(w, q, p)
+    if kernels is not None:
+        candidates["triton"] = lambda: kernels.three_term_update(w, q, p, b)
+    key = ("three_term_update", w.device, w.dtype, *size_class(*w.shape))
+    return candidates[choose(key, w.device, 60.0 * w.numel() * w.element_size(), candidates)]()
 
 
 def _check(vector: Tensor, **others: tuple[Tensor, torch.Size]) -> None:
-    if vector.dtype not in (torch.float32, torch.float64) or vector.ndim not in (1, 2):
+    if vector.dtype not in _TYPES or vector.ndim not in (1, 2):
         raise ConfigurationError(
             "Recurrences run on vectors [n] or [m, n] of float32 or float64.",
             expected="float32 or float64",
@@ -116,3 +122,42 @@ def _check(vector: Tensor, **others: tuple[Tensor, torch.Size]) -> None:
                 expected=f"{list(shape)} of {vector.dtype} on {vector.device}",
                 got=f"{list(other.shape)} of {other.dtype} on {other.device}",
             )
+
+
+def _kernels(*tensors: Tensor) -> Any:
+    """The Triton kernels, if all tensors have contiguous rows and entries."""
+    usable = all(x.numel() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in tensors)
+    return triton_kernels("gram_schmidt", tensors[0].device) if usable else None
+
+
+def reference_orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tensor, Tensor]:
+    """Torch's own, of ``[m, n]`` against ``[m, k, n]``.
+
+    The CPU takes one probe after another, because batched matrix–vector products are slower there.
+    """
+    if basis.device.type == "cpu":
+        output, coefficients = torch.empty_like(vector), vector.new_zeros(basis.shape[:-1])
+        for rows, given, result, h in zip(basis, vector, output, coefficients, strict=True):
+            for number in range(passes):
+                source = result if number else given
+                products = inner_products(rows, source)
+                torch.addmv(source, rows.T, products, alpha=-1, out=result)
+                h += products
+        return output, coefficients
+    output = vector.unsqueeze(1)
+    total = torch.zeros((), dtype=vector.dtype, device=vector.device)
+    for _ in range(passes):
+        products = torch.bmm(output, basis.mT)
+        output = torch.baddbmm(output, products, basis, alpha=-1)
+        total = total + products
+    return output.squeeze(1), total.squeeze(1)
+
+
+def reference_three_term_update(
+    vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's own, for ``[m, n]`` and β ``[m]``."""
+    alpha = inner(vector, current)
+    output = torch.addcmul(vector, alpha[:, None], current, value=-1)
+    output.addcmul_(beta[:, None], previous, value=-1)
+    return output, alpha, vector_norm(output)

@@ -1,7 +1,7 @@
 """Choice among implementations of one operation: measured on a GPU, by a fixed rule elsewhere.
 
-Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch; symmetric updates have Triton kernels
-beside it.
+Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch; symmetric updates and
+Gram–Schmidt have Triton kernels beside it.
 
 * On a CUDA device the candidates are timed on the first call for each (operation, device, type, size class), and the
   fastest is used for the rest of the process. torch's own stays unless another is faster by more than the noise of the
@@ -132,15 +132,15 @@ def size_class(*sizes: int) -> tuple[int, ...]:
     return tuple(max(size - 1, 0).bit_length() for size in sizes)
 
 
-def triton_kernels(device: torch.device) -> ModuleType | None:
-    """The module of Triton kernels, or None where they cannot run."""
+def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
+    """The module ``laplace_plus.kernels._triton.<name>``, or None where its kernels cannot run."""
     if device.type != "cuda" and not (INTERPRETED and mode() == "triton"):
         return None
     if mode() == "reference" or importlib.util.find_spec("triton") is None:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return None  # without asynchronous copies and TF32 there is nothing to win
-    return importlib.import_module("laplace_plus.kernels._triton")
+    return importlib.import_module(f"laplace_plus.kernels._triton.{name}")
 
 
 def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str, Callable[[], object]]) -> str:

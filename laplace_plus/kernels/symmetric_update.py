@@ -140,7 +140,7 @@ def _on_device(total: Tensor, rows: Tensor) -> None:
     """The faster one of Triton's and torch's updates of ``[G, d, d]`` by ``[G, N, d]``."""
     kernels: Any = None
     if total.dtype == torch.float32 and rows.dtype != torch.float64 and total.stride(2) == 1:
-        kernels = triton_kernels(total.device)
+        kernels = triton_kernels("symmetric_update", total.device)
     if kernels is None:
         _reference(total, rows)
         return

@@ -14,28 +14,14 @@ the accumulators themselves, and does not work in the interpreter.)
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_plus.kernels._triton.compat import jit, tl
 from laplace_plus.kernels.selection import INTERPRETED
-
-triton: Any = None
-tl: Any = None
-try:
-    triton = importlib.import_module("triton")
-    tl = importlib.import_module("triton.language")
-except ImportError:  # kernels are then never launched; see selection.triton_kernels
-    pass
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class Tiling:
     transposed: bool = False
 
 
-@_jit
+@jit
 def tile_of(index):
     """Row and column of a tile in the lower triangle; the square root is exact after one correction either way."""
     i = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
@@ -62,7 +48,7 @@ def tile_of(index):
     return i, index - i * (i + 1) // 2
 
 
-@_jit
+@jit
 def add_partial(
     target,
     workspace,
@@ -93,7 +79,7 @@ def add_partial(
     tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
 
 
-@_jit
+@jit
 def symmetric_product(
     rows,
     target,
