@@ -336,7 +336,8 @@ class SampledLaplace(SampleBased, ResumableFit):
             estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module of that name.
         """
         self._deviations()
-        return total_dimension(*self._parts, torch.tensor(self.n_parameters), estimator)
+        function_space, weight_space = self._parts
+        return total_dimension(function_space, weight_space, torch.tensor(self.n_parameters), estimator)
 
     @override
     def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
