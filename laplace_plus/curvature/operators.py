@@ -29,15 +29,8 @@ from typing_extensions import override
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.gradients import micro_batches
-from laplace_plus.curvature.linearization import (
-    Linearization,
-    OutputRoot,
-    Pullback,
-    empirical_root,
-    evaluate,
-    exact_root,
-    sampled_root,
-)
+from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
+from laplace_plus.curvature.output_roots import OutputRoot, empirical_root, exact_root, sampled_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from laplace_plus import _memory
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.linearization import exact_root
+from laplace_plus.curvature.output_roots import exact_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood

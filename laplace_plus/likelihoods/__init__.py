@@ -7,7 +7,14 @@ from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from laplace_plus.likelihoods.poisson import Poisson
-from laplace_plus.likelihoods.resolve import LogDensity, likelihood_from_config, resolve_likelihood
+from laplace_plus.likelihoods.resolve import (
+    LogDensity,
+    likelihood_from_config,
+    register_likelihood,
+    resolve_likelihood,
+)
+
+register_likelihood("poisson", Poisson)
 
 __all__ = [
     "Bernoulli",
@@ -19,5 +26,6 @@ __all__ = [
     "Marginal",
     "Poisson",
     "likelihood_from_config",
+    "register_likelihood",
     "resolve_likelihood",
 ]

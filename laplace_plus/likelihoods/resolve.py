@@ -15,14 +15,12 @@ from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
 from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from laplace_plus.likelihoods.poisson import Poisson
 
 _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "categorical": Categorical,
     "bernoulli": Bernoulli,
     "gaussian": Gaussian,
     "heteroscedastic_gaussian": HeteroscedasticGaussian,
-    "poisson": Poisson,
 }
 _SHORTHANDS: dict[str, Callable[..., Likelihood]] = {
     "classification": Categorical,
@@ -81,6 +79,20 @@ class LogDensity(Likelihood):
         module = getattr(self._function, "__module__", None)
         name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
         return {"name": "custom", "class": f"{module}.{name}" if module else name}
+
+
+def register_likelihood(name: str, make: Callable[..., Likelihood]) -> None:
+    """Make a likelihood known by name, so that saved posteriors with it load without passing it.
+
+    Args:
+        name: The ``config_name`` of the class.
+        make: The class; it is called with the other entries of :meth:`Likelihood.config`.
+
+    Raises:
+        ConfigurationError: Another likelihood has that name.
+    """
+    if _BY_NAME.setdefault(name, make) is not make:
+        raise ConfigurationError(f"The likelihood's name {name!r} is taken.", expected="a new name", got=repr(name))
 
 
 def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:

@@ -20,8 +20,7 @@ from laplace_plus.structured.dense import DenseBasis, DenseBlock
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 from laplace_plus.structured.gram_sum import GramSum
 from laplace_plus.structured.kronecker import KroneckerBasis, KroneckerBlock
-from laplace_plus.structured.low_rank import LowRankBlock
-from laplace_plus.structured.slq_remainder import SampledSpectrum
+from laplace_plus.structured.low_rank import LowRankBlock, SampledSpectrum
 
 __all__ = [
     "Basis",

@@ -28,7 +28,7 @@ from laplace_plus.structured.blocks import (
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, OutputLayerGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
 from laplace_plus.structured.log_determinants import not_positive_definite
-from laplace_plus.structured.low_rank import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
+from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
 
 ROUNDING = 64.0
 """Rounding makes eigenvalues of semi-definite n × n matrices negative, by this times ``n ε`` of the largest one."""

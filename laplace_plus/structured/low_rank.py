@@ -1,190 +1,99 @@
-"""Symmetric matrices of low rank, and their inverses after a diagonal matrix was added.
-
-All sums run in float64 whatever type the vectors have: a variance under a low-rank precision is the prior's minus what
-the data took away, a difference of nearly equal numbers where the data determine much.
-"""
+"""Symmetric matrices of low rank, with what stochastic Lanczos quadrature knows of the rest of the spectrum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import slices
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.linalg.results import standard_error
 from laplace_plus.linalg.symmetric import symmetric_eigen
-from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
-from laplace_plus.structured.gradients import ExampleGradients
+from laplace_plus.structured.blocks import Block, register_block
 from laplace_plus.structured.log_determinants import not_positive_definite
-from laplace_plus.structured.slq_remainder import SampledSpectrum
+from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor, gram, low_rank_log_determinant
 
 
 @dataclass(frozen=True)
-class LowRankCoordinates(CoordinateMap):
-    """The gradients themselves and their inner products with the vectors U ``[r, n]``."""
+class SampledSpectrum:
+    """Gauss quadratures of a symmetric positive semi-definite H, one for each of m random vectors.
 
-    vectors: Tensor
-
-    @override
-    def coordinates(self, gradients: ExampleGradients) -> ProjectedGradients:
-        return ProjectedGradients(gradients.in_dtype(torch.float64), self.vectors)
-
-
-class ProjectedGradients(ExampleGradients):
-    """Gradients together with the inner products of their matrices with some vectors.
-
-    Args:
-        source: The gradients, of n entries each.
-        vectors: U, ``[r, n]``.
-    """
-
-    def __init__(self, source: ExampleGradients, vectors: Tensor):
-        self.source, self.vectors = source, vectors
-        self.n_cotangents, self.n_examples, self.shape = source.n_cotangents, source.n_examples, source.shape
-        self.dtype, self.device = source.dtype, source.device
-
-    @cached_property
-    def projections(self) -> Tensor:
-        """``⟨P_vn, U_r⟩``, ``[V, B, r]``."""
-        return self.source.project(self.vectors[:, None, None])
-
-    @override
-    def dense(self, examples: slice) -> Tensor:
-        return self.source.dense(examples)
-
-    @override
-    def select(self, cotangents: Tensor) -> ProjectedGradients:
-        return ProjectedGradients(self.source.select(cotangents), self.vectors)
-
-    @override
-    def in_dtype(self, dtype: torch.dtype) -> ProjectedGradients:
-        return ProjectedGradients(self.source.in_dtype(dtype), self.vectors)
-
-    @override
-    def quadratic(self, weights: Tensor, mode: str) -> Tensor:
-        return self.source.quadratic(weights, mode)
-
-
-@dataclass(frozen=True)
-class LowRankFactor(Factor):
-    """``M = Uᵀ diag(values) U + D``, inverted by Woodbury's identity.
-
-    With ``A = D^-½ Uᵀ diag(values)^½`` and ``AᵀA = Q diag(λ) Qᵀ``, every function of M follows from those r numbers:
-    ``g(I + AAᵀ) = g(1) I + A Q diag((g(1+λ) − g(1))/λ) Qᵀ Aᵀ``.
+    ``tr f(H) ≈ 1/m Σ_jk weight_jk f(node_jk)`` for any f with f(0) = 0 (stochastic Lanczos quadrature; S. Ubaru,
+    J. Chen and Y. Saad, "Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature", 2017).
 
     Attributes:
-        basis: Holds U, ``[r, n]``.
-        values: Positive ``[r]``, float64.
-        diagonal: D, 0-d or ``[1, 1, n]``, float64.
-
-    Raises:
-        NotPositiveDefiniteError: An entry of D is zero, negative or NaN.
+        nodes: ``[2, m, K]`` float64: after K Lanczos steps, and after three quarters of them, padded with zeros.
+        weights: ``[2, m, K]`` float64.
     """
 
-    basis: LowRankCoordinates
-    values: Tensor
-    diagonal: Tensor
+    nodes: Tensor
+    weights: Tensor
 
-    def __post_init__(self) -> None:
-        smallest = self.diagonal.detach().min()
-        if not smallest > 0:
-            raise not_positive_definite(smallest.item())
+    @classmethod
+    def unknown(cls, device: torch.device | None = None) -> SampledSpectrum:
+        """Quadratures without any random vector."""
+        none = torch.zeros(2, 0, 0, dtype=torch.float64, device=device)
+        return cls(none, none)
 
-    @cached_property
-    def _inner(self) -> tuple[Tensor, Tensor]:
-        """λ ``[r]`` and ``diag(values)^½ Q`` ``[r, r]``."""
-        root = self.values.sqrt()
-        flat = self.diagonal.flatten() if self.diagonal.ndim else None
-        inner = gram(self.basis.vectors, flat) / (1.0 if self.diagonal.ndim else self.diagonal)
-        numbers, vectors = symmetric_eigen(root[:, None] * inner * root)
-        return numbers.clamp(min=0), root[:, None] * vectors
+    @classmethod
+    def of(cls, tridiagonal: Tensor, scale: Tensor, *, floor: float = 0.0) -> SampledSpectrum:
+        """From Lanczos decompositions for random vectors with ``E[v vᵀ] = I``.
 
-    def _over_columns(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slices of the n entries with ``Qᵀ diag(values)^½ U`` and D there, a bounded number at a time."""
-        mix, vectors = self._inner[1], self.basis.vectors
-        for columns in slices(vectors.shape[1], 2 * 8 * max(1, len(vectors))):
-            diagonal = self.diagonal.flatten()[columns] if self.diagonal.ndim else self.diagonal
-            yield columns, mix.mT @ vectors[:, columns].double(), diagonal
+        Args:
+            tridiagonal: The matrices T of the decompositions, ``[m, K, K]``.
+            scale: The reciprocals of the vectors' norms, ``[m]``.
+            floor: Nodes up to this value are rounding errors and count as zero.
+        """
+        matrix = tridiagonal.double()
+        depth = matrix.shape[-1]
+        norms = scale.double().square().reciprocal()
+        nodes, weights = [], []
+        for steps in (depth, depth - max(1, depth // 4)):
+            values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])
+            first = vectors[:, 0] if steps else values
+            nodes.append(_padded(torch.where(values > floor, values, 0.0), depth))
+            weights.append(_padded(first.square() * norms[:, None], depth))
+        return cls(torch.stack(nodes), torch.stack(weights))
 
-    @override
-    def log_determinant(self) -> Tensor:
-        count = 1 if self.diagonal.ndim else self.basis.vectors.shape[1]
-        return torch.log1p(self._inner[0]).sum() + self.diagonal.log().sum() * count
+    def __len__(self) -> int:
+        """Number of random vectors."""
+        return self.nodes.shape[1]
 
-    @override
-    def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
-        assert isinstance(coordinates, ProjectedGradients)
-        inverse = self.diagonal.reciprocal().expand(coordinates.shape)
-        values, mix = self._inner
-        if self.diagonal.ndim:
-            projections = coordinates.source.project(self.basis.vectors[:, None, None] * inverse)
-        else:
-            projections = coordinates.projections / self.diagonal
-        taken = projections @ (mix * (1 + values).rsqrt())  # [V, B, r]
-        prior = coordinates.source.quadratic(inverse, mode)
-        if mode == "diagonal":
-            return (prior - taken.square().sum(-1).T).clamp(min=0)
-        if mode == "joint":
-            return prior - torch.einsum("vbr,wcr->bvcw", taken, taken)
-        return prior - torch.einsum("vbr,wbr->bvw", taken, taken)
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.nodes.shape[2]
 
-    @override
-    def sample(self, noise: Tensor) -> Tensor:
-        flat = noise.flatten(1).double()
-        coordinates = torch.zeros(len(flat), len(self.values), dtype=flat.dtype, device=flat.device)
-        for columns, rows, diagonal in self._over_columns():
-            coordinates += (flat[:, columns] * diagonal.rsqrt()) @ rows.mT
-        root = (1 + self._inner[0]).sqrt()
-        coordinates /= -(root * (1 + root))
-        result = torch.empty_like(flat)
-        for columns, rows, diagonal in self._over_columns():
-            result[:, columns] = (flat[:, columns] + coordinates @ rows * diagonal.rsqrt()) * diagonal.rsqrt()
-        return result.view_as(noise).to(noise.dtype)
+    def trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """``tr f(H)``, differentiable in what f depends on; m must be positive.
 
-    @override
-    def variances(self) -> Tensor:
-        vectors, values = self.basis.vectors, self._inner[0]
-        result = torch.empty(vectors.shape[1], dtype=torch.float64, device=vectors.device)
-        for columns, rows, diagonal in self._over_columns():
-            taken = ((rows / diagonal).square() / (1 + values)[:, None]).sum(0)
-            result[columns] = diagonal.reciprocal() - taken
-        return result[None, None].to(vectors.dtype)
+        Returns:
+            0-d float64 each: the estimate, its standard error over the vectors (infinite for a single one), and the
+            change by the last quarter of the Lanczos steps.
+        """
+        full, earlier = (self.weights * f(self.nodes)).sum(-1)
+        return full.mean(), standard_error(full), (full - earlier).detach().mean().abs()
 
-    @override
-    def covariance(self) -> Tensor:
-        vectors = self.basis.vectors
-        inverse = self.diagonal.reciprocal().expand(1, 1, vectors.shape[1]).flatten()
-        values, mix = self._inner
-        rows = mix.mT @ vectors.double() * inverse
-        return (torch.diag(inverse) - (rows.mT / (1 + values)) @ rows)[None].to(vectors.dtype)
+    def plus(self, other: SampledSpectrum) -> SampledSpectrum:
+        """The quadratures of a sum of traces. Where one has fewer vectors, each of them has a larger weight."""
+        parts = [part for part in (self, other) if len(part)]
+        if len(parts) < 2:
+            return parts[0] if parts else self
+        rows = max(len(part) for part in parts)
+        nodes, weights = [], []
+        for part in parts:
+            missing = (0, 0, 0, rows - len(part))
+            nodes.append(torch.nn.functional.pad(part.nodes, missing))
+            weights.append(torch.nn.functional.pad(part.weights * (rows / len(part)), missing))
+        return SampledSpectrum(torch.cat(nodes, -1), torch.cat(weights, -1))
 
 
-def gram(vectors: Tensor, diagonal: Tensor | None) -> Tensor:
-    """``U D⁻¹ Uᵀ`` in float64, ``[r, r]``, a bounded number of columns at a time; differentiable in D ``[n]``."""
-    result = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device=vectors.device)
-    for columns in slices(vectors.shape[1], 2 * 8 * max(1, len(vectors))):
-        wide = vectors[:, columns].double()
-        result = result + (wide if diagonal is None else wide / diagonal[columns]) @ wide.mT
-    return result
-
-
-def low_rank_log_determinant(values: Tensor, vectors: Tensor, diagonal: Tensor) -> Tensor:
-    """``log det(Uᵀ diag(values) U + D)``, 0-d float64; differentiable in values and D.
-
-    Args:
-        values: Non-negative ``[r]``, float64.
-        vectors: U, ``[r, n]``.
-        diagonal: D, with n entries, float64.
-    """
-    root, flat = values.sqrt(), diagonal.flatten()
-    inner = root[:, None] * gram(vectors, flat) * root
-    lower = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype, device=inner.device))
-    return 2 * lower.diagonal().log().sum() + flat.log().sum()
+def _padded(values: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
 
 
 @register_block

@@ -1,0 +1,114 @@
+"""Roots ``S`` of the likelihood's curvature on one batch of outputs, as products.
+
+They satisfy ``S Sᵀ ≈ Λ`` at the likelihood's current observation noise; ignored targets contribute nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from laplace_plus.likelihoods import Likelihood
+
+ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
+
+
+class OutputRoot:
+    """A root ``S [B * C, k]`` of one batch's curvature in outputs of ``shape (B, *, C)``; this one is the identity.
+
+    Attributes:
+        size: k.
+    """
+
+    def __init__(self, shape: torch.Size):
+        self.shape, self.size = shape, shape.numel()
+
+    def down(self, tangents: Tensor) -> Tensor:
+        """``Sᵀ u``, ``[m, B, *, C] -> [m, k]``."""
+        return tangents.flatten(1)
+
+    def up(self, coordinates: Tensor) -> Tensor:
+        """``S z``, ``[m, k] -> [m, B, *, C]``."""
+        return coordinates.reshape(len(coordinates), *self.shape)
+
+
+class _SoftmaxRoot(OutputRoot):
+    """``diag √p − p √pᵀ`` of every observation, as products and without cancellation near p = 1.
+
+    Probabilities p are ``[N, C]``, all zero for ignored observations.
+    """
+
+    def __init__(self, p: Tensor, shape: torch.Size):
+        OutputRoot.__init__(self, shape)
+        self._top = p.argmax(-1, keepdim=True)
+        self._p, self._rest, self._root = p, p.scatter(-1, self._top, 0.0), p.sqrt()
+
+    @override
+    def down(self, tangents: Tensor) -> Tensor:
+        u = tangents.reshape(len(tangents), *self._p.shape)
+        u = u - u.gather(-1, self._top.expand(len(u), -1, -1))  # Sᵀ is zero on vectors that are constant over classes
+        centred = u - (self._rest * u).sum(-1, keepdim=True)
+        return (self._root * centred).flatten(1)
+
+    @override
+    def up(self, coordinates: Tensor) -> Tensor:
+        z = self._root * coordinates.reshape(len(coordinates), *self._p.shape)
+        top = self._top.expand(len(z), -1, -1)
+        others = z.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        result = z - self._p * (others + z.gather(-1, top))
+        # z_t − p_t Σ z = (1 − p_t) z_t − p_t Σ_{i≠t} z_i
+        at_top = self._rest.sum(-1, keepdim=True) * z.gather(-1, top) - self._p.gather(-1, self._top) * others
+        return result.scatter(-1, top, at_top).view(len(z), *self.shape)
+
+
+class _ColumnRoot(OutputRoot):
+    """Columns ``[N, k, V]``: V for each of N groups of k outputs, which are observations or whole examples."""
+
+    def __init__(self, columns: Tensor, shape: torch.Size):
+        self._columns, self.shape = columns, shape
+        self.size = columns.shape[0] * columns.shape[2]
+
+    @override
+    def down(self, tangents: Tensor) -> Tensor:
+        u = tangents.reshape(len(tangents), *self._columns.shape[:2])
+        return torch.einsum("mnc,ncv->mnv", u, self._columns.to(u.dtype)).flatten(1)
+
+    @override
+    def up(self, coordinates: Tensor) -> Tensor:
+        z = coordinates.reshape(len(coordinates), self._columns.shape[0], self._columns.shape[2])
+        return torch.einsum("mnv,ncv->mnc", z, self._columns.to(z.dtype)).view(len(z), *self.shape)
+
+
+def exact_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
+    """A root of ``Λ = −∂² log p(y|f) / ∂f²``, or of what the likelihood puts in its place."""
+    observations, labels, weight = likelihood.rows(outputs, targets)
+    hessian = likelihood.output_curvature(observations, weight)
+    if hessian is not None and hessian.coupled:
+        return _SoftmaxRoot(hessian.scales, outputs.shape)
+    root = likelihood.output_root(observations, labels).detach()
+    scale = _noise_weights(likelihood, root).sqrt() * weight.view(-1, 1, 1).to(root.dtype)
+    return _ColumnRoot(root * scale, outputs.shape)
+
+
+def sampled_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labels: Tensor) -> OutputRoot:
+    """``Λ ≈ Σ_s g_s g_sᵀ / M`` with gradients at labels ``[M, N, ...]`` that were sampled at unit noise."""
+    observations, _, weight = likelihood.rows(outputs, targets)
+    gradients = torch.stack([likelihood.gradient(observations, label).detach() for label in labels], -1)
+    scale = _noise_weights(likelihood, observations).sqrt() * weight.unsqueeze(-1).to(gradients.dtype)
+    return _ColumnRoot(gradients * (scale / len(labels) ** 0.5).unsqueeze(-1), outputs.shape)
+
+
+def empirical_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
+    """The gradient at the data's own targets, one vector for each example and all its positions."""
+    observations, labels, weight = likelihood.rows(outputs, targets)
+    gradient = likelihood.gradient(observations, labels).detach() * weight.unsqueeze(-1).to(observations.dtype)
+    gradient = gradient * _noise_weights(likelihood, observations)
+    return _ColumnRoot(gradient.reshape(len(outputs), -1, 1), outputs.shape)
+
+
+def _noise_weights(likelihood: Likelihood, values: Tensor) -> Tensor:
+    """The factor on the curvature of each of the last axis's entries at the current noise."""
+    return likelihood.curvature_weights().detach()[likelihood.output_groups(values.shape[-1])].to(values)
