@@ -2,8 +2,8 @@
 
 Sums are updated in place. The inputs of a Kronecker factor are the same for every chunk of cotangents, so they enter
 with the first chunk. Where an attention mask hides tokens, they enter with the last chunk: a masked position is padding
-if no cotangent's gradient reaches it. Padding is left out of ``Σ a aᵀ`` and of its count (or of the mean over
-positions, where positions are summed first), so that a fit does not depend on the longest sequence of each batch.
+if no cotangent's gradient reaches it. Padding is left out of ``Σ a aᵀ`` and of its count, or of the mean where
+positions are summed first. A fit then does not depend on the longest sequence of each batch.
 """
 
 from __future__ import annotations

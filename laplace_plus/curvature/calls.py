@@ -1,9 +1,9 @@
 """Uses of parameters: which function calls are understood, and how they give per-example gradients.
 
-A *rule* looks at the arguments of a function that the network calls and returns a :class:`Call`, or None where the call
-is of a kind that the rule does not describe. A call knows which ``[G, o, i]`` array its parameters form, and how its
-input and its output gradient give the per-example gradients of that array. The bias is the last column: its input is
-the constant one, so that weight and bias share a Kronecker factor with their covariance kept.
+A *rule* looks at the arguments of a function that the network calls. It returns a :class:`Call`, or None where it does
+not describe this kind of call. A call knows which ``[G, o, i]`` array its parameters form, and how its input and its
+output gradient give the per-example gradients of that array. The bias is the last column: its input is the constant
+one, so that weight and bias share a Kronecker factor with their covariance kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One forward pass that remembers every parametric call, and backward passes to the outputs of those calls.
 
 A :class:`torch.overrides.TorchFunctionMode` watches the functions that a network calls (``F.linear``, convolutions,
-embeddings, normalisations) rather than its module types, so that tied and re-used weights, functional calls and modules
-of other libraries are seen alike. Gradients are taken with respect to the *outputs* of these calls and never with
+embeddings, normalisations) rather than its module types. Tied and re-used weights, functional calls and modules of
+other libraries are then seen alike. Gradients are taken with respect to the *outputs* of these calls and never with
 respect to weights: a weight's gradient for one example is the outer product of a call's input and output gradient, and
 :mod:`laplace_plus.structured` keeps it as one.
 """
@@ -393,7 +393,7 @@ def example_axes(network: Network, capture: Capture) -> list[ExampleAxis | None]
 
     Where every input has the examples along its first axis, the network remembers the result, so that this takes one
     backward pass more for each network. Other inputs (the nodes of all graphs in one table, time before batch) are
-    examined in every batch, because a table of one batch may be divisible into examples by chance.
+    examined in every batch. The table of one batch may be divisible into examples by chance.
     """
     calls, known, inputs = capture.calls, network.example_axes, capture.inputs
     if capture.pointwise:

@@ -2,8 +2,8 @@
 
 Knows tensors, modules and process groups, and nothing of posteriors. A fit over several ranks is a *session*
 (:meth:`Group.together`) of local work between *meetings* (:meth:`Group.exchange`), at which every rank says that it is
-well or what its error is. Collective operations on tensors only follow a meeting that all ranks left well, so that an
-error on one rank becomes an error on all of them rather than a wait.
+well or what its error is. Collective operations on tensors only follow a meeting that all ranks left well. An error on
+one rank thus becomes an error on all of them rather than a wait.
 """
 
 from laplace_plus.distributed.factors import OwnedSum, assign, balanced_eigen, gathered

@@ -13,8 +13,8 @@ Roy, Miani, Ek, Hennig, Pförtner, Tatzel and Hauberg, "Reparameterization invar
     image:  h^½ V (Λ + 1)^-½ Vᵀ ε        kernel:  h^½ (ε − V Vᵀ ε)        full:  their sum, with one ε
 
 The equation has no drift term. In Itô's sense, that of Euler and Maruyama's explicit scheme, it therefore leaves the
-set of parameters with the same outputs at second order, even with steps in the null space. Heun's scheme, which solves
-it in Stratonovich's sense, stays on that set as steps become small.
+set of parameters with the same outputs. It does so at second order, even with steps in the null space. Heun's scheme,
+which solves it in Stratonovich's sense, stays on that set as steps become small.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def lsmr(
     solutions (λ = 0, dependent columns) it finds the one nearest to ``x0``, which is 0 by default. With λ > 0 the
     penalty is on the distance from ``x0``, as in SciPy.
 
-    Costs one product with A and one with Aᵀ per iteration, about eight passes over vectors, and five vectors of memory
-    of length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends
+    An iteration costs one product with A, one with Aᵀ and about eight passes over vectors. Memory is five vectors of
+    length n and three of length m per right-hand side. The gradient with respect to b, the tensors that A depends
     on, λ and x0 is exact, also at λ = 0 wherever the rank does not change (elsewhere there is none). With the cotangent
     x̄, ``r = b - Ax``, ``p = argmin ‖Aᵀp - x̄‖² + λ²‖p‖²`` and ``q = x̄ - Aᵀp``:
     ``b̄ = p``, ``x̄0 = q``, ``λ̄ = -2λ wᵀ(x - x0)`` and

@@ -100,8 +100,8 @@ def nystrom(
     """The randomised Nyström approximation of a symmetric positive semi-definite operator.
 
     ``A ≈ Y (Ωᵀ Y)⁻¹ Yᵀ`` with ``Y = A Ω`` for a random orthonormal Ω ``[n, rank]``. It is at most A in the order of
-    symmetric matrices, close to the best approximation of that rank where the spectrum decays, and exact where the
-    rank of A is at most ``rank``. A is multiplied with ``rank`` vectors in one stack; memory is that of 2–3 ``rank``
+    symmetric matrices, and exact where the rank of A is at most ``rank``. Where the spectrum decays it is close to the
+    best approximation of that rank. A is multiplied with ``rank`` vectors in one stack; memory is that of 2–3 ``rank``
     vectors.
 
     The values, and products of the approximation with vectors, are differentiable in the tensors that the operator

@@ -166,8 +166,8 @@ def svds(
 ) -> PartialSVD:
     """The k largest singular triplets of an m × n operator, by thick-restart Lanczos on the smaller of AᵀA and AAᵀ.
 
-    As for :func:`eigsh`, multiple values are found with their multiplicity, and the values are differentiable in the
-    tensors that the operator depends on (``dσ = uᵀ (dA) v``), the vectors are not. Small singular values are not
+    As for :func:`eigsh`, multiple values are found with their multiplicity. The values are differentiable in the
+    tensors that the operator depends on (``dσ = uᵀ (dA) v``); the vectors are not. Small singular values are not
     available: below √eps σ_max the squares lose them.
 
     Args:

@@ -19,11 +19,11 @@ class Full(GaussianPosterior):
     The most faithful Gaussian, for small networks, last layers and subnetworks: memory is P² numbers and factorising
     takes P³ operations, so P should stay below some ten thousand. Takes scalar, layer-wise and diagonal priors.
 
-    A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows
-    (for classes or binary outputs and the exact Gauss-Newton curvature). The posterior is the same, and P may be large:
-    N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations (``softmax_output.precision``).
-    The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds them, with which variances take
-    ``C·N²/2`` operations for each input (``softmax_output.variances``).
+    A last layer of C outputs and d features, fitted to fewer than ``P = C·d`` rows of data, is kept as those rows. This
+    holds for classes or binary outputs and the exact Gauss-Newton curvature. The posterior is the same, and P may be
+    large: N rows take ``N·(C + d) + N²`` numbers, and inverting takes ``C·N³`` operations
+    (``softmax_output.precision``). The first predictions prepare up to ``1.6·C·N²`` numbers, if the memory budget holds
+    them, with which variances take ``C·N²/2`` operations for each input (``softmax_output.variances``).
 
     Raises:
         ConfigurationError: By :meth:`fit`, if the covariance does not fit into memory in either form.

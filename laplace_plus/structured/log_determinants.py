@@ -6,9 +6,8 @@ With one weight w and one δ the determinant depends on ``u = log(w/δ)`` alone,
 
 and ``x ↦ log(1 + exp(x + u))`` is analytic in the strip ``|Im x| < π`` whatever u is. Interpolating it between
 Chebyshev points on short intervals therefore replaces the whole spectrum by a few hundred *nodes* with weights, once
-and for all u, with an error that falls geometrically in the number of points (Trefethen, "Approximation Theory and
-Approximation Practice", 2013, theorem 8.2). Evidence and derivatives then cost the same for millions of eigenvalues as
-for hundreds.
+and for all u. The error falls geometrically in the number of points (Trefethen, "Approximation Theory and Approximation
+Practice", 2013, theorem 8.2). Evidence and derivatives then cost the same for millions of eigenvalues as for hundreds.
 
 Diagonals that differ from entry to entry, and several weights, take one pass over the eigenvalues for the value and all
 derivatives together.

@@ -1,6 +1,6 @@
 """Draws from factorised Gaussians, added to their slices of parameter vectors.
 
-White noise is drawn in *tiles* of a fixed size and in a fixed order, so that seeded draws do not depend on how many of
+White noise is drawn in *tiles* of a fixed size and in a fixed order. Seeded draws then do not depend on how many of
 them are computed at a time.
 """
 

@@ -75,10 +75,10 @@ def train_marginal_likelihood(
 
     which is −1/N times the log posterior that the Laplace approximation expands: the likelihood is the posterior's own,
     with its noise (``1/(2σ²)`` in regression, summed over the outputs), and N counts the examples that were seen, not
-    ``len(dataset)``. The prior is the weight decay: an optimizer with another one is refused. After every
-    ``frequency`` epochs beyond the ``burn_in``, and after the last, the posterior is fitted, and the logarithms of the
-    prior precisions and of the noise climb its evidence by ``hyper_steps`` steps of Adam (Immer et al., 2021). The
-    evidence treats the current weights as a mode: early in training it is only a guide.
+    ``len(dataset)``. The prior is the weight decay: an optimizer with another one is refused. The posterior is fitted
+    after every ``frequency`` epochs beyond the ``burn_in``, and after the last. The logarithms of the prior precisions
+    and of the noise then climb its evidence by ``hyper_steps`` steps of Adam (Immer et al., 2021). The evidence treats
+    the current weights as a mode: early in training it is only a guide.
 
     Args:
         model: The network to train. Its parameters end without gradients (``grad=None``).

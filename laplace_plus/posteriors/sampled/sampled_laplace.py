@@ -53,10 +53,10 @@ class SampledLaplace(SampleBased, ResumableFit):
     """Laplace from samples that optimisation finds: for networks on which nothing can be factorised.
 
     ``n_samples`` draws from ``N(0, (GGN/T + P₀)⁻¹)``, with all correlations between parameters, are the solutions of as
-    many linear systems, found together by conjugate gradients or stochastic gradient descent on products with the
-    curvature. Memory is that of a few ``n_samples`` vectors of the network's size, and time that of the passes over
-    the data. The predictive is that of the linearised network; its covariance is the samples' own,
-    ``1/k Σ (J z)(J z)ᵀ``, whose rank is at most k and whose relative standard error is ``(2/k)^½``.
+    many linear systems. Conjugate gradients or stochastic gradient descent find them together, from products with the
+    curvature. Memory is that of a few ``n_samples`` vectors of the network's size, and time that of the passes over the
+    data. The predictive is that of the linearised network; its covariance is the samples' own, ``1/k Σ (J z)(J z)ᵀ``,
+    whose rank is at most k and whose relative standard error is ``(2/k)^½``.
 
     Whatever asks for samples at other hyperparameters than those they were solved for solves again, starting from the
     present samples, if the data of :meth:`fit` are still known; :meth:`solve` does so with data of the caller's.

@@ -1,9 +1,8 @@
 """Selectors of a subnetwork: which entries of a network's parameters get a posterior.
 
-The squared 2-Wasserstein distance between a Gaussian posterior over all weights and one that keeps some of them and
-fixes the rest at their means is, with both taken as diagonal, the sum of the marginal variances that are left out. It
-is least for the entries of largest variance (Daxberger et al., 2021, *Bayesian deep learning via subnetwork
-inference*).
+Compare a diagonal Gaussian posterior over all weights with one that keeps some of them and fixes the rest at their
+means. Their squared 2-Wasserstein distance is the sum of the marginal variances that are left out. It is least for the
+entries of largest variance (Daxberger et al., 2021, *Bayesian deep learning via subnetwork inference*).
 """
 
 from __future__ import annotations

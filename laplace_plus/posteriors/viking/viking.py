@@ -82,9 +82,8 @@ class VIKING(ProjectedNoisePosterior):
 
     ``q = N(θ̂, σ_ker² P + σ_im² (I − P))`` with P the projector onto the null space (kernel) of the training data's rows
     and ``σ_ker = α^-½``, the prior's own scale; :meth:`fit` maximises the evidence lower bound. Choose it in place of
-    :class:`NullSpace` where training data should get error bars, too, and where the scales are to follow from a bound
-    on the evidence rather than from the curvature at one point. Begin with the post-hoc mode, which costs what
-    :class:`NullSpace` does.
+    :class:`NullSpace` where training data should get error bars, too. Its scales follow from a bound on the evidence
+    rather than from the curvature at one point. Begin with the post-hoc mode, which costs what :class:`NullSpace` does.
 
     ``mode="post_hoc"`` leaves the mean at the trained weights and learns α and σ_im. ``mode="train"`` also learns the
     mean, on a copy: the network itself is never changed, :attr:`mean` is the learnt vector and **not** the network's

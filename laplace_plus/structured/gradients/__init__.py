@@ -2,8 +2,8 @@
 
 An :class:`ExampleGradients` holds one matrix for each of V cotangents and B examples, all of one shape ``[G, o, i]``
 (G independent groups of o × i matrices; G = 1 for all but grouped layers). The gradient of a linear layer is a matrix
-of rank S, the number of positions at which the layer is used, so that its two sides take less memory and fewer
-operations than the matrix. Matrices are written out a bounded number at a time, and only where
+of rank S, the number of positions at which the layer is used. Its two sides take less memory and fewer operations than
+the matrix. Matrices are written out a bounded number at a time, and only where
 :mod:`~laplace_plus.structured.gradients.contractions` finds no form that takes fewer operations.
 """
 
