@@ -40,9 +40,9 @@ def require_dense(n_entries: int, dtype: torch.dtype, device: torch.device) -> N
 class SoftmaxOutputBlock(Block):
     """``H = Σ_n (diag p_n − p_n p_nᵀ) ⊗ φ_n φ_nᵀ``, exactly, or without the outer products ``p pᵀ``.
 
-    With fewer rows N than the matrix has columns, ``C·i``, features and probabilities say everything about it in ``N·(C
-    + i)`` numbers. :class:`SoftmaxOutputFactor` then inverts it through matrices of N × N. With more rows the block
-    turns into a dense one.
+    With fewer rows N than the matrix has columns, ``C·i``, features and probabilities say everything about it. They
+    take ``N·(C + i)`` numbers, and :class:`SoftmaxOutputFactor` inverts it through matrices of N × N. With more rows
+    the block turns into a dense one.
 
     Args:
         rows: Features and probabilities, or the dense block that they have become.
