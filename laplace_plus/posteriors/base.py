@@ -145,7 +145,7 @@ class Posterior(Stored, ABC):
     ) -> FunctionalPosterior:
         """Mean and covariance of the linearised network's outputs.
 
-        By default from 100 samples of the posterior, pushed through the network's tangent.
+        By default from 100 samples of the posterior, pushed through the network's tangent at its own weights.
 
         Args:
             x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
@@ -171,7 +171,7 @@ class Posterior(Stored, ABC):
         x = self.network.receive(x)
         mean = self.network.forward(x)
         self._check_outputs(mean, x)
-        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32)) + self._mean_shift(x)
         deviations = self.sample(N_TANGENTS, generator=generator) - self.mean
         tangents = torch.stack([self.network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
         if joint:
@@ -402,7 +402,12 @@ class Posterior(Stored, ABC):
             return None
         with torch.no_grad():
             chunks = (vectors - self.mean for vectors in self._sampled_chunks(n, generator))
-            return functional_samples(self.network, chunks, x)[1]
+            return functional_samples(self.network, chunks, x)[1] + self._mean_shift(x)
+
+    def _mean_shift(self, x: Any) -> Tensor | float:
+        """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
+        shift = self.mean - self.network.vector()
+        return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
 
     def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""

@@ -99,6 +99,20 @@ class TestThirdParty(PosteriorConformance):
         return Jittered(model, likelihood, prior_precision=100.0, **options)
 
 
+def test_a_mean_of_ones_own_moves_linearised_predictions():
+    class Shifted(Jittered):
+        def fit_batches(self, data, *, update, progress, generator):
+            super().fit_batches(data, update=update, progress=progress, generator=generator)
+            self.mean = self.network.vector() + 0.3
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(5, 3).double()
+    posterior = Shifted(model, "regression").fit([(x, torch.zeros(5, 2).double())])
+    expected = model(x).detach() + 0.3 * (x.sum(-1, keepdim=True) + 1)  # linear in the weights
+    torch.testing.assert_close(posterior.functional_posterior(x).mean, expected)
+    torch.testing.assert_close(posterior.predictive(x, method="linearized").mean, expected)
+
+
 def test_registered_names_are_found():
     assert lp.get_posterior("Jittered") is Jittered
     lp.register("Jittered", Jittered)  # twice is fine
