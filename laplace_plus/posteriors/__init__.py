@@ -1,6 +1,7 @@
 """The posteriors, one method in one file."""
 
-from laplace_plus.posteriors.base import Posterior, Summary
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.configuration import Summary
 from laplace_plus.posteriors.diagonal import Diagonal
 from laplace_plus.posteriors.full import Full
 from laplace_plus.posteriors.gaussian import GaussianPosterior

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,7 +18,7 @@ from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
 from laplace_plus.evidence.tuning import Tuner, TuningResult, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.configuration import Summary, check_count, full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -39,28 +38,6 @@ N_TANGENTS = 100
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Which parameter is treated how; prints as a table.
-
-    Attributes:
-        title: One line about the posterior.
-        rows: For each parameter its name, number of selected entries, layer and treatment.
-        prior: A line about the prior's groups; empty where they are the layers.
-    """
-
-    title: str
-    rows: tuple[tuple[str, int, str, str], ...]
-    prior: str = ""
-
-    def __str__(self) -> str:
-        table = [("parameter", "entries", "layer", "treatment")]
-        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
-        return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
 
 
 class Posterior(Stored, ABC):

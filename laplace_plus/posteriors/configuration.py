@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -96,6 +96,28 @@ def check_positive(value: float | Tensor, name: str) -> Tensor:
     if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
         raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
     return tensor
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Which parameter is treated how; prints as a table.
+
+    Attributes:
+        title: One line about the posterior.
+        rows: For each parameter its name, number of selected entries, layer and treatment.
+        prior: A line about the prior's groups; empty where they are the layers.
+    """
+
+    title: str
+    rows: tuple[tuple[str, int, str, str], ...]
+    prior: str = ""
+
+    def __str__(self) -> str:
+        table = [("parameter", "entries", "layer", "treatment")]
+        table += [(name, f"{size:,}", layer or "(root)", treatment) for name, size, layer, treatment in self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+        return "\n".join([self.title, *([self.prior] if self.prior else []), *lines])
 
 
 class Configured:

@@ -17,8 +17,8 @@ from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice
-from laplace_plus.posteriors.base import Posterior, Summary
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.configuration import Summary, check_count, full_precision
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
     FitSums,
