@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 from benchmarks import size
@@ -14,8 +15,9 @@ FOREIGN = {"torch", "aten", "nn", "forward_ad"}  # torch's own names, some of wh
 OF_TENSORS = {"_version", "_is_view", "_schema", "_ops"}
 
 
+@cache
 def nodes(file):
-    return ast.walk(ast.parse(file.read_text()))
+    return list(ast.walk(ast.parse(file.read_text())))
 
 
 def defined(file):
