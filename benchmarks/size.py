@@ -130,6 +130,11 @@ def first_calls() -> dict[str, dict[str, set[str]]]:
     return {"fit": fit, "first predictive": entered(lambda: posterior.predictive(x[:5]))}
 
 
+def counts(calls: dict[str, dict[str, set[str]]]) -> dict[str, tuple[int, int]]:
+    """Numbers of functions and of files for each call."""
+    return {name: (sum(map(len, functions.values())), len(functions)) for name, functions in calls.items()}
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
