@@ -15,6 +15,7 @@ from laplace_plus._memory import parse_bytes
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
 from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
@@ -48,10 +49,7 @@ def full_precision(method: Callable[Concatenate[P, Rest], Result]) -> Callable[C
 
 def check_count(value: Any, name: str) -> None:
     """Raise :class:`ConfigurationError` unless a value is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(
-            f"{name} must be a positive integer.", expected=f"{name}: an integer >= 1", got=repr(value)
-        )
+    check_counts(**{name: value})
 
 
 def check_name(value: Any, known: Iterable[str], name: str) -> None:
