@@ -115,7 +115,7 @@ def iterate(
         description: The words before the bar.
 
     Returns:
-        An iterator over the batches. An invalid loader is refused at once, an invalid batch when it comes.
+        An iterator over the batches. An invalid loader is refused at the first batch, an invalid batch when it comes.
 
     Raises:
         EmptyDataError: If no batch holds an example.
@@ -136,10 +136,6 @@ def iterate(
         raise DataError(problem, expected="an iterable of batches", got=describe(data), fix=fix)
     if progress:
         data = progress_bar(data, enabled=True, description=description)
-    return _iterate(data, torch.device(device))
-
-
-def _iterate(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
     first: Any = None
     for index, item in enumerate(data):
         batch = split(item)

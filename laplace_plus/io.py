@@ -80,11 +80,11 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
             dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
             entry = {"name": name, "kind": kind, "dtype": dtype, "shape": shape}
             architecture.append(entry)
-            tensors.append({**entry, "sha256": _sha256_of_tensor(tensor)})
+            tensors.append({**entry, "sha256": _sha256(tensor)})
             n_parameters += tensor.numel() if kind == "parameter" else 0
     return {
-        "sha256": _sha256_of_json(tensors),
-        "names_sha256": _sha256_of_json(architecture),
+        "sha256": _sha256(tensors),
+        "names_sha256": _sha256(architecture),
         "n_parameters": n_parameters,
         "tensors": tensors,
     }
@@ -141,11 +141,15 @@ def _line(entry: Mapping[str, Any]) -> str:
     return f"{entry['kind']} {entry['name']} {entry['dtype']} {list(entry['shape'])}"
 
 
-def _sha256_of_tensor(tensor: Tensor) -> str:
-    tensor, parts = tensor.detach(), [tensor.detach()]
-    if tensor.layout != torch.strided:  # such as the adjacency matrix of a graph network; dense it might not fit
-        tensor = tensor.to_sparse_coo().coalesce()
-        parts = [tensor.indices(), tensor.values()]
+def _sha256(value: Any) -> str:
+    """SHA-256 of a tensor's bytes, or of the canonical JSON of anything else."""
+    if not isinstance(value, Tensor):
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode("ascii")).hexdigest()
+    parts = [value.detach()]
+    if value.layout != torch.strided:  # such as the adjacency matrix of a graph network; dense it might not fit
+        sparse = value.detach().to_sparse_coo().coalesce()
+        parts = [sparse.indices(), sparse.values()]
     sha = hashlib.sha256()
     for part in parts:
         flat = part.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -157,7 +161,7 @@ def digest(tensor: Tensor) -> str:
     """A single number as text; of more numbers, the shape and a hash of their bytes."""
     if tensor.numel() == 1 and tensor.is_floating_point():
         return repr(float(tensor.detach()))
-    return f"{list(tensor.shape)} of SHA-256 {_sha256_of_tensor(tensor)[:16]}"
+    return f"{list(tensor.shape)} of SHA-256 {_sha256(tensor)[:16]}"
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
             },
             "tensors_sha256": _sha256_of_file(partial / TENSORS_FILE),
         }
-        document["checksum"] = _sha256_of_json(document)
+        document["checksum"] = _sha256(document)
         (partial / HEADER_FILE).write_bytes(_render(document))
         for name in (TENSORS_FILE, HEADER_FILE):
             with open(partial / name, "rb+") as file:
@@ -368,7 +372,7 @@ def _read_document(directory: Path) -> dict[str, Any]:
         )
     checksum = document.pop("checksum", None)
     # The bytes are compared too: JSON has several spellings of one value, and none but the written one was written.
-    if _sha256_of_json(document) != checksum or _render({**document, "checksum": checksum}) != raw:
+    if _sha256(document) != checksum or _render({**document, "checksum": checksum}) != raw:
         raise CheckpointError(
             f"{file} is damaged: it is not the file that was written.",
             expected=f"the checksum {checksum}",
@@ -392,11 +396,6 @@ _DTYPES: dict[torch.dtype, str] = {
 
 def _render(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode("ascii")
-
-
-def _sha256_of_json(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def _sha256_of_file(path: Path) -> str:

@@ -6,7 +6,6 @@ its parameters and on copies of its buffers. Every mode is restored, also when t
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import threading
@@ -115,6 +114,7 @@ class Network:
         n_parameters: P, the number of selected entries.
         offsets: Start of each selected parameter in the parameter vector.
         layers: Names of the modules that own selected parameters, in order; one precision each in a layer-wise prior.
+        sharded: The source of a model whose parameters are sharded over ranks; None for any other.
 
     Raises:
         ConfigurationError: ``model`` is not an ``nn.Module``.
@@ -130,7 +130,7 @@ class Network:
             )
         # A compiled module hides its operations; the module inside is the same function of the same parameters.
         self.model: nn.Module = unwrap(model)
-        self._sharded = sharded_source(model)
+        self.sharded = sharded_source(model)
         self.selection = parameters
         self.arrange = arrange
         self._dtype: torch.dtype | None = None
@@ -149,8 +149,7 @@ class Network:
         self.can_cut: bool | None = None
         # The caller's autocast while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
-        # State of the weights at the last remember(), and in the public method that runs.
-        self._known: tuple[Any, ...] = ()
+        # State of the weights in the public method that runs.
         self._seen: tuple[Any, ...] | None = None
 
     def _select(self, last_layer: str | None) -> None:
@@ -169,12 +168,6 @@ class Network:
         self._select(layer)
         self.example_axes.clear()
         self.layouts.clear()
-
-    def twin(self) -> Network:
-        """Another view of the same model that remembers the state of the weights on its own."""
-        other = copy.copy(self)
-        other.ambient_autocast = other._seen = None
-        return other
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 
@@ -231,20 +224,6 @@ class Network:
     def device(self) -> torch.device:
         """The device of the first selected parameter; batches are moved there."""
         return dict(self.model.named_parameters())[self.parameter_names[0]].device
-
-    @contextmanager
-    def learning(self, *, afresh: bool) -> Iterator[None]:
-        """Keep what is learnt about the network inside this context, unless something fails."""
-        known = dict(self.example_axes)
-        if afresh:
-            self.example_axes.clear()
-            self.reached.clear()
-        try:
-            yield
-        except BaseException:
-            self.example_axes.clear()
-            self.example_axes.update(known)
-            raise
 
     def receive(self, inputs: Any) -> Any:
         """Inputs moved to the network's device."""
@@ -328,16 +307,15 @@ class Network:
         return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
 
     def refresh(self) -> None:
-        """Take up the present weights of a model that is sharded over ranks; to be called on all of them."""
-        if self._sharded is not None:
-            refresh_(self.model, self._sharded)
+        """Take up the present weights of a model that is :attr:`sharded` over ranks; to be called on all of them."""
+        refresh_(self.model, self.sharded)
         self._seen = None
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
-        if math.isfinite(sum(self._state()[1])):
+        if math.isfinite(sum(self.state()[1])):
             return
         for name, parameter in self.parameters.items():
             # Eight-bit floats cannot be compared.
@@ -350,20 +328,12 @@ class Network:
                     fix="The training diverged; train again, e.g. with a smaller learning rate.",
                 )
 
-    def remember(self) -> None:
-        """Note the state of all weights and buffers, for :meth:`has_changed`."""
-        self._known = self._state()
-
-    def has_changed(self) -> bool:
-        """Whether weights or buffers may differ from those at the last :meth:`remember`.
+    def state(self) -> tuple[Any, ...]:
+        """Names, identities and checksums of all weights and buffers; equal states have equal values.
 
         Costs one pass over them in each public method, a small part of a forward pass. Writes through ``.data``, NumPy
         or a custom kernel leave no other trace. Another device or number of threads may also show, by rounding.
         """
-        return self._state() != self._known
-
-    def _state(self) -> tuple[Any, ...]:
-        """Names, identities and checksums of all tensors; computed once in each public method."""
         with turn(self.model):
             if self._seen is not None:
                 return self._seen

@@ -336,9 +336,9 @@ class Examples(Dataset):
         (TensorDataset(X, Y), "TensorDataset.*DataLoader"),
     ],
 )
-def test_what_is_no_loader_is_refused_at_once(data, message):
+def test_what_is_no_loader_is_refused(data, message):
     with pytest.raises(DataError, match=message):
-        batches.iterate(data, device="cpu")
+        next(batches.iterate(data, device="cpu"))
 
 
 @pytest.mark.parametrize(

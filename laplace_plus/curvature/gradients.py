@@ -318,38 +318,36 @@ def _written_into(call: Call) -> UnsupportedError:
 def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradients]]:
     """A batch's gradients, in micro-batches where the whole batch would take too much memory.
 
-    Two examples of a network's first batch run by themselves, to measure the memory of one example and to see whether
-    examples may run apart. Inputs that do not have their examples along the first axes stay together, and so do those
-    of a linear last layer, of which nothing is differentiated.
+    Two examples of a network's first batch run by themselves, to measure the memory of one example. Inputs stay
+    together that do not have their examples along the first axes, or whose examples depend on each other.
 
     Raises:
         ConfigurationError: The memory budget does not hold the gradients of one output for one example.
     """
-    size = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
-    if size <= 2 or not batches.can_be_cut(batch.inputs, size):
-        yield batch, Gradients(network, capture_batch(network, batch))
-        return
-    if network.can_cut is None:
-        if isinstance(network.selection, str) and network.selection == "last_layer":
-            # No layer before the last one leaves a graph, so the whole batch usually fits.
-            whole = capture_batch(network, batch)
-            if whole.pointwise:
-                yield batch, Gradients(network, whole)
-                return
-            del whole
-        network.can_cut = _survey(network, batch)
-    step = size
-    if network.can_cut and network.bytes_per_example:
-        allowed = _memory.budget(network.device)
-        if network.bytes_per_example > allowed:
-            raise ConfigurationError(
-                "The memory budget does not hold the gradients of one output for one example.",
-                expected=f"at least {_memory.in_words(network.bytes_per_example)}, which they take",
-                got=f"{_memory.in_words(allowed)}",
-                fix="Raise memory_budget, or select fewer parameters.",
-            )
-        quick = _QUICK_BYTES if network.device.type == "cpu" else allowed
-        step = max(1, min(quick, allowed // 2) // network.bytes_per_example)
+    size = step = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
+    if size > 2 and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):  # noqa: PLR2004
+        # No layer before the last one leaves a graph, so that its first batch tells as much.
+        if network.bytes_per_example is None and not (
+            isinstance(network.selection, str) and network.selection == "last_layer"
+        ):
+            try:
+                capture_batch(network, Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]]))
+            except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
+                network.can_cut = False
+            network.bytes_per_example = network.bytes_per_example or 0  # nothing, for a linear last layer
+        each, allowed = network.bytes_per_example or 0, _memory.budget(network.device)
+        quick = min(_QUICK_BYTES, allowed // 2) if network.device.type == "cpu" else allowed // 2
+        if each * size > quick and network.can_cut is None:
+            network.can_cut = _runs_apart(network, batch)
+        if each * size > quick and network.can_cut:
+            if each > allowed:
+                raise ConfigurationError(
+                    "The memory budget does not hold the gradients of one output for one example.",
+                    expected=f"at least {_memory.in_words(each)}, which they take",
+                    got=f"{_memory.in_words(allowed)}",
+                    fix="Raise memory_budget, or select fewer parameters.",
+                )
+            step = max(1, quick // each)
     if step >= size:
         yield batch, Gradients(network, capture_batch(network, batch))
         return
@@ -359,24 +357,23 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         yield part, Gradients(network, capture_batch(network, part))
 
 
-def _survey(network: Network, batch: Batch) -> bool | None:
-    """Measure the memory of one example, and see whether examples may run apart; None where two examples do not tell.
+def _runs_apart(network: Network, batch: Batch) -> bool | None:
+    """Whether an example's outputs do not depend on the others; None where the batch does not tell.
 
-    The two are the first example and the last one that differs from it.
+    The first example runs with the last one that differs from it, and alone.
     """
     other = 0
-    for leaf in [batch.inputs] if isinstance(batch.inputs, Tensor) else batches.flatten(batch.inputs)[0]:
+    for leaf in batches.flatten(batch.inputs)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim:
             differs = (leaf != leaf[:1]).reshape(len(leaf), -1).any(1).nonzero()
             other = max(other, int(differs[-1])) if len(differs) else other
     if not other:
         return None
-    pair = Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]])
     try:
-        capture = capture_batch(network, pair)
+        capture = capture_batch(network, Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]]))
         Gradients(network, capture)  # refuses what it cannot tell apart
         alone = network.forward(batches.cut(batch.inputs, [0]))
-    except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
+    except Exception:  # noqa: BLE001  -- as above
         return False
     return same_outputs(alone, capture.outputs.view(capture.output_shape)[:1])
 

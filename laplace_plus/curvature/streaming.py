@@ -66,9 +66,7 @@ class Stream:
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
         self.ad_modes = ADModes()
         self.network.check_finite()
-        # The network remembers one state, which may belong to another check; a twin has its own.
-        self._watch, self._names = self.network.twin(), self.network.parameter_names
-        self._watch.remember()
+        self._state, self._names = self.network.state(), self.network.parameter_names
         self.n_data = self.n_outputs = 0
         self.checksum = self._order_sum = 0.0
 
@@ -95,7 +93,7 @@ class Stream:
             ModelChangedError: The network is not what it was in the first pass.
             DataError: The data are not what they were.
         """
-        if self._watch.has_changed() or self._names != self.network.parameter_names:
+        if self.network.state() != self._state or self._names != self.network.parameter_names:
             raise ModelChangedError(
                 "The network has changed since the operator was made.",
                 expected="the same weights, buffers and selection in every pass over the data",

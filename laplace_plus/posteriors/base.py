@@ -187,7 +187,8 @@ class Posterior(Stored, ABC):
         """
         group = resolve_group(distributed)
         with nullcontext() if group is None else group.together():
-            self.network.refresh()
+            if self.network.sharded is not None:
+                self.network.refresh()
             self.network.check_finite()
             self.run_fit(data, group, progress=progress, generator=generator)
         return self
@@ -229,7 +230,8 @@ class Posterior(Stored, ABC):
             raise UnsupportedError(
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
-        before, self.group = self.group, group
+        network, before, self.group = self.network, self.group, group
+        learnt = dict(network.example_axes)
         try:
             if group is not None:
                 generator = self._agree(group, generator, update=update)
@@ -240,13 +242,17 @@ class Posterior(Stored, ABC):
                 if name not in taken:
                     del options[name]
             vector = self._vector
-            with self.network.learning(afresh=not update):
-                self.fit_batches(data, **options)
+            if not update:
+                network.example_axes.clear()
+                network.reached.clear()
+            self.fit_batches(data, **options)
             if self._vector is None or (self._vector is vector and not update):
                 self._vector = self.network.vector()
             self.remember_weights()
         except BaseException:
             self.group = before
+            network.example_axes.clear()
+            network.example_axes.update(learnt)
             raise
         if update:
             self.training_data = self.training_data.plus(data)

@@ -131,7 +131,8 @@ class Configured:
     """Groups of the prior other than the layers."""
 
     _fingerprint: dict[str, Any]
-    """Of the network at the fit."""
+    _weights: tuple[Any, ...]
+    """Fingerprint and state of the network at the fit."""
 
     def __init__(
         self,
@@ -332,7 +333,7 @@ class Configured:
                 f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
             )
         with turn(self.network.model):
-            if not self.network.has_changed():
+            if self.network.state() == self._weights:
                 return
             try:
                 io.compare_fingerprint(self._fingerprint, self.network.model)
@@ -343,9 +344,9 @@ class Configured:
                     got=str(error),
                     fix="Call fit() again after training, or give the posterior a copy of the model.",
                 ) from error
-            self.network.remember()
+            self._weights = self.network.state()
 
     def remember_weights(self) -> None:
         """Note the network's present weights as those of the fit."""
-        self.network.remember()
+        self._weights = self.network.state()
         self._fingerprint = io.fingerprint(self.network.model)

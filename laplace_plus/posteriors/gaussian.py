@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import is_
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus.batches import describe
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
-from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice
 from laplace_plus.posteriors.base import Posterior
@@ -74,7 +74,9 @@ class GaussianPosterior(Posterior):
         if corrected:
             self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
         for layout, block in sums.curvature.blocks:
-            if not block.is_finite():
+            for part in block.parts():
+                if math.isfinite(float(part.sum())):  # NaNs and infinities reach the sum
+                    continue
                 raise NonFiniteError(
                     f"The curvature of {', '.join(layout.names)} is not finite.",
                     expected="finite activations and output gradients",
@@ -90,29 +92,23 @@ class GaussianPosterior(Posterior):
     ) -> tuple[FitSums, int]:
         """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this rank."""
         sums: FitSums | None = None
-        first = ""
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
-            shapes = describe(batch.inputs)
-            try:
-                curvature, outputs = self.backend.accumulate(
-                    None if sums is None else sums.curvature,
-                    self.network,
-                    self.likelihood,
-                    batch,
-                    self.structure,
-                    generator=generator,
-                )
-            except InputError as error:
-                if sums is None or shapes == first:
-                    raise
-                raise _changed_shape(first, shapes) from error
+            total = None if sums is None else sums.curvature
+            curvature, outputs = self.backend.accumulate(
+                total, self.network, self.likelihood, batch, self.structure, generator=generator
+            )
             statistics = self.likelihood.statistics(outputs, batch.target).cpu()
             n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
             if sums is None:
-                sums, first = FitSums(curvature, statistics, n_data, n_outputs), shapes
+                sums = FitSums(curvature, statistics, n_data, n_outputs)
                 continue
             if sums.n_outputs != n_outputs:
-                raise _changed_shape(f"{sums.n_outputs} outputs", f"{n_outputs} outputs")
+                raise DataError(
+                    "The number of outputs changes from batch to batch.",
+                    expected=f"{sums.n_outputs} outputs",
+                    got=f"{n_outputs}",
+                    fix="Let the loader yield inputs of one kind.",
+                )
             sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + n_data)
         seen = 0 if sums is None else sums.n_data
         if self.group is not None:
@@ -448,13 +444,3 @@ class GaussianPosterior(Posterior):
         sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self.adopt(sums, tensors["vector"])
         self._tangent_mean = tensors.get("tangent_mean")
-
-
-def _changed_shape(expected: str, got: str) -> DataError:
-    """The error for a batch that does not go with those before it."""
-    return DataError(
-        "A batch is of another shape than the first one, and the network cannot take it.",
-        expected=expected,
-        got=got,
-        fix="Let the loader yield inputs of one kind.",
-    )

@@ -91,9 +91,7 @@ class Stored(Configured):
 
     def __copy__(self) -> Self:
         result = object.__new__(type(self))
-        vars(result).update(vars(self))
-        # A refit of one copy must not make the other think that its weights changed.
-        result.network = self.network.twin()
+        vars(result).update(vars(self))  # with the training data, which pickles leave out
         return result
 
     def __getstate__(self) -> dict[str, Any]:

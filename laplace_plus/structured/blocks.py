@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus import kernels
 from laplace_plus.errors import CheckpointError, ConfigurationError, UnsupportedError
 from laplace_plus.structured.gradients import ExampleGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum
@@ -225,10 +224,6 @@ class Block(ABC):
     def parts(self) -> list[Tensor]:
         """The tensors that hold the block as it is now, whatever their form."""
         return list(self.tensors().values())
-
-    def is_finite(self) -> bool:
-        """Whether there are no NaNs or infinities."""
-        return all(map(kernels.all_finite, self.parts()))
 
     def n_bytes(self) -> int:
         """Memory that the block takes."""

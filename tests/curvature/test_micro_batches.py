@@ -229,12 +229,3 @@ def test_a_linear_last_layer_takes_one_forward_pass_of_each_batch(cls: type[lp.G
     (x, y) = data()[0]
     cls(model, "classification", parameters="last_layer").fit([(x[:12], y[:12]), (x[12:], y[12:])])
     assert sizes == [12, 8]
-
-
-def test_a_last_layer_with_more_behind_it_is_still_surveyed() -> None:
-    model, sizes = nn.Sequential(convolutional(), nn.LogSoftmax(1)), []
-    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
-    (x, y) = data()[0]
-    posterior = lp.KFAC(model, "classification", parameters="last_layer").fit([(x[:12], y[:12]), (x[12:], y[12:])])
-    assert sizes == [12, 2, 1, 12, 8]
-    assert posterior.network.can_cut

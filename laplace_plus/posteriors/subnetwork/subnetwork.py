@@ -176,8 +176,7 @@ class Subnetwork(GaussianPosterior):
             if self._is_layerwise():
                 precision = self._precision_of(inner.layer_names)
         inner.group = self.group
-        with inner.network.learning(afresh=not update):
-            inner.fit_batches(data, update=update, progress=progress, generator=generator)
+        inner.fit_batches(data, update=update, progress=progress, generator=generator)
         before = self.network, self._prior_precision
         self.network, self._prior_precision = inner.network, precision
         try:
