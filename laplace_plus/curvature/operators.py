@@ -35,7 +35,7 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
-from laplace_plus.likelihoods.checks import check_outputs
+from laplace_plus.likelihoods.base import check_outputs
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator, Transposed

@@ -26,7 +26,7 @@ from laplace_plus.curvature.capture import Capture, capture_batch
 from laplace_plus.curvature.structures import Curvature, KroneckerStructure, Structure, whole_layout
 from laplace_plus.integrations.foreign import ForeignBackend, loss_targets
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.checks import widen
+from laplace_plus.likelihoods.base import widen
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
 from laplace_plus.structured import DenseBlock, KroneckerBlock

@@ -14,8 +14,6 @@ from laplace_plus.likelihoods.resolve import (
     resolve_likelihood,
 )
 
-register_likelihood("poisson", Poisson)
-
 __all__ = [
     "Bernoulli",
     "Categorical",

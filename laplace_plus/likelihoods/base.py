@@ -22,9 +22,48 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily
 
-from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
-from laplace_plus.likelihoods.checks import check_batch, shape_text, widen
-from laplace_plus.likelihoods.sampling import from_distribution
+from laplace_plus.errors import ConfigurationError, LabelError, NonFiniteError, OutputError, UnsupportedError
+from laplace_plus.likelihoods.sampling import global_randomness
+
+
+def widen(values: Tensor) -> Tensor:
+    """Half precision to ``float32``, where probabilities and squared errors keep their digits; other types as is."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def shape_text(shape: tuple[int, ...] | torch.Size) -> str:
+    """A shape as text for error messages, e.g. ``[8, 3]``."""
+    return str(list(shape))
+
+
+def describe(value: Any) -> str:
+    """Type and shape of a tensor for error messages; of anything else the type."""
+    return f"{value.dtype} of shape {shape_text(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_outputs(outputs: Tensor) -> None:
+    """Refuse outputs that are not ``[B, *, C]`` and floating (``OutputError``), or not finite (``NonFiniteError``)."""
+    if outputs.dim() < 2 or outputs.shape[-1] == 0 or not outputs.is_floating_point():
+        expected = "a floating tensor [B, *, C] with C >= 1, one row for every example"
+        raise OutputError("The network's outputs cannot be used.", expected=expected, got=describe(outputs))
+    if not bool(torch.isfinite(outputs).all()):
+        check_finite(outputs, "The network's outputs")
+
+
+def check_finite(values: Tensor, what: str) -> None:
+    """Refuse NaN and infinity; ``what`` starts the message of the :class:`NonFiniteError`."""
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        got = f"{int((~finite).sum())} of {values.numel()} entries that are not"
+        fix = "Check the inputs and the trained weights; half precision may have overflowed."
+        raise NonFiniteError(f"{what} hold NaN or infinity.", expected="finite numbers", got=got, fix=fix)
+
+
+def check_batch(outputs: Tensor, targets: object) -> None:
+    """As :func:`check_outputs`; refuses targets that are not a tensor, too (``LabelError``)."""
+    check_outputs(outputs)
+    if not isinstance(targets, Tensor):
+        raise LabelError("The targets are not a tensor.", expected="a torch.Tensor", got=describe(targets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,21 +170,12 @@ class Likelihood(ABC):
             OutputError: If ``raw`` is no floating tensor with that axis.
         """
         if not isinstance(raw, Tensor) or not raw.is_floating_point():
-            raise OutputError(
-                "The network's output is not a floating tensor.",
-                expected="a tensor of float16, bfloat16, float32 or float64",
-                got=str(raw.dtype) if isinstance(raw, Tensor) else type(raw).__name__,
-                fix="Wrap the network so that it returns its logits or function values.",
-            )
+            raise OutputError("The network's output is not a floating tensor.", got=describe(raw))
         if raw.dim() == 1:
             return raw.unsqueeze(-1)
         if raw.dim() == 0 or not -raw.dim() <= self.output_axis < raw.dim() or self.output_axis in (0, -raw.dim()):
-            raise OutputError(
-                "The network's output has no axis for the outputs.",
-                expected=f"[B, *, C] with the C outputs at axis {self.output_axis}, after the batch",
-                got=f"shape {shape_text(raw.shape)}",
-                fix="Return one row for every example, or set the likelihood's output_axis",
-            )
+            expected = f"[B, *, C] with the C outputs at axis {self.output_axis}, after the batch"
+            raise OutputError("The network's output has no axis for the outputs.", expected=expected, got=describe(raw))
         return raw.movedim(self.output_axis, -1)
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
@@ -162,12 +192,8 @@ class Likelihood(ABC):
         """
         check_batch(outputs, targets)
         if targets.shape[: outputs.dim() - 1] != outputs.shape[:-1]:
-            raise LabelError(
-                "The targets do not pair with the outputs.",
-                expected=f"leading shape {shape_text(outputs.shape[:-1])}",
-                got=f"shape {shape_text(targets.shape)}",
-                fix="Give one target for every row of outputs",
-            )
+            expected = f"leading shape {shape_text(outputs.shape[:-1])}"
+            raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch, tokens and pixels included, to one row for each observation.
@@ -199,12 +225,7 @@ class Likelihood(ABC):
         Raises:
             UnsupportedError: If this likelihood has no observation noise.
         """
-        raise UnsupportedError(
-            f"{type(self).__name__} has no observation noise.",
-            expected="a Gaussian likelihood",
-            got=f"noise_std = {noise_std}",
-            fix="Leave noise_std out",
-        )
+        raise UnsupportedError(f"{type(self).__name__} has no observation noise.", got=f"noise_std = {noise_std}")
 
     def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
         """Factors ``[K]`` on the curvature at unit noise, ``float64``.
@@ -224,28 +245,20 @@ class Likelihood(ABC):
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``-∂ log p(y|f) / ∂f`` of every row at unit noise, ``[N, C]``."""
-        f, attached = _differentiable(outputs)
-        with torch.enable_grad():
-            gradient = _negative_gradient(self, f, targets)
+        _, attached, gradient = _negative_gradient(self, outputs, targets)
         return gradient if attached else gradient.detach()
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Λ = -∂² log p(y|f) / ∂f²`` of every row at unit noise, ``[N, C, C]``."""
-        f, attached = _differentiable(outputs)
+        f, attached, gradient = _negative_gradient(self, outputs, targets)
+        if not gradient.requires_grad:  # the log-density is linear in the outputs
+            return f.new_zeros(*f.shape, f.shape[-1])
+        options: Any = {"create_graph": attached, "retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        # One backward pass for each output. vmap cannot follow the data-dependent checks of torch.distributions.
         with torch.enable_grad():
-            gradient = _negative_gradient(self, f, targets)
-            if not gradient.requires_grad:  # the log-density is linear in the outputs
-                return torch.zeros(*f.shape, f.shape[-1], dtype=f.dtype, device=f.device)
-            # One backward pass for each output instead of vmap, which cannot follow the data-dependent argument checks
-            # of torch.distributions.
-            columns = [
-                torch.autograd.grad(
-                    column.sum(), f, retain_graph=True, create_graph=attached, allow_unused=True, materialize_grads=True
-                )[0]
-                for column in gradient.unbind(-1)
-            ]
+            columns = [torch.autograd.grad(column.sum(), f, **options)[0] for column in gradient.unbind(-1)]
             hessian = torch.stack(columns, dim=-1)
-        return (hessian + hessian.mT) / 2
+            return (hessian + hessian.mT) / 2
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
         """The rows' Hessians at unit noise as an :class:`OutputCurvature`; None where they have no such form.
@@ -266,17 +279,14 @@ class Likelihood(ABC):
         values, vectors = torch.linalg.eigh(hessian)
         if values.numel():
             eps = torch.finfo(values.dtype).eps
-            tolerance = eps**0.5 * values.abs().max() + 10 * eps * values.shape[-1]
-            if bool(values.min() < -tolerance):
+            if bool(values.min() < -(eps**0.5) * values.abs().max() - 10 * eps * values.shape[-1]):
                 raise UnsupportedError(
                     "The log-density is not concave at these outputs.",
                     expected="a positive semi-definite -∂² log p(y|f) / ∂f²",
                     got=f"an eigenvalue of {float(values.min()):.3g}",
-                    fix="Override output_root with a root of the expected Fisher information, or use a curvature that "
-                    "needs no root: the empirical or Monte-Carlo Fisher",
+                    fix="Override output_root by a root of the expected Fisher information, or use a sampled one",
                 )
-        root: Tensor = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
-        return root
+        return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
     def torch_loss(self) -> tuple[torch.nn.Module, float] | None:
         """A sum-reduced torch loss for other libraries, or None.
@@ -324,15 +334,15 @@ class Likelihood(ABC):
         """
         raise UnsupportedError(
             f"{type(self).__name__} only gives its log-density.",
-            expected="a torch.distributions.Distribution of the targets",
-            got="none",
-            fix="Define distribution(outputs), or pass distribution= to LogDensity",
+            expected="a method distribution(outputs), or distribution= of LogDensity",
         )
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Targets drawn from ``p(y|f)``, one for every row of outputs ``[..., C]``."""
         outputs = widen(outputs)
-        return from_distribution(self.distribution(outputs), device=outputs.device, generator=generator)
+        distribution = self.distribution(outputs)
+        with global_randomness(outputs.device, generator):  # torch.distributions use the global generators alone
+            return distribution.sample()
 
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Targets drawn from ``p(y|f)`` at *unit* noise, whose gradients have the covariance ``Λ``."""
@@ -361,7 +371,7 @@ class Likelihood(ABC):
             UnsupportedError: If targets are not classes.
         """
         raise UnsupportedError(
-            f"{type(self).__name__} has no classes.", expected="a Categorical or Bernoulli likelihood", got=repr(self)
+            f"{type(self).__name__} has no classes.", expected="a Categorical or Bernoulli likelihood"
         )
 
     def mixture(self, outputs: Tensor) -> Distribution:
@@ -412,24 +422,6 @@ class Likelihood(ABC):
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
 
-def is_full(mean: Tensor, covariance: Tensor) -> bool:
-    """Whether ``covariance`` is ``[..., C, C]`` (``True``) or the variances ``[..., C]`` alone (``False``).
-
-    Raises:
-        ConfigurationError: If it is neither.
-    """
-    if covariance.shape == (*mean.shape, mean.shape[-1]):
-        return True
-    if covariance.shape == mean.shape:
-        return False
-    raise ConfigurationError(
-        "The covariance does not fit the mean.",
-        expected=f"{shape_text((*mean.shape, mean.shape[-1]))} or {shape_text(mean.shape)}",
-        got=shape_text(covariance.shape),
-        fix="Pass joint=True if it is the covariance across inputs",
-    )
-
-
 def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
     """The variances ``[..., C]``, clamped at zero against rounding."""
     if covariance.dim() > mean.dim():
@@ -439,28 +431,16 @@ def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:
 
 def unknown_link(likelihood: Likelihood, link: str) -> ConfigurationError:
     """The error for a link that the likelihood does not have."""
-    return ConfigurationError(
-        f"{type(likelihood).__name__} has no link of that name.",
-        expected="one of " + ", ".join(repr(name) for name in likelihood.links),
-        got=repr(link),
-        fix="Choose one of these, or leave the link out for the first",
-    )
+    known = ", ".join(map(repr, likelihood.links))
+    return ConfigurationError(f"{type(likelihood).__name__} has no such link.", expected=known, got=repr(link))
 
 
 def checked_log_density(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The log-density of rows, checked to be one number for every row.
-
-    Raises:
-        ConfigurationError: If the likelihood's ``log_density`` returns another shape.
-    """
+    """The log-density of rows; :class:`ConfigurationError` unless it is one number for every row."""
     log_density = likelihood.log_density(outputs, targets)
     if log_density.shape != outputs.shape[:1]:
-        raise ConfigurationError(
-            f"{type(likelihood).__name__}.log_density returns the wrong shape.",
-            expected=f"{shape_text(outputs.shape[:1])}, one number for every row",
-            got=shape_text(log_density.shape),
-            fix="Sum the log-density over the entries of a target, and not over the rows",
-        )
+        what = f"{type(likelihood).__name__}.log_density returns the wrong shape."
+        raise ConfigurationError(what, expected=f"[{len(outputs)}], one number a row", got=describe(log_density))
     return log_density
 
 
@@ -471,22 +451,15 @@ def uniform_mixture(components: Distribution, *, like: Tensor) -> MixtureSameFam
     return MixtureSameFamily(Categorical(logits=logits, validate_args=False), components, validate_args=False)
 
 
-def _differentiable(outputs: Tensor) -> tuple[Tensor, bool]:
-    """Outputs that require gradients, and whether the caller needs a graph back to them."""
-    outputs = widen(outputs)
-    if outputs.requires_grad and torch.is_grad_enabled():
-        return outputs, True
-    return outputs.detach().clone().requires_grad_(), False
-
-
-def _negative_gradient(likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
-    log_density = checked_log_density(likelihood, f, targets)
-    if not log_density.requires_grad:
-        raise ConfigurationError(
-            f"{type(likelihood).__name__}.log_density is not differentiable.",
-            expected="a torch expression of the outputs",
-            got="a result without a graph",
-            fix="Do not detach the outputs or leave torch inside log_density",
-        )
-    (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
-    return gradient
+def _negative_gradient(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> tuple[Tensor, bool, Tensor]:
+    """Outputs that require gradients, whether the caller needs a graph back to them, and ``-∂ log p / ∂f`` there."""
+    f = widen(outputs)
+    attached = f.requires_grad and torch.is_grad_enabled()
+    f = f if attached else f.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        log_density = checked_log_density(likelihood, f, targets)
+        if not log_density.requires_grad:
+            what = f"{type(likelihood).__name__}.log_density is not differentiable."
+            raise ConfigurationError(what, expected="a torch expression of the outputs, without detach()")
+        (gradient,) = torch.autograd.grad(-log_density.sum(), f, create_graph=True, materialize_grads=True)
+    return f, attached, gradient

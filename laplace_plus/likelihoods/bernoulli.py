@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.nn.functional import logsigmoid
 
-from laplace_plus.errors import LabelError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import align_targets, check_batch, flattened, refuse_targets, shape_text, widen
+from laplace_plus.likelihoods.base import Marginal, OutputCurvature, unknown_link, variance_of, widen
+from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.sampling import draw_by
 
 
 @final
 @dataclass(frozen=True)
-class Bernoulli(Likelihood):
+class Bernoulli(Elementwise):
     """``p(y_c = 1 | f) = sigmoid(f_c)``, independent over the ``C`` outputs of a row.
 
     Targets are zeros and ones (integer, boolean or floating) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
@@ -39,55 +38,28 @@ class Bernoulli(Likelihood):
     output_axis: int = -1
     config_name = "bernoulli"
     links = ("probit", "mc")
-    couples_outputs = False
     is_classifier = True
+    wrong_targets = "There are binary targets other than 0 and 1."
+    valid_targets = "exactly 0 or 1"
+    hint = 'Use likelihood="classification" for one class out of several.'
 
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse anything but zeros and ones of the outputs' shape."""
-        check_batch(outputs, targets)
-        if targets.shape == outputs.shape[:-1] and outputs.shape[-1] > 1:
-            raise LabelError(
-                "There is one target for several binary outputs.",
-                expected=f"zeros and ones of shape {shape_text(outputs.shape)}",
-                got=f"shape {shape_text(targets.shape)}",
-                fix='Use likelihood="classification" for one class out of several, or one target for every output',
-            )
-        aligned = align_targets(outputs, targets, output_axis=self.output_axis)
-        refuse_targets(
-            (aligned != 0) & (aligned != 1),
-            aligned,
-            "There are binary targets other than 0 and 1.",
-            expected="exactly 0 or 1",
-            fix='Map the labels to 0 and 1, or use likelihood="classification" for more classes',
-        )
-
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch; targets become floating ``[N, C]``."""
-        return flattened(outputs, targets, self.output_axis)
-
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_c log sigmoid(±f_c)``, ``[N]``."""
-        return logsigmoid((2 * targets - 1) * widen(outputs)).sum(-1)
+    def is_valid(self, targets: Tensor) -> Tensor:
+        """Zeros and ones."""
+        return (targets == 0) | (targets == 1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
         sign = 2 * targets - 1
         return -sign * (-sign * widen(outputs)).sigmoid()  # no cancellation where p is close to y
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag p (1 - p)``, ``[N, C, C]``."""
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """``√(p (1 - p))``."""
         outputs = widen(outputs)
-        return torch.diag_embed(outputs.sigmoid() * (-outputs).sigmoid())
-
-    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag √(p (1 - p))``, ``[N, C, C]``."""
-        outputs = widen(outputs)
-        return torch.diag_embed((0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp())
+        return (0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp()
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
         """``diag p (1 - p)``; zero for ignored rows."""
-        outputs = widen(outputs)
-        scales = weight.to(outputs.dtype).unsqueeze(-1) * (logsigmoid(outputs) + logsigmoid(-outputs)).exp()
+        scales = weight.unsqueeze(-1) * self.root_diagonal(outputs).square()
         return OutputCurvature(scales, scales, coupled=False)
 
     def torch_loss(self) -> tuple[torch.nn.Module, float]:

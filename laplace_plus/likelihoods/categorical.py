@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -23,9 +24,20 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
-from laplace_plus.likelihoods import sampling
-from laplace_plus.likelihoods.base import Likelihood, Marginal, OutputCurvature, is_full, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import check_batch, refuse_targets, shape_text, widen
+from laplace_plus.likelihoods.base import (
+    Likelihood,
+    Marginal,
+    OutputCurvature,
+    check_batch,
+    describe,
+    shape_text,
+    unknown_link,
+    variance_of,
+    widen,
+)
+from laplace_plus.likelihoods.elementwise import refuse_targets
+from laplace_plus.likelihoods.normal import is_full
+from laplace_plus.likelihoods.sampling import draw_by
 
 
 @final
@@ -55,44 +67,23 @@ class Categorical(Likelihood):
         check_batch(outputs, targets)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
-            raise OutputError(
-                "One logit does not define several classes.",
-                expected="at least two outputs, one for each class",
-                got="C = 1",
-                fix='Use likelihood="binary", or give the network one output per class',
-            )
-        observations = outputs.shape[:-1]
-        if targets.shape in (outputs.shape, outputs.movedim(-1, self.output_axis).shape):
-            raise LabelError(
-                "The targets look like one-hot vectors or probabilities.",
-                expected=f"integer class indices of shape {shape_text(observations)}",
-                got=f"{targets.dtype} of shape {shape_text(targets.shape)}",
-                fix="Pass targets.argmax(-1); soft labels are not supported",
-            )
-        if targets.dtype == torch.bool or targets.is_floating_point() or targets.is_complex():
+            expected = 'at least two outputs, or likelihood="binary"'
+            raise OutputError("One logit does not define several classes.", expected=expected, got="C = 1")
+        integers = targets.dtype != torch.bool and not targets.is_floating_point() and not targets.is_complex()
+        if targets.shape != outputs.shape[:-1] or not integers:
             raise LabelError(
                 "The targets are not class indices.",
-                expected="integers (torch.long)",
-                got=str(targets.dtype),
-                fix='Convert with targets.long(), or use likelihood="regression" if they are real numbers',
-            )
-        if targets.shape != observations:
-            raise LabelError(
-                "The targets do not have the shape of the outputs without their classes.",
-                expected=shape_text(observations),
-                got=shape_text(targets.shape),
-                fix="Drop the extra axis, e.g. targets.squeeze(-1), or set output_axis to the axis of the classes",
+                expected=f"integers (torch.long) of shape {shape_text(outputs.shape[:-1])}",
+                got=describe(targets),
+                fix="Pass targets.long(), targets.argmax(-1) for one-hot vectors (soft labels are not supported), or "
+                'targets.squeeze(-1) for an extra axis; use likelihood="regression" for real numbers.',
             )
         labels = targets.long()
         wrong = ((labels < 0) | (labels >= n_classes)) & (labels != self.ignore_index)
         if bool(wrong.any()):
-            refuse_targets(
-                wrong,
-                labels,
-                "Some class indices are out of range.",
-                expected=f"0 … {n_classes - 1}, or ignore_index = {self.ignore_index}",
-                fix="Count classes from 0, and give the network one output for each",
-            )
+            known = f"0 … {n_classes - 1}, or ignore_index = {self.ignore_index}"
+            fix = "Count classes from 0, and give the network one output for each"
+            refuse_targets(wrong, labels, "Some class indices are out of range.", expected=known, fix=fix)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; ignored rows get class 0 and weight 0."""
@@ -138,7 +129,11 @@ class Categorical(Likelihood):
 
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Class indices ``[...]``."""
-        return sampling.categorical(widen(outputs).softmax(-1), generator=generator)
+        table = widen(outputs).softmax(-1).reshape(-1, outputs.shape[-1])
+        if not len(table):
+            return torch.zeros(outputs.shape[:-1], dtype=torch.long, device=outputs.device)
+        drawn = draw_by(partial(torch.multinomial, num_samples=1), table, generator)
+        return drawn.reshape(outputs.shape[:-1])
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
         """The means themselves, one row for each observation, ``[N, C]``."""
@@ -175,19 +170,15 @@ def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
     softmax does not depend on the sum.
     """
     if not is_full(mean, covariance):
-        raise ConfigurationError(
-            "The Laplace bridge needs the covariances of the outputs.",
-            expected=shape_text((*mean.shape, mean.shape[-1])),
-            got=f"variances only, {shape_text(covariance.shape)}",
-            fix='Ask for the full functional covariance, or use link="probit"',
-        )
+        fix = 'Ask for the full functional covariance, or use link="probit"'
+        raise ConfigurationError("The Laplace bridge needs covariances.", got="variances only", fix=fix)
     n_classes = mean.shape[-1]
     row_sum = covariance.sum(-1)
     total = row_sum.sum(-1, keepdim=True)
     # If the covariance already fixes the sum, total is 0 up to rounding, and there is nothing to condition on.
     rounding = torch.finfo(mean.dtype).eps * n_classes * covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     free = total > rounding
-    gain = torch.where(free, row_sum / torch.where(free, total, torch.ones_like(total)), torch.zeros_like(row_sum))
+    gain = torch.where(free, row_sum / torch.where(free, total, 1.0), 0.0)
     centred = mean - gain * mean.sum(-1, keepdim=True)
     variance = covariance.diagonal(dim1=-2, dim2=-1) - gain * row_sum
     variance = variance.clamp_min(torch.finfo(mean.dtype).tiny)

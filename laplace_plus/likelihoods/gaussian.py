@@ -3,24 +3,61 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, MixtureSameFamily, MultivariateNormal, Normal
+from torch.distributions import MixtureSameFamily, MultivariateNormal, Normal
 
-from laplace_plus.errors import ConfigurationError, LabelError, OutputError
-from laplace_plus.likelihoods.base import Likelihood, Marginal, is_full, uniform_mixture, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import align_targets, check_batch, flattened, refuse_targets, shape_text, widen
-from laplace_plus.likelihoods.normal import noisy_normal
+from laplace_plus.errors import ConfigurationError, OutputError
+from laplace_plus.likelihoods.base import (
+    Marginal,
+    describe,
+    shape_text,
+    uniform_mixture,
+    unknown_link,
+    variance_of,
+    widen,
+)
+from laplace_plus.likelihoods.elementwise import Elementwise
+from laplace_plus.likelihoods.normal import is_full, noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal
 
 LOG_2PI = math.log(2 * math.pi)
 
 
+class RealTargets(Elementwise):
+    """Real targets that are normal given the outputs."""
+
+    links = ("exact", "mc")
+    wrong_targets = "Some targets are not finite real numbers."
+    valid_targets = "finite floating targets"
+    hint = 'Use likelihood="classification" for class indices.'
+
+    @abstractmethod
+    def distribution(self, outputs: Tensor) -> Normal:
+        """Normal distributions with batch shape ``[..., D]``."""
+
+    def is_valid(self, targets: Tensor) -> Tensor:
+        """Finite floating numbers."""
+        return torch.isfinite(targets) & targets.is_floating_point()
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Real numbers ``[..., D]``."""
+        normal = self.distribution(outputs)
+        return normal.loc + normal.scale * standard_normal(normal.loc.shape, like=normal.loc, generator=generator)
+
+    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
+        """A mixture of normals for every entry of a target by itself."""
+        normal = self.distribution(outputs)
+        components = Normal(normal.loc.movedim(0, -1), normal.scale.movedim(0, -1), validate_args=False)
+        return uniform_mixture(components, like=normal.loc)
+
+
 @final
-class Gaussian(Likelihood):
+class Gaussian(RealTargets):
     """``p(y | f) = N(f, σ²)``, independent over the ``C`` outputs of a row.
 
     Curvature, gradients and sampled targets are those at unit noise; :meth:`curvature_weights` gives the ``1/σ²``.
@@ -37,8 +74,6 @@ class Gaussian(Likelihood):
         tensor([4.], dtype=torch.float64)
     """
 
-    links = ("exact", "mc")
-    couples_outputs = False
     is_gaussian = True
 
     def __init__(self, noise_std: float | Tensor = 1.0, *, output_axis: int = -1):
@@ -74,35 +109,22 @@ class Gaussian(Likelihood):
         """The noise ``[K]``; a single number applies to all groups."""
         noise = self._noise_std if noise_std is None else _checked_noise(noise_std)
         if noise.numel() not in (1, self.n_noise):
-            raise ConfigurationError(
-                "The noise does not fit the likelihood's.",
-                expected=f"{self.n_noise} standard deviation(s), or one",
-                got=shape_text(noise.shape),
-                fix="Fit with Gaussian(noise_std=torch.ones(C)) for one noise level per output",
-            )
+            expected = f"{self.n_noise} standard deviation(s), or one"
+            raise ConfigurationError("The noise does not fit.", expected=expected, got=shape_text(noise.shape))
         return noise.reshape(-1).expand(self.n_noise)
 
     # Data ------------------------------------------------------------------------------------------------------------
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but finite floating targets of the outputs' shape."""
-        check_batch(outputs, targets)
-        if self.n_noise > 1 and self.n_noise != outputs.shape[-1]:
-            raise OutputError(
-                "The noise levels do not match the outputs.",
-                expected=f"{self.n_noise} outputs",
-                got=f"C = {outputs.shape[-1]}",
-                fix="Give noise_std one entry per output, or one number for all",
-            )
-        _check_real_targets(outputs, targets, outputs.shape[-1], self.output_axis)
-
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch to targets ``[N, C]``."""
-        return flattened(outputs, targets, self.output_axis)
+        if self.n_noise not in (1, outputs.shape[-1]):
+            expected = f"{self.n_noise} outputs, or noise_std of one number"
+            raise OutputError("The noise levels do not fit the outputs.", expected=expected, got=describe(outputs))
+        super().validate(outputs, targets)
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[SSE_1 … SSE_K, count_1 … count_K]``: summed squared errors and their number, for every noise group."""
-        aligned = align_targets(outputs, targets, output_axis=self.output_axis)
+        aligned = self.align(outputs, targets)
         errors = (outputs.double() - aligned.double()).square().reshape(-1, outputs.shape[-1])
         if self.n_noise == 1:
             errors = errors.reshape(-1, 1)
@@ -116,25 +138,13 @@ class Gaussian(Likelihood):
 
     # Densities -------------------------------------------------------------------------------------------------------
 
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_c log N(y_c | f_c, σ_c²)``, ``[N]``."""
-        outputs = widen(outputs)
-        noise = self._noise_std.to(outputs).expand_as(outputs)
-        return (-0.5 * ((outputs - targets) / noise).square() - noise.log() - 0.5 * LOG_2PI).sum(-1)
-
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``f - y`` (unit noise), ``[N, C]``."""
         return widen(outputs) - targets
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The identity (unit noise), ``[N, C, C]``."""
-        outputs = widen(outputs)
-        identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-        return identity.expand(*outputs.shape, -1)
-
-    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The identity (unit noise), ``[N, C, C]``."""
-        return self.output_hessian(outputs, targets)
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """Ones (unit noise)."""
+        return torch.ones_like(widen(outputs))
 
     def torch_loss(self) -> tuple[torch.nn.Module, float]:
         """The squared error, whose gradient is twice the residual."""
@@ -145,23 +155,12 @@ class Gaussian(Likelihood):
         outputs = widen(outputs)
         return Normal(outputs, self._noise_std.to(outputs).expand_as(outputs), validate_args=False)
 
-    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """``f + σ ε``, ``[..., C]``."""
-        outputs = widen(outputs)
-        noise = standard_normal(outputs.shape, like=outputs, generator=generator)
-        return outputs + self._noise_std.to(outputs) * noise
-
     def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """``f + ε`` (unit noise), ``[..., C]``."""
         outputs = widen(outputs)
         return outputs + standard_normal(outputs.shape, like=outputs, generator=generator)
 
     # Predictive ------------------------------------------------------------------------------------------------------
-
-    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
-        """A mixture of normals for every output by itself."""
-        outputs = widen(outputs)
-        return normal_mixture(outputs, self._noise_std.to(outputs).expand_as(outputs))
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: ``N(m, V + σ²)``."""
@@ -176,9 +175,8 @@ class Gaussian(Likelihood):
         """``N(m, V + σ²)`` of all ``N C`` numbers."""
         noise_variance = self._noise_std.to(mean).square().expand_as(mean).reshape(-1)
         marginal, together, _ = noisy_normal(mean.reshape(-1), covariance, noise_variance)
-        if together is None:  # one number
-            return MultivariateNormal(marginal.mean, scale_tril=marginal.stddev.unsqueeze(-1), validate_args=False)
-        return together
+        single = MultivariateNormal(marginal.mean, scale_tril=marginal.stddev.unsqueeze(-1), validate_args=False)
+        return single if together is None else together
 
     def config(self) -> dict[str, Any]:
         """``{"name": "gaussian", "noise_std": …, "output_axis": …}``."""
@@ -187,7 +185,7 @@ class Gaussian(Likelihood):
 
 @final
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(RealTargets):
     """``p(y | m, l) = N(m, exp l)`` with outputs ``[m_1 … m_D, l_1 … l_D]``: ``D`` means, then ``D`` log-variances.
 
     The Hessian of ``-log p`` is indefinite where a target is close to its mean. The curvature of this likelihood is
@@ -205,23 +203,18 @@ class HeteroscedasticGaussian(Likelihood):
 
     output_axis: int = -1
     config_name = "heteroscedastic_gaussian"
-    links = ("exact", "mc")
+    couples_outputs = True
+
+    def n_targets(self, n_outputs: int) -> int:
+        """D, half the outputs."""
+        return n_outputs // 2
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse an odd number of outputs, and anything but finite floating targets ``[B, *, D]``."""
-        check_batch(outputs, targets)
         if outputs.shape[-1] % 2:
-            raise OutputError(
-                "The outputs are not pairs of means and log-variances.",
-                expected="an even number of outputs: D means, then D log-variances",
-                got=f"C = {outputs.shape[-1]}",
-                fix='Give the network 2 D outputs, or use likelihood="regression" for noise of one level',
-            )
-        _check_real_targets(outputs, targets, outputs.shape[-1] // 2, self.output_axis)
-
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch to outputs ``[N, 2 D]`` and targets ``[N, D]``."""
-        return flattened(outputs, targets, self.output_axis, outputs.shape[-1] // 2)
+            expected = "an even number of outputs: D means, then D log-variances"
+            raise OutputError("The outputs do not come in pairs.", expected=expected, got=describe(outputs))
+        super().validate(outputs, targets)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
@@ -234,31 +227,15 @@ class HeteroscedasticGaussian(Likelihood):
         scaled = (mean - targets) * (-log_variance).exp()
         return torch.cat([scaled, 0.5 - 0.5 * scaled * (mean - targets)], -1)
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The expected information ``diag(exp(-l), ½)``, ``[N, 2 D, 2 D]``."""
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """``(exp(-l/2), √½)``, ``[N, 2 D]``, of the expected information."""
         _, log_variance = widen(outputs).chunk(2, -1)
-        return torch.diag_embed(torch.cat([(-log_variance).exp(), torch.full_like(log_variance, 0.5)], -1))
-
-    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag(exp(-l/2), √½)``, ``[N, 2 D, 2 D]``."""
-        _, log_variance = widen(outputs).chunk(2, -1)
-        half = torch.full_like(log_variance, math.sqrt(0.5))
-        return torch.diag_embed(torch.cat([(-0.5 * log_variance).exp(), half], -1))
+        return torch.cat([(-0.5 * log_variance).exp(), torch.full_like(log_variance, math.sqrt(0.5))], -1)
 
     def distribution(self, outputs: Tensor) -> Normal:
         """Normal distributions with batch shape ``[..., D]``."""
         mean, log_variance = widen(outputs).chunk(2, -1)
         return Normal(mean, (0.5 * log_variance).exp(), validate_args=False)
-
-    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """``m + exp(l/2) ε``, ``[..., D]``."""
-        mean, log_variance = widen(outputs).chunk(2, -1)
-        return mean + (0.5 * log_variance).exp() * standard_normal(mean.shape, like=mean, generator=generator)
-
-    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
-        """A mixture of normals for every target entry by itself."""
-        mean, log_variance = widen(outputs).chunk(2, -1)
-        return normal_mixture(mean, (0.5 * log_variance).exp())
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: the exact mean ``m`` and variance ``V_m + exp(l + V_l / 2)``, as those of a normal."""
@@ -273,37 +250,9 @@ class HeteroscedasticGaussian(Likelihood):
         return Marginal(centre, epistemic + aleatoric, distribution, epistemic, aleatoric, together)
 
 
-def normal_mixture(means: Tensor, deviations: Tensor) -> MixtureSameFamily:
-    """Equal mixtures of ``S`` normals, ``[S, ..., C]``, for every entry ``[..., C]`` by itself."""
-    components: Distribution = Normal(means.movedim(0, -1), deviations.movedim(0, -1), validate_args=False)
-    return uniform_mixture(components, like=means)
-
-
 def _checked_noise(noise_std: float | Tensor) -> Tensor:
     noise = torch.as_tensor(noise_std, dtype=torch.float64)
     if noise.dim() > 1 or noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
-        raise ConfigurationError(
-            "The noise must be a standard deviation.",
-            expected="a positive finite number, or [C] of them",
-            got=f"{noise_std}",
-            fix="Pass noise_std > 0",
-        )
+        expected = "a positive finite number, or [C] of them"
+        raise ConfigurationError("The noise must be a standard deviation.", expected=expected, got=f"{noise_std}")
     return noise
-
-
-def _check_real_targets(outputs: Tensor, targets: Tensor, size: int, output_axis: int) -> None:
-    if not targets.is_floating_point():
-        raise LabelError(
-            "The targets are not real numbers.",
-            expected="floating targets",
-            got=str(targets.dtype),
-            fix='Convert with targets.float() for regression, or use likelihood="classification" for class indices',
-        )
-    aligned = align_targets(outputs, targets, size=size, output_axis=output_axis)
-    refuse_targets(
-        ~torch.isfinite(aligned),
-        aligned,
-        "The targets hold NaN or infinity.",
-        expected="finite numbers",
-        fix="Drop or impute missing targets",
-    )

@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from laplace_plus.errors import NotPositiveDefiniteError
-from laplace_plus.likelihoods.base import is_full, variance_of
+from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
+from laplace_plus.likelihoods.base import shape_text, variance_of
 from laplace_plus.likelihoods.sampling import standard_normal
+
+
+def is_full(mean: Tensor, covariance: Tensor) -> bool:
+    """Whether a covariance is ``[..., C, C]``, not variances ``[..., C]``; ``ConfigurationError`` if neither."""
+    if covariance.shape in ((*mean.shape, mean.shape[-1]), mean.shape):
+        return covariance.dim() > mean.dim()
+    expected = f"{shape_text((*mean.shape, mean.shape[-1]))} or {shape_text(mean.shape)}, or joint=True across inputs"
+    raise ConfigurationError(
+        "The covariance does not fit the mean.", expected=expected, got=shape_text(covariance.shape)
+    )
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -25,27 +35,24 @@ def cholesky(matrix: Tensor) -> Tensor:
     Raises:
         NotPositiveDefiniteError: If a matrix is indefinite by more than rounding.
     """
-    size = matrix.shape[-1]
-    eps = torch.finfo(matrix.dtype).eps
+    size, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
     identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     scale = matrix.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     positive = scale > torch.finfo(matrix.dtype).tiny / eps  # a shift of smaller ones would underflow
     symmetric = torch.where(positive, (matrix + matrix.mT) / 2, identity)
-    scale = torch.where(positive, scale, torch.ones_like(scale))
+    scale = torch.where(positive, scale, 1.0)
     level = torch.full_like(scale, size * eps)
-    limit = max(eps**0.5, 10 * size * eps)
     while True:
         factor, info = torch.linalg.cholesky_ex(symmetric + level * scale * identity)
         failed = (info > 0)[..., None, None]
         if not bool(failed.any()):
-            return torch.where(positive, factor, torch.zeros_like(factor))
+            return torch.where(positive, factor, 0.0)
         level = torch.where(failed, 10 * level, level)
-        if bool((level > limit).any()):
+        if bool((level > max(eps**0.5, 10 * size * eps)).any()):
             raise NotPositiveDefiniteError(
                 "A covariance is indefinite.",
                 expected="a positive semi-definite matrix",
-                got=f"an eigenvalue of {float(torch.linalg.eigvalsh(symmetric.detach()).min()):.3g} with a largest "
-                f"variance of {float(scale.max()):.3g}",
+                got=f"an eigenvalue of {float(torch.linalg.eigvalsh(symmetric.detach()).min()):.3g}",
                 fix="Use a larger prior precision, a positive semi-definite curvature (GGN) or float64",
             )
 
@@ -66,8 +73,7 @@ def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator
     if is_full(mean, covariance):
         return mean + (cholesky(covariance) @ noise.unsqueeze(-1)).squeeze(-1)
     positive = covariance > 0  # the square root has no derivative at zero
-    deviation = torch.where(positive, covariance, torch.ones_like(covariance)).sqrt()
-    return mean + torch.where(positive, deviation, torch.zeros_like(deviation)) * noise
+    return mean + torch.where(positive, torch.where(positive, covariance, 1.0).sqrt(), 0.0) * noise
 
 
 def noisy_normal(

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributions import MixtureSameFamily, NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
 
-from laplace_plus.likelihoods.base import Likelihood, Marginal, uniform_mixture, unknown_link, variance_of
-from laplace_plus.likelihoods.checks import align_targets, check_batch, flattened, refuse_targets, widen
+from laplace_plus.likelihoods.base import Marginal, uniform_mixture, unknown_link, variance_of, widen
+from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.sampling import draw_by
 
 
 @final
 @dataclass(frozen=True)
-class Poisson(Likelihood):
+class Poisson(Elementwise):
     """``p(y | f) = Poisson(exp f)``, independent over the ``C`` outputs of a row.
 
     Targets are counts (integer or whole floating numbers) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
@@ -33,24 +33,14 @@ class Poisson(Likelihood):
     output_axis: int = -1
     config_name = "poisson"
     links = ("exact", "mc")
-    couples_outputs = False
+    wrong_targets = "Some targets are not counts."
+    valid_targets = "whole numbers, 0 or more"
+    hint = 'Use likelihood="regression" for real numbers.'
 
-    def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse anything but counts of the outputs' shape."""
-        check_batch(outputs, targets)
-        aligned = align_targets(outputs, targets, output_axis=self.output_axis)
-        counts = aligned.double()
-        refuse_targets(
-            ~((counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts)),
-            aligned,
-            "Some targets are not counts.",
-            expected="whole numbers, 0 or more",
-            fix='Use likelihood="regression" for real numbers',
-        )
-
-    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch; targets become floating ``[N, C]``."""
-        return flattened(outputs, targets, self.output_axis)
+    def is_valid(self, targets: Tensor) -> Tensor:
+        """Whole numbers from 0."""
+        counts = targets.double()
+        return (counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts)
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
@@ -61,13 +51,9 @@ class Poisson(Likelihood):
         """``exp f - y``, ``[N, C]``."""
         return widen(outputs).exp() - targets
 
-    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag exp f``, ``[N, C, C]``."""
-        return torch.diag_embed(widen(outputs).exp())
-
-    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag exp(f/2)``, ``[N, C, C]``."""
-        return torch.diag_embed((0.5 * widen(outputs)).exp())
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """``exp(f/2)``."""
+        return (0.5 * widen(outputs)).exp()
 
     def distribution(self, outputs: Tensor) -> PoissonDistribution:
         """Poisson distributions with batch shape ``[..., C]``."""

@@ -10,23 +10,24 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.likelihoods.base import Likelihood
+from laplace_plus.likelihoods.base import Likelihood, widen
 from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
-from laplace_plus.likelihoods.checks import widen
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from laplace_plus.likelihoods.poisson import Poisson
 
 _BY_NAME: dict[str, Callable[..., Likelihood]] = {
+    "classification": Categorical,
+    "regression": Gaussian,
+    "binary": Bernoulli,
     "categorical": Categorical,
     "bernoulli": Bernoulli,
     "gaussian": Gaussian,
     "heteroscedastic_gaussian": HeteroscedasticGaussian,
+    "poisson": Poisson,
 }
-_SHORTHANDS: dict[str, Callable[..., Likelihood]] = {
-    "classification": Categorical,
-    "regression": Gaussian,
-    "binary": Bernoulli,
-}
+
+Density = Callable[[Tensor, Tensor], Tensor]
 
 
 @final
@@ -47,15 +48,9 @@ class LogDensity(Likelihood):
     """
 
     def __init__(
-        self,
-        function: Callable[[Tensor, Tensor], Tensor],
-        distribution: Callable[[Tensor], Distribution] | None = None,
-        *,
-        output_axis: int = -1,
+        self, function: Density, distribution: Callable[[Tensor], Distribution] | None = None, *, output_axis: int = -1
     ):
-        self._function = function
-        self._distribution = distribution
-        self.output_axis = output_axis
+        self._function, self._distribution, self.output_axis = function, distribution, output_axis
 
     def __repr__(self) -> str:
         return f"LogDensity({getattr(self._function, '__qualname__', self._function)})"
@@ -95,7 +90,7 @@ def register_likelihood(name: str, make: Callable[..., Likelihood]) -> None:
         raise ConfigurationError(f"The likelihood's name {name!r} is taken.", expected="a new name", got=repr(name))
 
 
-def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
+def resolve_likelihood(likelihood: str | Likelihood | Density) -> Likelihood:
     """The likelihood for a ``likelihood`` argument.
 
     Args:
@@ -111,33 +106,17 @@ def resolve_likelihood(likelihood: str | Likelihood | Callable[[Tensor, Tensor],
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
-    if isinstance(likelihood, str):
-        factory = _SHORTHANDS.get(likelihood) or _BY_NAME.get(likelihood)
-        if factory is not None:
-            return factory()
-    elif isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
-        raise ConfigurationError(
-            "The likelihood is a class.",
-            expected="an instance",
-            got=likelihood.__name__,
-            fix=f"Pass {likelihood.__name__}()",
-        )
-    elif isinstance(likelihood, torch.nn.Module):
-        raise ConfigurationError(
-            "The likelihood is a loss module.",
-            expected="a name, a Likelihood or a log-density (outputs, targets) -> [N]",
-            got=type(likelihood).__name__,
-            fix='Use the likelihood that the loss belongs to: "classification" for CrossEntropyLoss, "binary" for '
-            'BCEWithLogitsLoss, "regression" for MSELoss',
-        )
-    elif callable(likelihood) and not isinstance(likelihood, type):
+    if isinstance(likelihood, str) and likelihood in _BY_NAME:
+        return _BY_NAME[likelihood]()
+    if callable(likelihood) and not isinstance(likelihood, (type, torch.nn.Module)):
         return LogDensity(likelihood)
-    raise ConfigurationError(
-        "Unknown likelihood.",
-        expected=", ".join(repr(name) for name in (*_SHORTHANDS, *_BY_NAME)) + ", a Likelihood or a log-density",
-        got=repr(likelihood),
-        fix="Choose one of these.",
-    )
+    fix = "Choose one of these."
+    if isinstance(likelihood, type):
+        fix = f"Pass {likelihood.__name__}()."
+    if isinstance(likelihood, torch.nn.Module):
+        fix = 'Name the likelihood of the loss module: "classification" for CrossEntropyLoss, "regression" for MSELoss.'
+    known = ", ".join(map(repr, _BY_NAME)) + ", a Likelihood or a log-density"
+    raise ConfigurationError("Unknown likelihood.", expected=known, got=repr(likelihood), fix=fix)
 
 
 def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
@@ -156,21 +135,12 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
     options = dict(config)
     name = options.pop("name", None)
     if name not in _BY_NAME:
-        custom = name == "custom"
-        raise ConfigurationError(
-            "A custom likelihood cannot be rebuilt from its configuration." if custom else "Unknown likelihood.",
-            expected="one of " + ", ".join(map(repr, _BY_NAME)),
-            got=f"{options.get('class')}" if custom else repr(name),
-            fix="Pass the likelihood itself" if custom else "Use a description that config() returned",
-        )
+        what, known = "A custom likelihood must be passed itself.", ", ".join(map(repr, _BY_NAME))
+        raise ConfigurationError(what, expected=known, got=options.get("class", repr(name)))
     if isinstance(options.get("noise_std"), list):
         options["noise_std"] = torch.tensor(options["noise_std"], dtype=torch.float64)
     try:
         return _BY_NAME[name](**options)
     except TypeError as error:
-        raise ConfigurationError(
-            f"The description of the likelihood {name!r} is damaged.",
-            expected="the options that config() returned",
-            got=f"{sorted(options)}",
-            fix="Use a description that config() returned",
-        ) from error
+        what = f"The description of the likelihood {name!r} is damaged."
+        raise ConfigurationError(what, expected="what config() returned", got=f"{sorted(options)}") from error

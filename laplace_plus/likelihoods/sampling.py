@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 
 def standard_normal(shape: Sequence[int], *, like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -23,23 +21,9 @@ def draw_by(sampler: Callable[..., Tensor], parameters: Tensor, generator: torch
     return sampler(parameters.to(device), generator=generator).to(parameters.device)
 
 
-def categorical(probabilities: Tensor, *, generator: torch.Generator | None) -> Tensor:
-    """Class indices ``[...]`` of probabilities ``[..., C]``."""
-    table = probabilities.reshape(-1, probabilities.shape[-1])
-    if not len(table):
-        return torch.zeros(probabilities.shape[:-1], dtype=torch.long, device=probabilities.device)
-    return draw_by(partial(torch.multinomial, num_samples=1), table, generator).reshape(probabilities.shape[:-1])
-
-
 def draw_seed(generator: torch.Generator) -> int:
     """A seed for another generator; advances the given one by one draw."""
     return int(torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device, dtype=torch.int64))
-
-
-def from_distribution(distribution: Distribution, *, device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """One sample of a ``torch.distributions`` object on ``device``, which itself only uses the global generators."""
-    with global_randomness(device, generator):
-        return distribution.sample()
 
 
 @contextmanager

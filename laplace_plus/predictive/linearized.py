@@ -21,8 +21,8 @@ from laplace_plus.curvature.last_layer import output_layer_gradients
 from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.likelihoods.base import is_full, unknown_link
-from laplace_plus.likelihoods.checks import check_finite, check_outputs, shape_text
+from laplace_plus.likelihoods.base import check_finite, check_outputs, shape_text, unknown_link
+from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.network import Network
 from laplace_plus.predictive.prediction import Prediction, RandomSource
 from laplace_plus.structured import Factor

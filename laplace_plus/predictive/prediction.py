@@ -17,8 +17,7 @@ from torch.distributions import Distribution
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
-from laplace_plus.likelihoods.base import checked_log_density
-from laplace_plus.likelihoods.checks import check_outputs, shape_text, widen
+from laplace_plus.likelihoods.base import check_outputs, checked_log_density, shape_text, widen
 from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
 
