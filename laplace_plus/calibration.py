@@ -31,23 +31,12 @@ from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus.batches import can_be_cut, cut, iterate
-from laplace_plus.errors import (
-    CheckpointError,
-    ConfigurationError,
-    ConvergenceWarning,
-    DataError,
-    UnsupportedError,
-)
-from laplace_plus.evidence.fitted_data import (
-    FittedData,
-    check_training_prior,
-    precision_of_weight_decay,
-    survey,
-    unknown_training_prior,
-)
+from laplace_plus.errors import CheckpointError, ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.evidence import fitted_data
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOutPredictions, Leverages
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
 from laplace_plus.posteriors.configuration import check_name, full_precision
@@ -65,7 +54,7 @@ HELD_OUT = 0.2
 """Share of the training data that a refit holds out, as in five-fold cross-validation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
     """What a calibration found.
 
@@ -82,13 +71,13 @@ class CalibrationReport:
     """
 
     rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood"]
-    fitted_temperature: float
+    fitted_temperature: float = math.nan
     training_nll: float
-    leave_one_out_nll: float
-    calibrated_nll: float
-    largest_leverage: float
+    leave_one_out_nll: float = math.nan
+    calibrated_nll: float = math.nan
+    largest_leverage: float = math.nan
     kappa: float
-    converged: bool
+    converged: bool = True
 
 
 @dataclass(eq=False, repr=False)
@@ -137,19 +126,15 @@ class CalibratedPosterior:
         """
         likelihood = self.posterior.likelihood
         link = self.link if link is None else link
+        check_name(link, likelihood.links, "link")
         if self.covariance_scale == 0:
-            check_name(link, likelihood.links, "link")
-            mean = _outputs(self.posterior, x) / self.temperature
-            nothing = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
-            return from_functional(
-                likelihood, mean, nothing, link="probit", n_samples=n_samples, generator=generator, joint=joint
-            )
-        many = self.posterior.n_outputs > MANY_OUTPUTS and not joint and link == "probit"
-        with torch.no_grad():
+            link, mean = "probit", _outputs(self.posterior, x) / self.temperature
+            covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
+        else:
+            many = self.posterior.n_outputs > MANY_OUTPUTS and not joint and link == "probit"
             mean, covariance = self.functional_posterior(x, joint=joint, outputs="diagonal" if many else None)
-            return from_functional(
-                likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
-            )
+        options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
+        return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
 
     def save(self, path: str | Path) -> None:
         """Write the posterior and its calibration to two folders inside ``path``, creating it where needed.
@@ -158,14 +143,10 @@ class CalibratedPosterior:
             CheckpointError: One of the folders holds something else.
         """
         self.posterior.save(Path(path) / "posterior")
-        header = {
-            "temperature": self.temperature,
-            "covariance_scale": self.covariance_scale,
-            "link": self.link,
-            # JSON has no NaN
-            "report": {key: None if value != value else value for key, value in asdict(self.report).items()},
-        }
-        io.write(Path(path) / "calibration", {"calibration": header}, {})
+        header = {name: getattr(self, name) for name in ("temperature", "covariance_scale", "link")}
+        # JSON has no NaN.
+        report = {key: None if value != value else value for key, value in asdict(self.report).items()}
+        io.write(Path(path) / "calibration", {"calibration": {**header, "report": report}}, {})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> CalibratedPosterior:
@@ -176,13 +157,7 @@ class CalibratedPosterior:
         if not isinstance(found, dict):
             raise CheckpointError("No calibration was found.", expected="a folder that save() wrote", got=str(path))
         report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
-        return cls(
-            posterior,
-            temperature=found["temperature"],
-            covariance_scale=found["covariance_scale"],
-            link=found["link"],
-            report=CalibrationReport(**report),
-        )
+        return cls(posterior, **{**found, "report": CalibrationReport(**report)})
 
 
 def calibrate(
@@ -255,86 +230,75 @@ def calibrate(
         >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
         ('temperature', True)
     """
-    known = check_training_prior(training_prior_precision, weight_decay)
+    known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
     _check(posterior, link, fallback, interpolation)
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
-    training_nll, seen = _training_loss(posterior, again, progress)
+    training_nll, n_terms = _training_loss(posterior, again, progress)
     own = copy.copy(posterior)  # shares the curvature and the network
+
+    def result(rule: Any, *, temperature: float = 1.0, scale: float = 0.0, **found: Any) -> CalibratedPosterior:
+        report = CalibrationReport(rule=rule, training_nll=training_nll, kappa=float(kappa), **found)
+        return CalibratedPosterior(own, temperature=temperature, covariance_scale=scale, link=link, report=report)
+
     if not known or training_nll < interpolation:
         if refit is not None:
-            return _refitted(own, again, refit, training_nll, link, generator, kappa)
+            fold = _refitted_outputs(posterior, again, refit, generator)
+            fitted, loss, inside = _best_temperature(posterior.likelihood, fold, (1.0, 1e3))
+            found = {"fitted_temperature": fitted, "calibrated_nll": loss, "converged": inside}
+            return result("refit", temperature=fitted, **found)
         if fallback == "marginal_likelihood":
             own.fit_prior_precision()
-            nan = math.nan
-            report = CalibrationReport("marginal_likelihood", nan, training_nll, nan, nan, nan, kappa, True)
-            return CalibratedPosterior(own, temperature=1.0, covariance_scale=1.0, link=link, report=report)
-        raise _refusal(known, training_nll, interpolation)
+            return result("marginal_likelihood", scale=1.0)
+        fix = (
+            'Pass fallback="marginal_likelihood" to predict with the marginal likelihood\'s prior precision, or refit= '
+            "to have a temperature fitted to a fold that a second training run did without."
+        )
+        if not known:
+            raise fitted_data.unknown_training_prior(fix)
+        raise UnsupportedError(
+            "The network fits its training data all but perfectly; leaving one of them out then changes nothing.",
+            expected=f"a mean training loss of at least {interpolation:.3g} nats",
+            got=f"{training_nll:.3g}",
+            fix=fix,
+        )
     if training_prior_precision is None:
         assert weight_decay is not None
-        model = posterior.laplace_model()
-        training_prior_precision = precision_of_weight_decay(weight_decay, seen, model, posterior.temperature)
+        training_prior_precision = n_terms * weight_decay / float(posterior.temperature)
     own.prior_precision = as_hyperparameter(training_prior_precision)
     left = own.leave_one_out(again, kappa=kappa, leverages=leverages, progress=progress)
     observations = left.likelihood.rows(left.mean.double(), left.targets)
-    temperature, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
-    as_it_is, scale, applied = float(left.nll(link="probit", scale=0.0)), 0.0, 1.0
-    rule: Literal["temperature", "covariance", "network"] = "covariance"
-    if temperature >= 1:
+    fitted, loss, inside = _best_temperature(left.likelihood, observations, TEMPERATURES)
+    found = {
+        "fitted_temperature": fitted,
+        "leave_one_out_nll": float(left.nll(link="probit", scale=0.0)),
+        "largest_leverage": float(left.leverages.max()),
+        "converged": inside,
+    }
+    if fitted >= 1:
         scale, loss = _best_scale(left, link, n_samples, generator)
-    elif leverages == "last_layer":
-        rule, loss = "network", as_it_is
-    else:
-        rule, applied = "temperature", temperature
-    report = CalibrationReport(
-        rule=rule,
-        fitted_temperature=temperature,
-        training_nll=training_nll,
-        leave_one_out_nll=as_it_is,
-        calibrated_nll=loss,
-        largest_leverage=float(left.leverages.max()),
-        kappa=float(kappa),
-        converged=inside,
-    )
-    return CalibratedPosterior(own, temperature=applied, covariance_scale=scale, link=link, report=report)
+        return result("covariance", scale=scale, calibrated_nll=loss, **found)
+    if leverages == "last_layer":
+        return result("network", calibrated_nll=found["leave_one_out_nll"], **found)
+    return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
 
 
 def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None:
     if not isinstance(posterior, GaussianPosterior):
-        raise ConfigurationError(
-            "Only Gaussian posteriors are calibrated.",
-            expected="a fitted lp.Full, lp.KFAC, …",
-            got=type(posterior).__name__,
-        )
+        expected, got = "a fitted lp.Full, lp.KFAC, …", type(posterior).__name__
+        raise ConfigurationError("Only Gaussian posteriors are calibrated.", expected=expected, got=got)
     posterior.require_fit()
     if not posterior.likelihood.is_classifier:
         raise UnsupportedError(
             "Only classifiers are calibrated: other outputs have no temperature.",
             expected='likelihood="classification" or "binary"',
             got=repr(posterior.likelihood),
-            fix='Use fit_prior_precision(method="leave_one_out"), which tunes precision and noise.',
+            fix='Use fit_prior_precision("leave_one_out"), which tunes precision and noise.',
         )
     check_name(link, ("probit", "mc"), "link")
     check_name(fallback, ("raise", "marginal_likelihood"), "fallback")
-    number = isinstance(interpolation, (int, float)) and not isinstance(interpolation, bool)
-    if not (number and 0 <= interpolation < math.inf):
-        raise ConfigurationError(
-            "interpolation must be a non-negative number.", expected="interpolation >= 0", got=repr(interpolation)
-        )
-
-
-def _refusal(known: bool, training_nll: float, threshold: float) -> Exception:
-    fix = (
-        'Pass fallback="marginal_likelihood" to predict with the marginal likelihood\'s prior precision, or refit= to '
-        "have a temperature fitted to a fold that a second training run did without."
-    )
-    if not known:
-        return unknown_training_prior(fix)
-    return UnsupportedError(
-        "The network fits its training data all but perfectly; leaving one of them out then changes nothing.",
-        expected=f"a mean training loss of at least {threshold:.3g} nats",
-        got=f"{training_nll:.3g}",
-        fix=fix,
-    )
+    if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
+        what = "interpolation must be a non-negative number."
+        raise ConfigurationError(what, expected="interpolation >= 0", got=repr(interpolation))
 
 
 @full_precision
@@ -347,17 +311,26 @@ def _outputs(posterior: Posterior, x: Any) -> Tensor:
 
 
 @full_precision
-def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, FittedData]:
-    """The network's mean loss on the data of the fit, and what they count."""
-    model = posterior.laplace_model()
-    seen = survey(model, posterior.network, data, posterior.n_data, progress=progress, description="training loss")
+def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
+    """The network's mean loss on the data of the fit, and the number of terms that its mean has in training."""
+    model, options = posterior.laplace_model(), {"progress": progress, "description": "training loss"}
+    seen = fitted_data.survey(model, posterior.network, data, posterior.n_data, **options)
     if not seen.n_rows:
         raise DataError("All targets are ignored.", expected="some that count", got="none")
-    return -float(model.log_likelihood()) / seen.n_rows, seen
+    return -float(model.log_likelihood()) / seen.n_rows, seen.n_entries
+
+
+def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Where a loss is least, and that loss: on a grid of 11 points, then around the best of them."""
+    best = min((low + (high - low) * number / 10 for number in range(11)), key=loss)
+    bounds = max(best - (high - low) / 10, low), min(best + (high - low) / 10, high)
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    best = min((best, float(found.x)), key=loss)
+    return best, loss(best)
 
 
 def _best_temperature(
-    likelihood: Likelihood, observations: tuple[Tensor, Tensor, Tensor], limits: tuple[float, float]
+    likelihood: Likelihood, observations: tuple[Tensor, ...], limits: tuple[float, float]
 ) -> tuple[float, float, bool]:
     """The temperature of least mean loss, that loss, and whether it lies inside the limits; T = 1 always does.
 
@@ -369,71 +342,36 @@ def _best_temperature(
         densities = checked_log_density(likelihood, flat / math.exp(logarithm), targets)
         return -float((densities * weight).sum() / weight.sum())
 
-    low, high = map(math.log, limits)  # the loss is convex in 1/T
-    found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-6})
-    best = min((low, float(found.x), high), key=loss)
+    low, high = map(math.log, limits)
+    best, least = _minimum(loss, low, high)
     inside = (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
     if not inside:
-        warnings.warn(
-            f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched.",
-            ConvergenceWarning,
-            stacklevel=3,
-        )
-    return math.exp(best), loss(best), inside
+        message = f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched."
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+    return math.exp(best), least, inside
 
 
 def _best_scale(
     left: LeaveOneOutPredictions, link: str, n_samples: int, generator: torch.Generator | None
 ) -> tuple[float, float]:
     """The scale in [0, 1] of least leave-one-out loss, and that loss, with common random numbers."""
-    seed = 0
-    if link == "mc":
-        source = "cpu" if generator is None else generator.device
-        seed = int(torch.randint(2**62, (), generator=generator, device=source))
+    seed = draw_seed(generator or torch.default_generator) if link == "mc" else 0
 
     def loss(scale: float) -> float:
         common = torch.Generator(device=left.mean.device).manual_seed(seed)
         return float(left.nll(link=link, scale=scale, n_samples=n_samples, generator=common))
 
-    grid = [number / 10 for number in range(11)]
-    best = min(grid, key=loss)
-    bounds = max(best - 0.1, 0.0), min(best + 0.1, 1.0)
-    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
-    best = min((best, float(found.x)), key=loss)
-    return best, loss(best)
+    return _minimum(loss, 0.0, 1.0)
 
 
-def _refitted(
-    posterior: GaussianPosterior,
-    data: Iterable[Any],
-    refit: Refit,
-    training_nll: float,
-    link: str,
-    generator: torch.Generator | None,
-    kappa: float,
-) -> CalibratedPosterior:
-    """Calibrate by a temperature that a second training run's held-out fold determines."""
-    kept, fold = _fold(posterior, data, generator)
-    likelihood = posterior.likelihood
-    network = Network(refit(kept), "all", likelihood.arrange)
-    each = [likelihood.rows(network.forward(inputs).double(), target) for inputs, target in fold]
-    used = [weight > 0 for _, _, weight in each]
-    flat, targets, weight = (
-        torch.cat([one[use] for one, use in zip(column, used, strict=True)]) for column in zip(*each, strict=True)
-    )
-    temperature, loss, inside = _best_temperature(likelihood, (flat, targets, weight), (1.0, 1e3))
-    report = CalibrationReport("refit", temperature, training_nll, math.nan, loss, math.nan, kappa, inside)
-    return CalibratedPosterior(posterior, temperature=temperature, covariance_scale=0.0, link=link, report=report)
-
-
-def _fold(
-    posterior: GaussianPosterior, data: Iterable[Any], generator: torch.Generator | None
-) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
-    """The training data in two random parts, batch by batch: to train on, and held out."""
+def _refitted_outputs(
+    posterior: GaussianPosterior, data: Iterable[Any], refit: Refit, generator: torch.Generator | None
+) -> tuple[Tensor, ...]:
+    """Flattened outputs, targets and weights of a random fold, from a network trained on the rest of the data."""
     source = "cpu" if generator is None else generator.device
     order = torch.randperm(posterior.n_data, generator=generator, device=source).cpu()
-    held_out = torch.zeros(posterior.n_data, dtype=torch.bool)
-    held_out[order[: max(1, round(HELD_OUT * posterior.n_data))]] = True
+    is_held_out = torch.zeros(posterior.n_data, dtype=torch.bool)
+    is_held_out[order[: max(1, round(HELD_OUT * posterior.n_data))]] = True
     kept: list[tuple[Any, Tensor]] = []
     fold: list[tuple[Any, Tensor]] = []
     start = 0
@@ -446,12 +384,12 @@ def _fold(
                 got="other inputs",
                 fix='Pass fallback="marginal_likelihood".',
             )
-        own = held_out[start : start + size]
+        own = is_held_out[start : start + size]
         start += size
         for part, chosen in ((kept, ~own), (fold, own)):
-            number = chosen.nonzero().flatten().tolist()
-            if number:
+            if number := chosen.nonzero().flatten().tolist():
                 part.append((cut(batch.inputs, number), batch.target[number]))
-    if start != posterior.n_data:
-        raise DataError("Other data than were fitted to.", expected=f"{posterior.n_data} examples", got=f"{start}")
-    return kept, fold
+    likelihood = posterior.likelihood
+    network = Network(refit(kept), "all", likelihood.arrange)
+    rows = [likelihood.rows(network.forward(inputs).double(), target) for inputs, target in fold]
+    return tuple(torch.cat(column) for column in zip(*rows, strict=True))

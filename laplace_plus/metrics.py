@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
-from torchmetrics.functional.regression import mean_squared_error
+from torchmetrics.functional.classification import binary_auroc
 
+from laplace_plus.batches import describe
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
+from laplace_plus.likelihoods.checks import widen
 
 # -- classification ---------------------------------------------------------------------------------------------------
 
@@ -47,8 +48,7 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> Tensor:
         tensor(0.5000)
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    n_classes = probabilities.shape[1]
-    return multiclass_accuracy(probabilities, targets, num_classes=n_classes, average="micro", validate_args=False)
+    return (probabilities.argmax(dim=1) == targets).float().mean()
 
 
 def negative_log_likelihood(probabilities: Tensor, targets: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     """
     for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
         if scores.ndim != 1 or scores.is_complex():
-            raise ConfigurationError(f"{name} is wrong.", expected="real numbers [N]", got=_describe(scores))
+            raise ConfigurationError(f"{name} is wrong.", expected="real numbers [N]", got=describe(scores))
         if len(scores) == 0:
             raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
         if n_nan := int(scores.isnan().sum()):
@@ -212,7 +212,7 @@ def root_mean_squared_error(mean: Tensor, targets: Tensor) -> Tensor:
         LabelError: If the targets are of another shape.
     """
     mean, targets = _check_regression(mean, targets)
-    return mean_squared_error(mean.flatten(), targets.flatten(), squared=False)
+    return (mean - targets).square().mean().sqrt()
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
@@ -230,8 +230,7 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
         LabelError: If the targets are of another shape.
     """
-    mean, targets = _check_regression(mean, targets)
-    variance = _check_variance(variance, mean)
+    mean, variance, targets = _check_moments(mean, variance, targets)
     return 0.5 * (math.log(2 * math.pi) + variance.log() + (targets - mean).square() / variance).mean()
 
 
@@ -254,8 +253,8 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         ConfigurationError: If means or variances are of the wrong kind, or a variance is not positive.
         LabelError: If the targets are of another shape.
     """
-    mean, targets = _check_regression(mean, targets)
-    scale = _check_variance(variance, mean).sqrt()
+    mean, variance, targets = _check_moments(mean, variance, targets)
+    scale = variance.sqrt()
     z = (targets - mean) / scale
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
     return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
@@ -269,30 +268,21 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
         raise ConfigurationError(
             "The probabilities are of the wrong kind.",
             expected="floating-point numbers [N, C], C at least 2",
-            got=_describe(probabilities),
+            got=describe(probabilities),
             fix="flatten tokens; for one probability p per input use torch.stack([1 - p, p], dim=-1)",
         )
-    if targets.shape != probabilities.shape[:1] or targets.is_floating_point() or targets.is_complex():
-        raise LabelError(
-            "The targets do not fit the probabilities.",
-            expected=f"integers [{len(probabilities)}]",
-            got=_describe(targets),
-            fix="give one class for each row",
-        )
-    if len(targets) == 0:
-        raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")
-    targets = targets.long()
+    _check_targets(probabilities[:, 0], targets)
     n_classes = probabilities.shape[1]
-    if targets.min() < 0 or targets.max() >= n_classes:
+    if targets.is_floating_point() or targets.min() < 0 or targets.max() >= n_classes:
         raise LabelError(
             "A target is not a class.",
-            expected=f"0 ... {n_classes - 1}",
-            got=f"{targets.min()} ... {targets.max()}",
+            expected=f"integers 0 ... {n_classes - 1}",
+            got=f"{describe(targets)}, {targets.min()} ... {targets.max()}",
             fix="remove the rows of ignored targets first",
         )
     # A sum of C probabilities that were rounded one by one is off by about the precision of their dtype.
     tolerance = max(1e-4, 4 * torch.finfo(probabilities.dtype).eps)
-    probabilities = _at_least_single(probabilities)
+    probabilities = widen(probabilities)
     sums = probabilities.sum(dim=1)
     # Written so that NaN fails too.
     if not ((probabilities >= -tolerance).all() and ((sums - 1).abs() <= tolerance).all()):
@@ -303,43 +293,37 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
             f"sums in [{sums.min():.4g}, {sums.max():.4g}]",
             fix="give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)",
         )
-    return probabilities.clamp(0, 1), targets
+    return probabilities.clamp(0, 1), targets.long()
 
 
 def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if not mean.is_floating_point():
-        raise ConfigurationError("The means are wrong.", expected="floating-point numbers", got=_describe(mean))
-    if targets.shape != mean.shape or targets.is_complex():
-        # Broadcasting [N] against [N, 1] would compare every prediction with every target.
-        raise LabelError(
-            "The targets do not fit the means.",
-            expected=f"real numbers {list(mean.shape)}",
-            got=_describe(targets),
-            fix="bring both to one shape, e.g. targets.reshape(mean.shape)",
-        )
-    if mean.numel() == 0:
-        raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")
-    mean = _at_least_single(mean)
+        raise ConfigurationError("The means are wrong.", expected="floating-point numbers", got=describe(mean))
+    _check_targets(mean, targets)
+    mean = widen(mean)
     return mean, targets.to(mean.dtype)
 
 
-def _check_variance(variance: Tensor, mean: Tensor) -> Tensor:
-    if variance.shape != mean.shape or not variance.is_floating_point():
+def _check_moments(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean, targets = _check_regression(mean, targets)
+    if variance.shape != mean.shape or not variance.is_floating_point() or not variance.min() > 0:
         raise ConfigurationError(
-            "The variances do not fit the means.",
-            expected=f"floating-point numbers {list(mean.shape)}",
-            got=_describe(variance),
+            "The variances are wrong.",
+            expected=f"positive floating-point numbers {list(mean.shape)}",
+            got=f"{describe(variance)}, of which the smallest is {variance.min():.4g}",
             fix="give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)",
         )
-    smallest = variance.min()
-    if not smallest > 0:  # so that NaN fails too
-        raise ConfigurationError("A variance is not positive.", expected="positive numbers", got=f"{smallest:.4g}")
-    return variance.to(mean.dtype)
+    return mean, variance.to(mean.dtype), targets
 
 
-def _at_least_single(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _check_targets(predictions: Tensor, targets: Tensor) -> None:
+    # Broadcasting [N] against [N, 1] would compare every prediction with every target.
+    if targets.shape != predictions.shape or targets.is_complex():
+        raise LabelError(
+            "The targets do not fit the predictions.",
+            expected=f"real numbers {list(predictions.shape)}",
+            got=describe(targets),
+            fix="bring both to one shape, e.g. targets.reshape(mean.shape)",
+        )
+    if len(targets) == 0:
+        raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")

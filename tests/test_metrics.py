@@ -114,7 +114,7 @@ def test_integer_targets_of_every_dtype():
         (P[:, :1], Y, ConfigurationError, r"float64 \[4, 1\]"),
         (P[None], Y, ConfigurationError, r"float64 \[1, 4, 3\]"),
         (P.long(), Y, ConfigurationError, "int64"),
-        (P, Y[:3], LabelError, r"integers \[4\].*int64 \[3\]"),
+        (P, Y[:3], LabelError, r"real numbers \[4\].*int64 \[3\]"),
         (P, Y[:, None], LabelError, r"int64 \[4, 1\]"),
         (P, Y.double(), LabelError, "float64"),
         (P, Y + 1, LabelError, r"0 \.\.\. 2.*1 \.\.\. 3"),
@@ -240,11 +240,11 @@ def test_regression_refuses(mean, variance, targets, error, message):
 @pytest.mark.parametrize(
     ("variance", "message"),
     [
-        (torch.ones(3, 1), r"do not fit.*\[3\].*\[3, 1\].*diagonal"),
-        (torch.ones(3).long(), "do not fit.*int64"),
-        (torch.tensor([1.0, 0.0, 1.0]), "not positive.*Got: 0"),
-        (torch.tensor([1.0, -2.0, 1.0]), "not positive.*Got: -2"),
-        (torch.tensor([1.0, math.nan, 1.0]), "not positive.*nan"),
+        (torch.ones(3, 1), r"variances are wrong.*\[3\].*\[3, 1\].*diagonal"),
+        (torch.ones(3).long(), "variances are wrong.*int64"),
+        (torch.tensor([1.0, 0.0, 1.0]), "positive.*smallest is 0"),
+        (torch.tensor([1.0, -2.0, 1.0]), "positive.*smallest is -2"),
+        (torch.tensor([1.0, math.nan, 1.0]), "positive.*nan"),
     ],
 )
 def test_variances_are_checked(score, variance, message):
