@@ -7,25 +7,24 @@ The configuration is a YAML file; any of its keys can also be given as an option
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
 
 from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError, LaplacePlusError
 from laplace_plus.experiments.objects import user_modules
 from laplace_plus.experiments.run import run, wrap
-from laplace_plus.experiments.settings import RunSettings, WrapSettings
+from laplace_plus.experiments.settings import RunSettings, WrapSettings, require_device
 
-Settings = TypeVar("Settings", RunSettings, WrapSettings)
-
-COMMANDS: dict[str, tuple[type[RunSettings] | type[WrapSettings], str]] = {
-    "run": (RunSettings, "train, wrap, tune, evaluate and report: the digits demonstration"),
-    "wrap": (WrapSettings, "wrap, tune, evaluate and report for a trained network of your own"),
+COMMANDS: dict[str, tuple[type[Any], Callable[..., None], str]] = {
+    "run": (RunSettings, run, "train, wrap, tune, evaluate and report: the digits demonstration"),
+    "wrap": (WrapSettings, wrap, "wrap, tune, evaluate and report for a trained network of your own"),
 }
-"""The commands: the class of their settings and a line of help."""
+"""The commands: the class of their settings, what runs, and a line of help."""
 
 
 def build_parser() -> ArgumentParser:
@@ -38,7 +37,7 @@ def build_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subcommands(dest="command", required=True)
-    for name, (settings, description) in COMMANDS.items():
+    for name, (settings, _, description) in COMMANDS.items():
         command = ArgumentParser(
             exit_on_error=False,
             allow_abbrev=False,
@@ -81,22 +80,15 @@ def _execute(given: list[str]) -> None:
         command = f"{given[0]} " if given and given[0] in COMMANDS else ""
         what = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(f"{what}.", fix=f"See `laplace-plus {command}--help`") from error
+    require_device(chosen.device)
+    settings_class, function, _ = COMMANDS[parsed.command]
+    # Instances are kept as they are: only the top level of the namespace is taken apart.
+    settings = settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})
     folders = [Path(str(path)).parent for path in chosen.config or []]
+    Path(settings.output).mkdir(parents=True, exist_ok=True)
     # Modules that the configuration names are part of it: found beside the file, or where the command is given.
     with user_modules(*folders, Path.cwd(), path=sys.path):
-        if parsed.command == "run":
-            run(_settings(RunSettings, chosen), progress=chosen.progress, say=_say)
-        else:
-            wrap(_settings(WrapSettings, chosen), progress=chosen.progress, say=_say)
-
-
-def _settings(settings_class: type[Settings], chosen: Namespace) -> Settings:
-    # Instances are kept as they are: only the top level of the namespace is taken apart.
-    return settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+        function(settings, progress=chosen.progress, say=partial(print, flush=True))
 
 
 if __name__ == "__main__":

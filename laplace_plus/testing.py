@@ -10,6 +10,7 @@ the posterior is made, and pytest runs the rest::
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from laplace_plus.errors import CheckpointError, DataError, EmptyDataError, LabelError, LaplacePlusError, NotFittedError
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
@@ -28,26 +30,19 @@ Batches = list[tuple[Tensor, Tensor]]
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Everything about a model that a posterior must leave alone, for comparison by :func:`assert_untouched`."""
-    modules = dict(model.named_modules())
-    hooks = [name for name in vars(model) if name.endswith("_hooks") and isinstance(vars(model)[name], dict)]
     return {
         "state": {name: value.detach().clone() for name, value in model.state_dict().items()},
         "gradients": {name: p.grad for name, p in model.named_parameters()},
         "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
-        "identity": {name: id(p) for name, p in model.named_parameters()},
-        "modes": {name: module.training for name, module in modules.items()},
-        "attributes": {name: _attributes(module) for name, module in modules.items()},
-        "hooks": {name: {h: list(vars(module).get(h, {})) for h in hooks} for name, module in modules.items()},
+        "attributes": {name: _identities(vars(module)) for name, module in model.named_modules()},
     }
 
 
-def _attributes(module: nn.Module) -> dict[str, int | list[int]]:
-    # Lists are compared by what they hold: recurrent layers keep their weights in one.
-    return {
-        name: [id(item) for item in value] if isinstance(value, list) else id(value)
-        for name, value in vars(module).items()
-        if name != "training"
-    }
+def _identities(value: Any, depth: int = 2) -> Any:
+    """Containers are compared by what they hold: parameters, hooks, and the list of weights of recurrent layers."""
+    if depth and isinstance(value, dict):
+        return {key: _identities(item, depth - 1) for key, item in value.items()}
+    return [id(item) for item in value] if isinstance(value, list) else id(value)
 
 
 def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
@@ -56,7 +51,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     assert before["state"].keys() == after["state"].keys(), "parameters or buffers came or went"
     for name, value in before["state"].items():
         assert torch.equal(value, after["state"][name]), f"{name} was written to"
-    for what in ("gradients", "requires_grad", "identity", "modes", "attributes", "hooks"):
+    for what in ("gradients", "requires_grad", "attributes"):
         assert before[what] == after[what], f"the model's {what} changed"
 
 
@@ -92,14 +87,14 @@ class PosteriorConformance(ABC):
 
     def classification(self) -> tuple[nn.Module, Batches]:
         """A network with three classes and its data in ragged batches."""
-        generator = torch.Generator().manual_seed(1)
+        generator = _generator(1)
         x = torch.randn(self.rows, 3, generator=generator, dtype=torch.float64)
         y = torch.randint(0, 3, (self.rows,), generator=generator)
         return self.network(3), list(zip(x.split(7), y.split(7), strict=True))
 
     def regression(self) -> tuple[nn.Module, Batches]:
         """A network with two outputs and its data in ragged batches."""
-        generator = torch.Generator().manual_seed(2)
+        generator = _generator(2)
         x = torch.randn(self.rows, 3, generator=generator, dtype=torch.float64)
         y = x[:, :2].sin() + 0.1 * torch.randn(self.rows, 2, generator=generator, dtype=torch.float64)
         return self.network(2), list(zip(x.split(7), y.split(7), strict=True))
@@ -119,6 +114,15 @@ class PosteriorConformance(ABC):
             assert posterior.fit(iter(list(data))).n_data == self.rows, "an iterator is enough for one pass"
         else:
             raises(DataError, lambda: posterior.fit(iter(list(data))))
+
+    def test_options_are_the_keywords_of_the_constructor(self) -> None:
+        posterior = self.make(self.network(3), "classification")
+        shared = inspect.signature(Posterior).parameters
+        keywords = inspect.signature(type(posterior)).parameters.values()
+        own = {one.name: one.default for one in keywords if one.name not in shared and one.kind != one.VAR_KEYWORD}
+        options = posterior.options().keys()
+        assert options <= own.keys(), "loading passes every option to the constructor"
+        assert {name for name in own if own[name] is not None} <= options, "saving keeps what options() names"
 
     def test_unfitted_is_refused(self) -> None:
         model, data = self.classification()
@@ -147,8 +151,8 @@ class PosteriorConformance(ABC):
 
     def test_samples_have_the_parameters_shape(self) -> None:
         posterior, model, _ = self.fitted()
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        assert 0 < posterior.n_parameters <= sum(sizes[name] for name in posterior.parameter_names)
+        assert 0 < posterior.n_parameters <= sum(p.numel() for p in model.parameters())
+        assert set(posterior.parameter_names) <= dict(model.named_parameters()).keys()
         samples = posterior.sample(4, generator=_generator())
         assert samples.shape == (4, posterior.n_parameters)
         assert torch.isfinite(samples).all()
@@ -172,17 +176,17 @@ class PosteriorConformance(ABC):
         prediction = posterior.predictive(data[0][0], generator=_generator())
         probabilities = prediction.mean
         assert probabilities.shape == (7, 3)
-        torch.testing.assert_close(probabilities.sum(-1), torch.ones(7, dtype=probabilities.dtype))
+        assert_close(probabilities.sum(-1), torch.ones(7, dtype=probabilities.dtype))
         assert (prediction.entropy() >= 0).all()
         assert (prediction.mutual_information() >= -1e-9).all()
         assert prediction.log_prob(data[0][1]).shape == (7,)
-        torch.testing.assert_close(prediction.variance, probabilities * (1 - probabilities))
+        assert_close(prediction.variance, probabilities * (1 - probabilities))
 
     def test_regression_variance_holds_the_noise(self) -> None:
         model, data = self.regression()
         prediction = self.make(model, "regression").fit(data).predictive(data[0][0], generator=_generator())
         assert prediction.mean.shape == prediction.variance.shape == (7, 2)
-        torch.testing.assert_close(prediction.variance, prediction.epistemic + prediction.aleatoric)
+        assert_close(prediction.variance, prediction.epistemic + prediction.aleatoric)
         assert (prediction.variance >= 1.0 - 1e-9).all(), "the default noise of 1 belongs to the variance"
 
     def test_one_input_is_a_batch(self) -> None:
@@ -224,8 +228,8 @@ class GaussianConformance(PosteriorConformance):
     def test_covariance_inverts_precision(self) -> None:
         posterior, _, _ = self.gaussian()
         product = posterior.precision_matrix() @ posterior.covariance_matrix()
-        torch.testing.assert_close(product, torch.eye(len(product), dtype=product.dtype), rtol=0, atol=1e-9)
-        torch.testing.assert_close(posterior.variance(), posterior.covariance_matrix().diagonal())
+        assert_close(product, torch.eye(len(product), dtype=product.dtype), rtol=0, atol=1e-9)
+        assert_close(posterior.variance(), posterior.covariance_matrix().diagonal())
 
     def test_evidence_is_that_of_the_dense_precision(self) -> None:
         posterior, model, data = self.gaussian()
@@ -235,7 +239,7 @@ class GaussianConformance(PosteriorConformance):
         mean, prior = posterior.mean, posterior.prior().vector().to(posterior.mean)
         expected = fit - (prior * mean.square()).sum() / 2
         expected = expected - posterior.precision_matrix().logdet() / 2 + prior.log().sum() / 2
-        torch.testing.assert_close(posterior.log_marginal_likelihood(), expected.double(), rtol=1e-9, atol=1e-9)
+        assert_close(posterior.log_marginal_likelihood(), expected.double(), rtol=1e-9, atol=1e-9)
 
     def test_asking_for_evidence_changes_nothing(self) -> None:
         posterior, _, _ = self.gaussian()
@@ -252,21 +256,21 @@ class GaussianConformance(PosteriorConformance):
         expected = torch.einsum("ncp,pq,mdq->ncmd", jacobian, covariance, jacobian)
         own = torch.einsum("ncnd->ncd", expected)
         mean, marginal = posterior.functional_posterior(x)
-        torch.testing.assert_close(mean, posterior.network.forward(x))
-        torch.testing.assert_close(marginal, own, rtol=1e-9, atol=1e-10)
+        assert_close(mean, posterior.network.forward(x))
+        assert_close(marginal, own, rtol=1e-9, atol=1e-10)
         variances = posterior.functional_posterior(x, outputs="diagonal").covariance
-        torch.testing.assert_close(variances, own.diagonal(dim1=-2, dim2=-1), rtol=1e-9, atol=1e-10)
+        assert_close(variances, own.diagonal(dim1=-2, dim2=-1), rtol=1e-9, atol=1e-10)
         some = posterior.functional_posterior(x, outputs=[2, 0]).covariance
-        torch.testing.assert_close(some, own[:, [2, 0]][..., [2, 0]], rtol=1e-9, atol=1e-10)
+        assert_close(some, own[:, [2, 0]][..., [2, 0]], rtol=1e-9, atol=1e-10)
         joint = posterior.functional_posterior(x, joint=True).covariance
-        torch.testing.assert_close(joint, expected, rtol=1e-9, atol=1e-10)
+        assert_close(joint, expected, rtol=1e-9, atol=1e-10)
 
     def test_batches_may_be_split_anyhow(self) -> None:
         posterior, model, data = self.gaussian()
         whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
         other = self.make(model, "classification").fit(whole)
         assert isinstance(other, GaussianPosterior)
-        torch.testing.assert_close(other.precision_matrix(), posterior.precision_matrix(), rtol=1e-10, atol=1e-12)
+        assert_close(other.precision_matrix(), posterior.precision_matrix(), rtol=1e-10, atol=1e-12)
 
     def test_tuning_raises_the_evidence(self) -> None:
         posterior, _, _ = self.gaussian()

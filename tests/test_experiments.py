@@ -22,7 +22,7 @@ from laplace_plus.experiments.comparison import (
     point_prediction,
 )
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
-from laplace_plus.experiments.objects import load_object, make, read_posteriors, user_modules
+from laplace_plus.experiments.objects import folder_of, load_object, make, read_posteriors, user_modules
 from laplace_plus.experiments.settings import DataSettings, TrainingSettings
 
 # -- the digits --------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_posteriors_are_read() -> None:
         ]
     )
     assert first.posterior_class.__name__ == "KFAC"
-    assert first.folder == "posterior-kfac-layer-by-layer"
+    assert folder_of(first.label) == "posterior-kfac-layer-by-layer"
     assert first.tune == {"structure": "layerwise"}
     assert (second.label, second.options, second.tune) == ("Full", {"parameters": "last_layer"}, None)
     assert second.predict == {"link": "mc"}
@@ -192,12 +192,12 @@ def test_posteriors_are_read() -> None:
         ([{"parameters": "all"}], "has no class"),
         ([{"class": "KFOC"}], "KFOC"),
         ([{"class": "KFAC", "colour": "red"}], "no option 'colour'"),
-        ([{"class": "KFAC", "likelihood": "binary"}], "its own likelihood"),
+        ([{"class": "KFAC", "likelihood": "binary"}], "no option 'likelihood'"),
         ([{"class": "KFAC"}, {"class": "KFAC"}], "'KFAC' is taken"),
         ([{"class": "KFAC", "label": "MAP"}], "'MAP' is taken"),
         ([{"class": "KFAC", "tune": 3}], "tune of KFAC is not a mapping"),
         ([{"class": "KFAC", "predict": [1]}], "predict of KFAC is not a mapping"),
-        ([{"class": "math:sqrt"}], "no posterior"),
+        ([{"class": "math:sqrt"}], "not a posterior class"),
         ([{"class": "laplace_plus.nowhere:KFAC"}], "no module"),
     ],
 )

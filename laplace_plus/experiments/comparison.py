@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace_plus import batches, metrics
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.objects import PosteriorSettings, call, require_keywords
+from laplace_plus.experiments.objects import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import evaluation_mode
 from laplace_plus.posteriors.base import Posterior
@@ -149,8 +150,7 @@ def compare(
         return torch.Generator(device=device).manual_seed(seed)
 
     def outcome(settings: PosteriorSettings) -> Outcome:
-        make = partial(settings.posterior_class, model, likelihood)
-        posterior = call(make, settings.options, what=settings.label)
+        posterior = call(partial(settings.posterior_class, model, likelihood), settings.options, what=settings.label)
         started = time.perf_counter()
         posterior.fit(data.train, progress=progress, generator=generator())
         seconds = {"fit": time.perf_counter() - started}
@@ -158,29 +158,29 @@ def compare(
             started = time.perf_counter()
             _tune(posterior, settings, data)
             seconds["tune"] = time.perf_counter() - started
-        require_keywords(posterior.predictive, settings.predict, what=f"predict of {settings.label}")
+        call(
+            inspect.signature(posterior.predictive).bind_partial, settings.predict, what=f"predict of {settings.label}"
+        )
         predict = partial(posterior.predictive, **{"generator": generator(), **settings.predict})
-        predictions, scores, seconds["predict"] = score(predict, posterior.likelihood, settings.label)
-        return Outcome(predictions, scores, seconds, _facts(posterior), posterior)
+        return score(predict, settings.label, posterior.likelihood, seconds, posterior)
 
     def score(
-        predict: Predict, likelihood: Likelihood, label: str
-    ) -> tuple[Classified | Regressed, dict[str, float], float]:
+        predict: Predict, label: str, likelihood: Likelihood, seconds: dict[str, float], posterior: Posterior | None
+    ) -> Outcome:
         started = time.perf_counter()
         predictions = gather(predict, likelihood, iterate(data.test, description=f"predict ({label})"))
-        seconds = time.perf_counter() - started
+        seconds["predict"] = time.perf_counter() - started
         scores = predictions.scores()
         if data.out_of_distribution is not None:
             shifted = iterate(data.out_of_distribution, description=f"predict out of distribution ({label})")
             uncertainties = gather_uncertainties(predict, likelihood, shifted)
             scores["ood_auroc"] = float(metrics.ood_auroc(predictions.uncertainty(), uncertainties))
-        return predictions, scores, seconds
+        return Outcome(predictions, scores, seconds, {} if posterior is None else _facts(posterior), posterior)
 
     outcomes = {settings.label: outcome(settings) for settings in posteriors}
     first = next(iter(outcomes.values())).posterior if outcomes else None
     tuned = likelihood if first is None else first.likelihood
-    predictions, scores, seconds = score(point_prediction(model, tuned), tuned, POINT)
-    return {POINT: Outcome(predictions, scores, {"predict": seconds}), **outcomes}
+    return {POINT: score(point_prediction(model, tuned), POINT, tuned, {}, None), **outcomes}
 
 
 def _tune(posterior: Posterior, settings: PosteriorSettings, data: Data) -> None:
@@ -225,28 +225,29 @@ def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batc
         prediction = predict(batch.inputs)
         _, targets, weight = likelihood.rows(prediction.functional_mean, batch.target)
         kept = (weight > 0).cpu()
+        columns = _moments(prediction, likelihood)
         if likelihood.is_classifier:
-            probabilities, labels = _plain(likelihood.class_probabilities(prediction.mean)), targets.cpu().reshape(-1)
+            labels = targets.cpu().reshape(-1).long()
             kept = kept.repeat_interleave(len(labels) // len(kept))
-            found.append((probabilities[kept], labels[kept].long()))
+            columns += (labels,)
         else:
-            mean, variance = (_plain(x).flatten(0, -2)[kept] for x in (prediction.mean, prediction.variance))
-            log_density = _plain(prediction.log_prob(batch.target)).reshape(-1)[kept]
-            found.append((mean, variance, log_density, _plain(targets)[kept].reshape(mean.shape)))
+            columns += _plain(prediction.log_prob(batch.target)).reshape(-1), _plain(targets).reshape(columns[0].shape)
+        found.append(tuple(column[kept] for column in columns))
     kind = Classified if likelihood.is_classifier else Regressed
     return kind(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
 def gather_uncertainties(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batch]) -> Tensor:
     """``gather(…).uncertainty()``, ``[N]``, for data whose targets have no meaning."""
-    found = []
-    for batch in data:
-        prediction = predict(batch.inputs)
-        if likelihood.is_classifier:
-            found.append(_entropy(_plain(likelihood.class_probabilities(prediction.mean))))
-        else:
-            found.append(_plain(prediction.variance).sum(-1).reshape(-1))
-    return torch.cat(found)
+    moments = [_moments(predict(batch.inputs), likelihood) for batch in data]
+    return torch.cat([_entropy(*one) if likelihood.is_classifier else one[1].sum(-1) for one in moments])
+
+
+def _moments(prediction: Prediction, likelihood: Likelihood) -> tuple[Tensor, ...]:
+    """Probabilities ``[N, C]``, or means and variances ``[N, D]``."""
+    if likelihood.is_classifier:
+        return (_plain(likelihood.class_probabilities(prediction.mean)),)
+    return _plain(prediction.mean).flatten(0, -2), _plain(prediction.variance).flatten(0, -2)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

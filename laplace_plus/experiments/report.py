@@ -6,8 +6,8 @@ import json
 import math
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from laplace_plus import plotting
 from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments.comparison import Classified, Outcome
-from laplace_plus.experiments.objects import PosteriorSettings
+from laplace_plus.experiments.objects import folder_of
 from laplace_plus.experiments.settings import RunSettings, WrapSettings
 
 TITLES = {
@@ -45,51 +45,49 @@ Say = Callable[[str], None]
 """Prints a line for the user."""
 
 
-def save_posteriors(
-    output: Path, outcomes: Mapping[str, Outcome], posteriors: list[PosteriorSettings], *, say: Say
-) -> None:
-    """Save each posterior to its own folder, over those of earlier runs; name those that cannot be saved."""
-    for settings in posteriors:
-        posterior = outcomes[settings.label].posterior
-        if posterior is not None:
-            try:
-                posterior.save(output / settings.folder)
-            except ConfigurationError as error:
-                say(f"{settings.label} is not saved: {error}")
+def write(settings: RunSettings | WrapSettings, repeats: Repeats, facts: Mapping[str, Any], *, say: Say) -> None:
+    """Write metrics.json, reliability.png and the first repeat's posteriors, over those of earlier runs; print a table.
 
-
-def write(
-    experiment: str,
-    repeats: Repeats,
-    seeds: Sequence[int],
-    settings: RunSettings | WrapSettings,
-    *,
-    started: float,
-    say: Say,
-    facts: Mapping[str, Any],
-) -> None:
-    """Write metrics.json, with the ``facts``, and reliability.png; print the table.
-
-    ``started`` is `time.perf_counter()` at the start.
+    Args:
+        settings: The configuration.
+        repeats: What was found.
+        facts: What metrics.json also holds, such as ``total_seconds``.
+        say: Takes each line for the user, such as the reason why a posterior cannot be saved.
     """
     output = Path(settings.output)
-    if isinstance(next(iter(repeats[0].values())).predictions, Classified):
-        pooled = {}  # the test predictions of all repeats
-        for label in repeats[0]:
-            found: list[Any] = [outcomes[label].predictions for outcomes in repeats]
+    for label, outcome in repeats[0].items():
+        if outcome.posterior is not None:
+            try:
+                outcome.posterior.save(output / folder_of(label))
+            except ConfigurationError as error:
+                say(f"{label} is not saved: {error}")
+    by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
+    pooled = {}  # the test predictions of all repeats
+    for label, outcomes in by_label.items():
+        found = [one.predictions for one in outcomes if isinstance(one.predictions, Classified)]
+        if found:
             pooled[label] = torch.cat([one.probabilities for one in found]), torch.cat([one.targets for one in found])
+    if pooled:
         plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
-    content = {
-        "experiment": experiment,
-        **summary(repeats, seeds),
-        **facts,
-        "total_seconds": time.perf_counter() - started,
-        "configuration": asdict(settings),
-        "versions": versions(),
-    }
+    methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
+    content = {**facts, "methods": methods, "configuration": asdict(settings), "versions": versions()}
     write_json(output / "metrics.json", content)
-    repeated = f"mean ± standard error over {len(seeds)} seeds; " if len(seeds) > 1 else ""
-    say(f"{table(repeats)}\n\n{repeated}{time.perf_counter() - started:.0f} s in all; written to {output}/")
+    repeated = f"mean ± standard error over {len(repeats)} seeds; " if len(repeats) > 1 else ""
+    say(f"{table(methods)}\n\n{repeated}{facts['total_seconds']:.0f} s in all; written to {output}/")
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """One method's numbers: each metric's mean, standard error and values by repeat; times; what was tuned."""
+    metrics = {}
+    for name in outcomes[0].scores:
+        values = [one.scores[name] for one in outcomes]
+        mean, error = mean_and_standard_error(values)
+        metrics[name] = {"mean": mean, "standard_error": error, "values": values}
+    return {
+        "metrics": metrics,
+        "seconds": [one.seconds for one in outcomes],
+        "tuned": [one.facts for one in outcomes],
+    }
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -103,50 +101,25 @@ def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | Non
     return mean, statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def table(repeats: Repeats) -> str:
-    """A text table, one row for each method: mean ± standard error over the repeats."""
-    metrics = [name for name in TITLES if name in next(iter(repeats[0].values())).scores]
-    rows = [["", *(TITLES[name] for name in metrics)]]
-    for label in repeats[0]:
-        cells = [label]
-        for name in metrics:
-            mean, error = mean_and_standard_error([outcomes[label].scores[name] for outcomes in repeats])
-            cells.append(f"{mean:.4f}" if error is None else f"{mean:.4f} ± {error:.4f}")
-        rows.append(cells)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for label, *cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([label.ljust(widths[0]), *padded]))
-    lines.insert(1, "─" * len(lines[0]))
-    return "\n".join(lines)
-
-
-def summary(repeats: Repeats, seeds: Sequence[int]) -> dict[str, Any]:
-    """All numbers by method: each metric's mean, standard error and values by repeat; times; what was tuned."""
-    methods: dict[str, Any] = {}
-    for label, first in repeats[0].items():
-        scores = {}
-        for name in first.scores:
-            values = [outcomes[label].scores[name] for outcomes in repeats]
-            mean, error = mean_and_standard_error(values)
-            scores[name] = {"mean": mean, "standard_error": error, "values": values}
-        methods[label] = {
-            "metrics": scores,
-            "seconds": [outcomes[label].seconds for outcomes in repeats],
-            "tuned": [outcomes[label].facts for outcomes in repeats],
-        }
-    return {"seeds": list(seeds), "methods": methods}
+def table(methods: Mapping[str, Any]) -> str:
+    """A text table of summaries, one row for each method: mean ± standard error over the repeats."""
+    columns = [name for name in TITLES if name in next(iter(methods.values()))["metrics"]]
+    rows = [["", *(TITLES[name] for name in columns)]]
+    for label, method in methods.items():
+        found = [method["metrics"][name] for name in columns]
+        errors = ["" if one["standard_error"] is None else f" ± {one['standard_error']:.4f}" for one in found]
+        rows.append([label, *(f"{one['mean']:.4f}{error}" for one, error in zip(found, errors, strict=True))])
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 
 def versions() -> dict[str, str]:
     """The versions that the numbers depend on."""
     found = {"python": platform.python_version(), "laplace_plus": __version__}
     for name in _DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -39,48 +39,40 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
         ConfigurationError: A posterior that cannot be made.
         UnsupportedError: scikit-learn or matplotlib is missing.
     """
+    posteriors, options = read_posteriors(settings.posteriors), {"device": settings.device, "progress": progress}
+    started = time.perf_counter()
+    repeats: list[dict[str, Outcome]] = []
+    models: list[nn.Module] = []
+    train_seconds: list[float] = []
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for so small a network, more threads take longer
     try:
-        _run(settings, progress=progress, say=say)
+        for seed in range(settings.seeds):
+            digits = load_digits(settings.data, seed=seed)
+            before = time.perf_counter()
+            models.append(train_network(digits, settings.training, seed=seed, **options))
+            train_seconds.append(time.perf_counter() - before)
+            splits = {"train": digits.train, "test": digits.test, "out_of_distribution": digits.out_of_distribution}
+            data = Data(**{name: DataLoader(split, batch_size=256) for name, split in splits.items()})
+            repeats.append(compare(models[-1], Categorical(), data, posteriors, seed=seed, **options))
+            times = [
+                f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
+                for label, outcome in repeats[-1].items()
+            ]
+            say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s; {'; '.join(times)}")
     finally:
         torch.set_num_threads(n_threads)
-
-
-def _run(settings: RunSettings, *, progress: bool, say: Say) -> None:
-    posteriors = read_posteriors(settings.posteriors)
-    output = Path(settings.output)
-    output.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    repeats: list[dict[str, Outcome]] = []
-    train_seconds: list[float] = []
-    for seed in range(settings.seeds):
-        digits = load_digits(settings.data, seed=seed)
-        before = time.perf_counter()
-        model = train_network(digits, settings.training, seed=seed, device=settings.device, progress=progress)
-        train_seconds.append(time.perf_counter() - before)
-        splits = {"train": digits.train, "test": digits.test, "out_of_distribution": digits.out_of_distribution}
-        sizes = {name: len(split) for name, split in splits.items()}
-        n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        if seed == 0:
-            say(
-                f"digits: {digits.n_classes} classes, {sizes['train']} training, {sizes['test']} test and "
-                f"{sizes['out_of_distribution']} out-of-distribution images; {n_parameters} weights"
-            )
-        data = Data(**{name: DataLoader(split, batch_size=256) for name, split in splits.items()})
-        outcomes = compare(model, Categorical(), data, posteriors, seed=seed, device=settings.device, progress=progress)
-        repeats.append(outcomes)
-        if seed == 0:
-            save_file(model.state_dict(), output / "model.safetensors")
-            report.save_posteriors(output, outcomes, posteriors, say=say)
-        times = "; ".join(
-            f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
-            for label, outcome in outcomes.items()
-        )
-        say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s; {times}")
-    say("")
-    facts = {"data": {"classes": digits.n_classes, **sizes}, "parameters": n_parameters, "train_seconds": train_seconds}
-    report.write("digits", repeats, range(settings.seeds), settings, started=started, say=say, facts=facts)
+    facts = {
+        "experiment": "digits",
+        "seeds": list(range(settings.seeds)),
+        "data": {"classes": digits.n_classes, **{name: len(split) for name, split in splits.items()}},
+        "parameters": sum(parameter.numel() for parameter in models[0].parameters()),
+        "train_seconds": train_seconds,
+        "total_seconds": time.perf_counter() - started,
+    }
+    say(f"data: {facts['data']}; {facts['parameters']} weights\n")
+    report.write(settings, repeats, facts, say=say)
+    save_file(models[0].state_dict(), Path(settings.output) / "model.safetensors")
 
 
 def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
@@ -109,26 +101,22 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         if settings.checkpoint is not None:
             _load_weights(model, Path(settings.checkpoint))
         model.to(settings.device)
-        held_out, shifted = settings.validation_data, settings.ood_data
-        data = Data(
-            train=make(settings.train_data, settings.train_data_kwargs),
-            test=make(settings.test_data, settings.test_data_kwargs),
-            validation=None if held_out is None else make(held_out, settings.validation_data_kwargs),
-            out_of_distribution=None if shifted is None else make(shifted, settings.ood_data_kwargs),
-        )
-        outcomes = compare(
-            model, likelihood, data, posteriors, seed=settings.seed, device=settings.device, progress=progress
-        )
-    output = Path(settings.output)
-    output.mkdir(parents=True, exist_ok=True)
-    report.save_posteriors(output, outcomes, posteriors, say=say)
-    facts = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    report.write("wrap", [outcomes], [settings.seed], settings, started=started, say=say, facts=facts)
+        keys = {"train": "train", "test": "test", "validation": "validation", "out_of_distribution": "ood"}
+        names = {part: getattr(settings, f"{key}_data") for part, key in keys.items()}
+        keywords = {part: getattr(settings, f"{key}_data_kwargs") for part, key in keys.items()}
+        data = Data(**{part: make(name, keywords[part]) for part, name in names.items() if name is not None})
+        options = {"seed": settings.seed, "device": settings.device, "progress": progress}
+        outcomes = compare(model, likelihood, data, posteriors, **options)
+    facts = {
+        "experiment": "wrap",
+        "seeds": [settings.seed],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "total_seconds": time.perf_counter() - started,
+    }
+    report.write(settings, [outcomes], facts, say=say)
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
-        raise ConfigurationError("The checkpoint is not there.", got=str(path), fix="Check the path.")
     try:
         if path.suffix == ".safetensors":
             weights = load_file(path)
@@ -139,11 +127,10 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         raise ConfigurationError(
             "The checkpoint cannot be read as a file of weights.",
             expected="a state dict, as safetensors (*.safetensors) or as saved by torch.save",
-            got=str(path),
+            got=str(path) if path.is_file() else f"no file at {path}",
         ) from error
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        raise ConfigurationError(
-            "The checkpoint's weights are not this network's.", got=" ".join(f"{path}: {error}".split()).rstrip(" .")
-        ) from error
+        got = " ".join(f"{path}: {error}".split()).rstrip(" .")
+        raise ConfigurationError("The checkpoint's weights are not this network's.", got=got) from error

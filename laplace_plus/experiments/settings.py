@@ -82,10 +82,6 @@ class RunSettings:
     )
     device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        """Refuse a device that this machine does not have."""
-        require_device(self.device)
-
 
 @dataclass(frozen=True)
 class WrapSettings:
@@ -130,10 +126,6 @@ class WrapSettings:
     output: str = "runs/wrap"
     seed: int = 0
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        """Refuse a device that this machine does not have."""
-        require_device(self.device)
 
 
 def require_device(name: str) -> None:
