@@ -24,7 +24,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from laplace_plus.batches import describe
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
-from laplace_plus.likelihoods.checks import widen
+from laplace_plus.likelihoods.base import widen
 
 # -- classification ---------------------------------------------------------------------------------------------------
 
