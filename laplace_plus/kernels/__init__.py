@@ -13,11 +13,10 @@ of the functions builds an autograd graph.
 """
 
 from laplace_plus.kernels.convolution import convolution_factor
-from laplace_plus.kernels.eigen import symmetric_eigen
-from laplace_plus.kernels.gram_schmidt import orthogonalize, three_term_update
-from laplace_plus.kernels.reductions import all_finite, inner, inner_products, vector_norm
+from laplace_plus.kernels.eigen import require_finite, symmetric_eigen
+from laplace_plus.kernels.gram_schmidt import inner, inner_products, orthogonalize, three_term_update, vector_norm
 from laplace_plus.kernels.selection import choices, forget, use
-from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
+from laplace_plus.kernels.symmetric_update import all_finite, symmetric_update, symmetrize_
 
 __all__ = [
     "all_finite",
@@ -27,6 +26,7 @@ __all__ = [
     "inner",
     "orthogonalize",
     "inner_products",
+    "require_finite",
     "symmetric_eigen",
     "symmetric_update",
     "symmetrize_",

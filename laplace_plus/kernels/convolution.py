@@ -23,16 +23,15 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
-from typing import Any
+from functools import cache, cached_property, partial
+from itertools import chain, product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels.selection import REFERENCE, Key, add_fastest, size_class
+from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import symmetric_update, symmetrize_
 
 Extent = int | Sequence[int]
@@ -115,45 +114,36 @@ def convolution_factor(
     """
     axes = _axes(inputs, kernel_size, stride, padding, dilation, groups)
     can_take_lags = len(axes) < 3 and all(axis.stride == 1 for axis in axes)
-    if method not in ("lags", "patches", None) or (method == "lags" and not can_take_lags):
-        raise ConfigurationError(
-            "The method does not fit the convolution.",
-            expected='"patches", or "lags" for stride 1 and one or two axes of space',
-            got=repr(method),
-        )
     size = inputs.shape[1] // groups * math.prod(axis.kernel for axis in axes) + bias
-    given = total is not None
-    if total is None:
-        total = inputs.new_zeros(groups, size, size, dtype=torch.promote_types(inputs.dtype, torch.float32))
-    elif (
-        total.shape != (groups, size, size)
-        or total.dtype not in (torch.float32, torch.float64)
-        or total.device != inputs.device
-    ):
+    target = total
+    if target is None:
+        target = inputs.new_zeros(groups, size, size, dtype=torch.promote_types(inputs.dtype, torch.float32))
+    fits = target.shape == (groups, size, size) and target.device == inputs.device
+    known = method in ("patches", None) or (method == "lags" and can_take_lags)
+    if not known or not fits or target.dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(
-            "The total does not fit the convolution.",
-            expected=f"[{groups}, {size}, {size}] of float32 or float64 on {inputs.device}",
-            got=f"{list(total.shape)} of {total.dtype} on {total.device}",
+            "The method or the total does not fit the convolution.",
+            expected='"patches", or "lags" for stride 1 and up to two axes of space; a total '
+            f"[{groups}, {size}, {size}] of float32 or float64 on {inputs.device}",
+            got=f"{method!r}; a total {list(target.shape)} of {target.dtype} on {target.device}",
         )
-    if inputs.numel() > 0:
-        target, image = total.detach(), inputs.detach()
-        if len(axes) == 1:
-            image, axes = image.unsqueeze(2), (Axis(1, 1, 1, 1, (0, 0)), *axes)
-        chosen = method or ("lags" if can_take_lags and _prefers_lags(image, axes, groups) else "patches")
-        if method is None and can_take_lags and target.is_cuda:
-            names = {REFERENCE: chosen, "other": "patches" if chosen == "lags" else "lags"}
-            key: Key = ("convolution_factor", target.device, image.dtype, target.dtype, bias, groups, chosen)
-            work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
-            add_fastest(
-                (*key, *axes, image.shape[1], *size_class(len(image))),
-                target,
-                work,
-                names,
-                lambda name, scratch: _add(names[name], scratch, image, axes, bias),
-            )
-        else:
-            _add(chosen, target, image, axes, bias)
-    return total if given else symmetrize_(total)
+    image = inputs.detach()
+    if not inputs.numel():
+        return target
+    if len(axes) == 1:
+        image, axes = image.unsqueeze(2), (Axis(1, 1, 1, 1, (0, 0)), *axes)
+    if method is None and can_take_lags:
+        ways = {"lags": _add_lags, "patches": _add_patches}
+        method = "lags" if _prefers_lags(image, axes, groups) else "patches"
+        candidates = {REFERENCE: partial(ways.pop(method), inputs=image, axes=axes, bias=bias)}
+        other, add = ways.popitem()
+        candidates[other] = partial(add, inputs=image, axes=axes, bias=bias)
+        work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
+        key = (image.device, image.dtype, target.dtype, bias, groups, *axes, image.shape[1], *size_class(len(image)))
+        candidates[choose(("convolution_factor", *key), image.device, work, candidates, target)](target.detach())
+    else:
+        (_add_lags if method == "lags" else _add_patches)(target.detach(), image, axes, bias)
+    return symmetrize_(target) if total is None else target
 
 
 def _axes(
@@ -161,45 +151,21 @@ def _axes(
 ) -> tuple[Axis, ...]:
     """The axes of space, checked."""
     space = inputs.ndim - 2
-    if space not in (1, 2, 3) or not inputs.is_floating_point():
-        raise ConfigurationError(
-            "The inputs do not fit a convolution.",
-            expected="[N, C, *space] with one to three axes of space, floating point",
-            got=f"{list(inputs.shape)} of {inputs.dtype}",
-        )
-    if groups < 1 or inputs.shape[1] % groups:
-        raise ConfigurationError(
-            "The channels do not divide into the groups.", expected=f"a divisor of {inputs.shape[1]}", got=str(groups)
-        )
-    if isinstance(padding, str):
-        raise ConfigurationError(
-            "The padding must be given in numbers.",
-            expected="zeros on both sides of each axis, or pairs (before, after)",
-            got=repr(padding),
-            fix='Take the numbers that the module itself uses: padding="same" is (kernel_size − 1)·dilation in all.',
-        )
-    settings: list[list[Any]] = []
-    for value in (kernel_size, stride, dilation, padding):
-        settings.append([value] * space if isinstance(value, int) else list(value))
-    taps, steps, spread, pads = settings
-    pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in pads]
-    if (
-        any(len(values) != space for values in settings)
-        or min(*taps, *steps, *spread, *(1 + min(p) for p in pairs)) < 1
-    ):
-        raise ConfigurationError(
-            "The settings do not fit the convolution.",
-            expected=f"{space} numbers for each, padding ≥ 0, the others ≥ 1",
-            got=f"kernel_size={kernel_size}, stride={stride}, padding={padding}, dilation={dilation}",
-        )
-    axes = tuple(map(Axis, inputs.shape[2:], taps, steps, spread, pairs))
-    if min(axis.positions for axis in axes) < 1:
-        raise ConfigurationError(
-            "The kernel is larger than the image with its padding.",
-            expected="at least one output position",
-            got=f"a kernel of {taps} on {list(inputs.shape[2:])}",
-        )
-    return axes
+    columns = [list(x) if isinstance(x, Sequence) else [x] * space for x in (kernel_size, stride, dilation, padding)]
+    fits = space in (1, 2, 3) and inputs.is_floating_point() and groups >= 1 and inputs.shape[1] % groups == 0
+    if fits and not isinstance(padding, str) and all(len(column) == space for column in columns):
+        pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in columns.pop()]
+        axes = tuple(map(Axis, inputs.shape[2:], *columns, pairs))
+        if min(*chain(*columns), *(1 + min(pair) for pair in pairs)) >= 1 and min(x.positions for x in axes) >= 1:
+            return axes
+    raise ConfigurationError(
+        "The settings do not fit the convolution.",
+        expected="floating-point inputs [N, C, *space] with one to three axes; a divisor of C as groups; a number for "
+        "each axis, padding ≥ 0 and the others ≥ 1; a kernel no larger than the image with its padding",
+        got=f"{list(inputs.shape)} of {inputs.dtype}, kernel_size={kernel_size}, stride={stride}, padding={padding!r}, "
+        f"dilation={dilation}, groups={groups}",
+        fix='Take the numbers that the module itself uses: padding="same" is (kernel_size − 1)·dilation in all.',
+    )
 
 
 def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
@@ -219,21 +185,12 @@ def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     return channels >= 16 and operations + 280.0 * size**2 < 0.8 * triangle
 
 
-def _add(method: str, total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
-    """Add the factor by ``"lags"`` or by ``"patches"``."""
-    if method == "lags":
-        size = total.shape[1] - bias
-        _add_lags(total[:, :size, :size], inputs, *axes)
-        if bias:
-            _add_ones(total, inputs, axes)
-    else:
-        _add_patches(total, inputs, axes, bias)
-
-
-def _add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis) -> None:
-    """Add the factor ``[G, c·k, c·k]``, without the bias's row, to both triangles."""
-    groups, taps = total.shape[0], list(product(range(rows.kernel), range(columns.kernel)))
-    blocks = total.unflatten(2, (-1, len(taps))).unflatten(1, (-1, len(taps)))  # a view, whatever the strides
+def _add_lags(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
+    """Add the factor ``[G, c·k, c·k]`` by lags, to both triangles."""
+    rows, columns = axes
+    groups, size, taps = total.shape[0], total.shape[1] - bias, list(product(range(rows.kernel), range(columns.kernel)))
+    # A view, whatever the strides.
+    blocks = total[:, :size, :size].unflatten(2, (-1, len(taps))).unflatten(1, (-1, len(taps)))
     grouped = inputs.unflatten(1, (groups, -1)).permute(1, 0, 3, 4, 2)  # [G, N, H, W, c]
     # Zeros after each line and each image, so that no lag reaches the next one.
     lines, pixels = rows.size + rows.reach, columns.size + columns.reach
@@ -248,42 +205,31 @@ def _add_lags(total: Tensor, inputs: Tensor, rows: Axis, columns: Axis) -> None:
             else:
                 by_lag[-lag[0], -lag[1]].append((j, i))
     for lag, pairs in by_lag.items():
-        sums = _LagSums(image, lag)
+        flat, shift = image.flatten(1, 3), lag[0] * pixels + lag[1]
+        whole = torch.bmm(flat[:, : flat.shape[1] - shift].mT, flat[:, shift:])
+        strip = cache(partial(_sum_within, image, lag))
         for tap, other in pairs:
-            block = sums.within(rows.windows(taps[tap][0], lag[0]), columns.windows(taps[tap][1], lag[1]))
+            height, inside = rows.windows(taps[tap][0], lag[0])
+            width, within = columns.windows(taps[tap][1], lag[1])
+            block = whole.clone()
+            for part in _outside(height, inside):
+                block -= strip(part, width)
+            for part in _outside(width, within):
+                block -= strip(height, part)
+                for crossing in _outside(height, inside):  # subtracted twice
+                    block += strip(crossing, part)
             blocks[:, :, tap, :, other].add_(block)
             if tap != other:
                 blocks[:, :, other, :, tap].add_(block.mT)
+    if bias:
+        _add_ones(total, inputs, axes)
 
 
-class _LagSums:
-    """Sums of one lag over windows of ``[G, N, H, W, c]``: the sum over the whole image minus the strips outside."""
-
-    def __init__(self, image: Tensor, lag: Pair):
-        self.image, self.lag = image, lag
-        flat, shift = image.flatten(1, 3), lag[0] * image.shape[3] + lag[1]
-        self.whole = torch.bmm(flat[:, : flat.shape[1] - shift].mT, flat[:, shift:])
-        self.known: dict[tuple[Pair, Pair], Tensor] = {}
-
-    def within(self, rows: tuple[Pair, Pair], columns: tuple[Pair, Pair]) -> Tensor:
-        """The sum over a window, given as (whole interval, window) along each axis."""
-        inside = self.whole
-        for strip in _outside(*rows):
-            inside = inside - self.strip(strip, columns[0])
-        for strip in _outside(*columns):
-            inside = inside - self.strip(rows[0], strip)
-            for crossing in _outside(*rows):  # subtracted twice
-                inside = inside + self.strip(crossing, strip)
-        return inside
-
-    def strip(self, rows: Pair, columns: Pair) -> Tensor:
-        """The sum over some rows and columns."""
-        if (rows, columns) not in self.known:
-            a, b = self.lag
-            left = self.image[:, :, rows[0] : rows[1], columns[0] : columns[1]]
-            right = self.image[:, :, rows[0] + a : rows[1] + a, columns[0] + b : columns[1] + b]
-            self.known[rows, columns] = torch.bmm(left.flatten(1, 3).mT, right.flatten(1, 3))
-        return self.known[rows, columns]
+def _sum_within(image: Tensor, lag: Pair, rows: Pair, columns: Pair) -> Tensor:
+    """The sum of one lag over some rows and columns of ``[G, N, H, W, c]``."""
+    left = image[:, :, rows[0] : rows[1], columns[0] : columns[1]]
+    right = image[:, :, rows[0] + lag[0] : rows[1] + lag[0], columns[0] + lag[1] : columns[1] + lag[1]]
+    return torch.bmm(left.flatten(1, 3).mT, right.flatten(1, 3))
 
 
 def _outside(whole: Pair, window: Pair) -> list[Pair]:

@@ -21,14 +21,14 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from types import ModuleType
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ _MARGIN = 0.97
 _SMALLEST_WORK = 1e8
 """Operations below which nothing is measured: such work takes about 50 µs, and launches dominate."""
 
-_mode: ContextVar[Mode | None] = ContextVar("laplace_plus_kernels", default=None)
+_mode: ContextVar[str | None] = ContextVar("laplace_plus_kernels", default=None)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 """Whether Triton interprets its kernels, on any device; Triton reads the variable when it is imported."""
@@ -56,12 +56,9 @@ def mode() -> Mode:
     """The choice in force: the innermost :func:`use`, else ``LAPLACE_PLUS_KERNELS``, else ``"auto"``.
 
     Raises:
-        ConfigurationError: ``LAPLACE_PLUS_KERNELS`` is set to something else.
+        ConfigurationError: It is none of the three.
     """
-    return _mode.get() or _checked_mode(os.environ.get("LAPLACE_PLUS_KERNELS", "auto"))
-
-
-def _checked_mode(value: str) -> Mode:
+    value = _mode.get() or os.environ.get("LAPLACE_PLUS_KERNELS", "auto")
     if value not in get_args(Mode):
         raise ConfigurationError(
             "Unknown choice of kernels.",
@@ -88,8 +85,9 @@ def use(choice: Mode) -> Iterator[None]:
         ...     mode()
         'reference'
     """
-    token = _mode.set(_checked_mode(choice))
+    token = _mode.set(choice)
     try:
+        mode()
         yield
     finally:
         _mode.reset(token)
@@ -134,68 +132,47 @@ def size_class(*sizes: int) -> tuple[int, ...]:
 
 def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
     """The module ``laplace_plus.kernels._triton.<name>``, or None where its kernels cannot run."""
-    if device.type != "cuda" and not (INTERPRETED and mode() == "triton"):
+    if device.type == "cuda":  # without asynchronous copies and TF32 there is nothing to win
+        usable = mode() != "reference" and torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        usable = INTERPRETED and mode() == "triton"
+    if not usable or importlib.util.find_spec("triton") is None:
         return None
-    if mode() == "reference" or importlib.util.find_spec("triton") is None:
-        return None
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return None  # without asynchronous copies and TF32 there is nothing to win
     return importlib.import_module(f"laplace_plus.kernels._triton.{name}")
 
 
-def choose(key: Key, device: torch.device, work: float, candidates: Mapping[str, Callable[[], object]]) -> str:
+def choose(
+    key: Key, device: torch.device, work: float, candidates: Mapping[str, Callable[..., object]], *totals: Tensor
+) -> str:
     """The name of the fastest candidate, measured once for each key.
 
     Args:
         key: Operation, device, type and size class.
         device: Where the work is done; anything but CUDA keeps the reference.
         work: Number of operations, or of bytes moved times ten: whether it is worth measuring.
-        candidates: Calls that do the work on scratch memory, :data:`REFERENCE` among them; the names of Triton kernels
-            begin with ``"triton"``.
+        candidates: Calls that do the work, :data:`REFERENCE` among them; the names of Triton kernels begin with
+            ``"triton"``.
+        *totals: Tensors that the candidates take and write to; they are timed on scratch memory.
 
     Returns:
         A key of ``candidates``.
     """
     if mode() == "triton":
         return next((name for name in candidates if name.startswith("triton")), REFERENCE)
-    known = _choices.get(key)
-    if known is not None:
-        return known.chosen
-    if len(candidates) == 1 or mode() == "reference" or device.type != "cuda" or work < _SMALLEST_WORK:
+    if mode() == "reference" or len(candidates) == 1 or device.type != "cuda" or work < _SMALLEST_WORK:
         return REFERENCE
-    if torch.cuda.is_current_stream_capturing():
-        return REFERENCE
-    with torch.cuda.device(device), torch.no_grad():
-        seconds = {name: time_candidate(name, call) for name, call in candidates.items()}
-    fastest = min(seconds, key=lambda name: seconds[name])
-    chosen = fastest if seconds[fastest] < _MARGIN * seconds[REFERENCE] else REFERENCE
-    _choices[key] = Choice(chosen, seconds)
-    return chosen
+    if key not in _choices:
+        if torch.cuda.is_current_stream_capturing():
+            return REFERENCE
+        with torch.cuda.device(device), torch.no_grad():
+            scratch = [torch.zeros_like(total) for total in totals]
+            seconds = {name: time_candidate(name, partial(call, *scratch)) for name, call in candidates.items()}
+        fastest = min(seconds, key=lambda name: seconds[name])
+        _choices[key] = Choice(fastest if seconds[fastest] < _MARGIN * seconds[REFERENCE] else REFERENCE, seconds)
+    return _choices[key].chosen
 
 
-def add_fastest(
-    key: Key, total: Tensor, work: float, names: Iterable[str], add: Callable[[str, Tensor], object]
-) -> None:
-    """Add to a total by the fastest implementation; candidates are timed on scratch memory.
-
-    Args:
-        key: See :func:`choose`.
-        total: The sum so far.
-        work: See :func:`choose`.
-        names: Names of the implementations.
-        add: Adds to a tensor by the implementation of that name.
-    """
-    scratch: list[Tensor] = []
-
-    def trial(name: str) -> None:
-        if not scratch:
-            scratch.append(torch.zeros_like(total))
-        add(name, scratch[0])
-
-    add(choose(key, total.device, work, {name: partial(trial, name) for name in names}), total)
-
-
-def device_seconds(call: Callable[[], object], *, warm_up: int, repetitions: int) -> float:
+def device_seconds(call: Callable[[], Any], *, warm_up: int, repetitions: int) -> float:
     """Median seconds of a call on the current CUDA device, after ``warm_up`` calls, the first of which compiles."""
     for _ in range(warm_up):
         call()
@@ -211,7 +188,7 @@ def device_seconds(call: Callable[[], object], *, warm_up: int, repetitions: int
     return median(times)
 
 
-def time_candidate(name: str, call: Callable[[], object]) -> float:
+def time_candidate(name: str, call: Callable[[], Any]) -> float:
     """Median seconds of a candidate on the current CUDA device; infinite where it fails."""
     try:
         return device_seconds(call, warm_up=2, repetitions=5)

@@ -12,17 +12,21 @@ upper one once, after the last batch.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from scipy.linalg import blas
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, add_fastest, size_class, triton_kernels
+from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, size_class, triton_kernels
 
 _SYRK_FROM = 128
 """Columns from which syrk is faster than torch's product on one thread; see the measurements above."""
+
+_BLOCK = 256
+"""Side of the diagonal blocks that are copied out when a matrix is made symmetric: at most 0.5 MiB each."""
 
 
 def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
@@ -48,18 +52,13 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
         tensor([[10., 14.],
                 [14., 20.]])
     """
-    wide = total.dtype in (torch.float32, torch.float64)
-    if not wide or not rows.is_floating_point() or rows.device != total.device:
+    types_fit = total.dtype in (torch.float32, torch.float64) and rows.is_floating_point()
+    shapes_fit = total.ndim in (2, 3) and total.shape == (*rows.shape[:-2], *rows.shape[-1:] * 2)
+    if not types_fit or not shapes_fit or rows.device != total.device:
         raise ConfigurationError(
             "The rows do not fit the total.",
-            expected="a total of float32 or float64, and rows of a floating type on its device",
-            got=f"{total.dtype} on {total.device} and {rows.dtype} on {rows.device}",
-        )
-    if total.ndim not in (2, 3) or rows.shape[:-2] != total.shape[:-2] or total.shape[-2:] != rows.shape[-1:] * 2:
-        raise ConfigurationError(
-            "The rows do not fit the total.",
-            expected="total [d, d] and rows [N, d], or [G, d, d] and [G, N, d]",
-            got=f"{list(total.shape)} and {list(rows.shape)}",
+            expected="a total [d, d] of float32 or float64 and rows [N, d], or [G, d, d] and [G, N, d], on one device",
+            got=f"{list(total.shape)} of {total.dtype} on {total.device}, {list(rows.shape)} of {rows.dtype}",
         )
     if total.numel() == 0 or rows.numel() == 0:
         return total
@@ -68,12 +67,7 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
         target, x = target[None], x[None]
     if INTERPRETED or total.device.type != "cpu":
         _on_device(target, x)
-    elif (
-        total.shape[-1] >= _SYRK_FROM
-        and target[0].is_contiguous()
-        and torch.get_num_threads() == 1
-        and blas_is_serial()
-    ):
+    elif total.shape[-1] >= _SYRK_FROM and target[0].is_contiguous() and is_serial():
         syrk = blas.ssyrk if total.dtype == torch.float32 else blas.dsyrk
         # Row-major matrices are BLAS's transposes, so the lower triangle is its upper one.
         for one, its_rows in zip(target.numpy(), x.to(total.dtype), strict=True):
@@ -86,45 +80,28 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
 
 
 def symmetrize_(total: Tensor) -> Tensor:
-    """Copy the lower triangle onto the upper one, in place.
-
-    Args:
-        total: Matrices ``[..., d, d]``.
-
-    Returns:
-        ``total``, symmetric to the bit.
-
-    Raises:
-        ConfigurationError: Not square matrices.
-    """
-    if total.ndim < 2 or total.shape[-1] != total.shape[-2]:
-        raise ConfigurationError(
-            "Only square matrices have two triangles.", expected="[..., d, d]", got=str(list(total.shape))
-        )
+    """Copy the lower triangle of matrices ``[..., d, d]`` onto the upper one, in place: symmetric to the bit."""
     size = total.shape[-1]
-    block = 256  # diagonal blocks are copied out; this bounds the extra memory
-    for start in range(0, size, block):
-        stop = min(start + block, size)
-        if stop < size:
-            total[..., start:stop, stop:] = total[..., stop:, start:stop].mT
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        total[..., start:stop, stop:] = total[..., stop:, start:stop].mT
         diagonal = total[..., start:stop, start:stop]
         diagonal.copy_(diagonal.tril() + diagonal.tril(-1).mT)
     return total
 
 
-def blas_is_serial() -> bool:
-    """Whether SciPy's BLAS runs on one thread: it must not use more cores than torch was given."""
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        if os.environ.get(name) == "1":
-            return True
-    return os.cpu_count() == 1
+def all_finite(tensor: Tensor) -> bool:
+    """Whether all real entries are finite, from one pass without intermediate results."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)  # which propagates NaN
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def dot_precision() -> str:
-    """Triton's name for the precision in which torch multiplies float32 on CUDA."""
-    if torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "ieee" if INTERPRETED else "tf32x3"
+def is_serial() -> bool:
+    """Whether torch runs on one thread and SciPy's BLAS, too: it must not use more cores than torch was given."""
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return torch.get_num_threads() == 1 and (os.cpu_count() == 1 or "1" in map(os.environ.get, names))
 
 
 def _reference(total: Tensor, rows: Tensor) -> None:
@@ -138,21 +115,14 @@ def _reference(total: Tensor, rows: Tensor) -> None:
 
 def _on_device(total: Tensor, rows: Tensor) -> None:
     """The faster one of Triton's and torch's updates of ``[G, d, d]`` by ``[G, N, d]``."""
-    kernels: Any = None
-    if total.dtype == torch.float32 and rows.dtype != torch.float64 and total.stride(2) == 1:
-        kernels = triton_kernels("symmetric_update", total.device)
-    if kernels is None:
-        _reference(total, rows)
-        return
-    tilings = {f"triton {tiling}": tiling for tiling in kernels.tilings(rows.dtype, total.shape[-1])}
-    precision = dot_precision()
-
-    def add(name: str, target: Tensor) -> None:
-        if name == REFERENCE:
-            _reference(target, rows)
-        else:
-            kernels.update(target, rows, precision=precision, tiling=tilings[name])
-
+    candidates: dict[str, Callable[[Tensor], object]] = {REFERENCE: partial(_reference, rows=rows)}
+    supported = total.dtype == torch.float32 and rows.dtype != torch.float64 and total.stride(2) == 1
+    kernels = triton_kernels("symmetric_update", total.device) if supported else None
+    precision = "tf32"  # Triton's name for the precision in which torch multiplies float32
+    if torch.get_float32_matmul_precision() == "highest":
+        precision = "ieee" if INTERPRETED else "tf32x3"
+    for tiling in kernels.tilings(rows.dtype, total.shape[-1]) if kernels is not None else ():
+        candidates[f"triton {tiling}"] = partial(kernels.update, rows=rows, precision=precision, tiling=tiling)
     groups, n_rows, width = rows.shape
     key: Key = ("symmetric_update", total.device, rows.dtype, precision, *size_class(groups, n_rows, width))
-    add_fastest(key, total, 2.0 * groups * n_rows * width**2, [REFERENCE, *tilings], add)
+    candidates[choose(key, total.device, 2.0 * groups * n_rows * width**2, candidates, total)](total)

@@ -28,6 +28,7 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.linalg.arguments import require_count, without_autocast
 from laplace_plus.linalg.callables import checked_product
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
@@ -47,7 +48,6 @@ from laplace_plus.linalg.solving import (
     warn_unless_converged,
     where_used,
 )
-from laplace_plus.linalg.symmetric import symmetric_eigen
 
 _GRAM_RTOL = 5e-7
 """A Gram matrix in float64 separates singular values down to √eps ≈ 1.5e-8 of the largest from zero; 30 times that."""

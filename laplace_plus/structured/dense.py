@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus._memory import CHUNK_BYTES, budget
-from laplace_plus.linalg.symmetric import require_finite, symmetric_eigen
+from laplace_plus.kernels import require_finite, symmetric_eigen
 from laplace_plus.structured.blocks import (
     Basis,
     Block,

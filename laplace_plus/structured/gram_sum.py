@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import kernels
-from laplace_plus.linalg.symmetric import require_finite, symmetric_eigen
+from laplace_plus.kernels import require_finite, symmetric_eigen
 
 _THIN = 0.75
 """Rows for each column up to which the Gram matrix of the rows is decomposed. With more, completing its eigenvectors

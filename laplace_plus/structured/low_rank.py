@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.linalg.results import standard_error
-from laplace_plus.linalg.symmetric import symmetric_eigen
 from laplace_plus.structured.blocks import Block, register_block
 from laplace_plus.structured.log_determinants import not_positive_definite
 from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor, gram, low_rank_log_determinant

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus._memory import slices
-from laplace_plus.linalg.symmetric import symmetric_eigen
+from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured.blocks import CoordinateMap, Factor
 from laplace_plus.structured.gradients import ExampleGradients
 from laplace_plus.structured.log_determinants import not_positive_definite

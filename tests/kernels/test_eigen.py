@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.kernels import symmetric_eigen
 
 
@@ -13,18 +13,17 @@ def symmetric(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (2, 3, 33, 33), (0, 4, 4), (3, 0, 0)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (2, 3, 33, 33), (300, 300), (0, 4, 4), (3, 0, 0)])
 def test_decomposition(shape: tuple, dtype: torch.dtype, tolerance: float) -> None:
     matrix = symmetric(*shape, dtype=dtype)
-    for computed in (torch.float64, dtype):
-        values, vectors = symmetric_eigen(matrix, dtype=computed)
-        assert values.shape == shape[:-1]
-        assert vectors.shape == shape
-        assert values.dtype == vectors.dtype == dtype
-        if matrix.numel():
-            scale = float(matrix.abs().amax()) * shape[-1]
-            assert (vectors * values.unsqueeze(-2) @ vectors.mT - matrix).abs().max() <= tolerance * scale
-            assert (values.diff(dim=-1) >= 0).all()
+    values, vectors = symmetric_eigen(matrix)
+    assert values.shape == shape[:-1]
+    assert vectors.shape == shape
+    assert values.dtype == vectors.dtype == dtype
+    if matrix.numel():
+        scale = float(matrix.abs().amax()) * shape[-1]
+        assert (vectors * values.unsqueeze(-2) @ vectors.mT - matrix).abs().max() <= tolerance * scale
+        assert (values.diff(dim=-1) >= 0).all()
 
 
 def test_only_the_lower_triangle_is_read() -> None:
@@ -34,33 +33,24 @@ def test_only_the_lower_triangle_is_read() -> None:
     torch.testing.assert_close(values, torch.linalg.eigvalsh(matrix))
 
 
-def test_what_is_not_finite_spoils_only_itself() -> None:
+def test_rows_of_zeros_have_unit_vectors() -> None:
+    matrix = symmetric(2, 5, 5)
+    matrix[:, [1, 3]] = matrix[:, :, [1, 3]] = 0
+    values, vectors = symmetric_eigen(matrix)
+    assert (values[:, :2] == 0).all()
+    assert (vectors[:, [1, 3], [0, 1]] == 1).all()
+    torch.testing.assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, matrix)
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
+
+
+def test_what_is_not_finite_is_an_error() -> None:
     matrix = symmetric(3, 4, 4)
     matrix[1, 2, 0] = float("inf")
-    values, vectors = symmetric_eigen(matrix)
-    assert torch.isnan(values[1]).all()
-    assert torch.isnan(vectors[1]).all()
-    torch.testing.assert_close(values[::2], torch.linalg.eigvalsh(matrix[::2]))
+    with pytest.raises(NonFiniteError):
+        symmetric_eigen(matrix)
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (2, 7, 7), (300, 300), (1, 1), (2, 3, 4, 4), (0, 0), (0, 3, 3)])
-def test_batches_of_every_shape(shape: tuple[int, ...]) -> None:
-    matrix = symmetric(*shape)
-    values, vectors = symmetric_eigen(matrix)
-    assert values.shape == matrix.shape[:-1]
-    error = (vectors * values.unsqueeze(-2) @ vectors.mT - matrix).abs()
-    assert (error <= 1e-13 * shape[-1] * (1 + matrix.abs().max() if matrix.numel() else 1)).all()
-
-
-@pytest.mark.parametrize(
-    ("matrix", "options"),
-    [
-        (torch.zeros(3), {}),
-        (torch.zeros(3, 4), {}),
-        (torch.zeros(3, 3, dtype=torch.int64), {}),
-        (torch.zeros(3, 3), {"dtype": torch.float16}),
-    ],
-)
-def test_what_does_not_fit_is_refused(matrix: torch.Tensor, options: dict) -> None:
+@pytest.mark.parametrize("matrix", [torch.zeros(3), torch.zeros(3, 4), torch.zeros(3, 3, dtype=torch.int64)])
+def test_what_does_not_fit_is_refused(matrix: torch.Tensor) -> None:
     with pytest.raises(ConfigurationError):
-        symmetric_eigen(matrix, **options)
+        symmetric_eigen(matrix)

@@ -14,7 +14,7 @@ from laplace_plus.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from laplace_plus.linalg.symmetric import symmetric_eigen
+from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.structured import DenseBlock, DenseGradients, DiagonalBlock, KroneckerBlock, register_block
 from laplace_plus.structured.blocks import block_from_tensors
 

@@ -11,6 +11,7 @@ read back by the host, so that a CUDA graph can capture all of it.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,100 +21,67 @@ from laplace_plus.kernels._triton.compat import jit, multiprocessors, on_its_dev
 FUSED_UP_TO = 128
 """Rows of the basis whose block of columns fits in the registers."""
 
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+
 
 @partial(jit, do_not_specialize=["rows"])
 def inner_products(
-    basis,
-    vector,
-    partials,
-    n,
-    rows,
-    chunk,
-    basis_probe,
-    basis_row,
-    vector_probe,
-    partial_probe,
-    partial_chunk,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    basis, vector, sums, n, rows, chunk, basis_probe, basis_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """``partials[probe, chunk, row] = Σ basis[probe, row, c] vector[probe, c]`` over the columns c of a chunk."""
+    """``sums[probe, chunk, row] = Σ basis[probe, row, c] vector[probe, c]`` over the columns c of a chunk."""
     probe = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0).to(tl.int64) * chunk
     last = tl.minimum(first + chunk, n)
     lines = basis + probe * basis_probe + row.to(tl.int64)[:, None] * basis_row
-    sums = tl.zeros((ROWS, COLUMNS), dtype=vector.dtype.element_ty)
+    total = tl.zeros((ROWS, COLUMNS), dtype=vector.dtype.element_ty)
     for start in range(first, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < last
-        w = tl.load(vector + probe * vector_probe + column, mask=inside, other=0.0)
-        sums += tl.load(lines + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0) * w[None, :]
-    target = partials + probe * partial_probe + tl.program_id(0).to(tl.int64) * partial_chunk + row
-    tl.store(target, tl.sum(sums, 1), mask=row < rows)
+        w = tl.load(vector + probe * n + column, mask=inside, other=0.0)
+        total += tl.load(lines + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0) * w[None, :]
+    place = sums + (probe * tl.num_programs(0) + tl.program_id(0)) * rows + row
+    tl.store(place, tl.sum(total, 1), mask=row < rows)
 
 
 @partial(jit, do_not_specialize=["rows"])
 def subtract_and_multiply(
-    basis,
-    vector,
-    coefficients,
-    output,
-    partials,
-    n,
-    rows,
-    chunk,
-    basis_probe,
-    basis_row,
-    vector_probe,
-    coefficient_probe,
-    partial_probe,
-    partial_chunk,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    basis, vector, factors, output, sums, n, rows, chunk, probes, lines, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """``output = vector − basisᵀ coefficients`` and, from the same block, the inner products of basis and output."""
+    """``output = vector − basisᵀ factors`` and, from the same block, the inner products of basis and output.
+
+    ``probes`` and ``lines`` are the basis' strides.
+    """
     probe = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, ROWS)
-    h = tl.load(coefficients + probe * coefficient_probe + row, mask=row < rows, other=0.0)
+    h = tl.load(factors + probe * rows + row, mask=row < rows, other=0.0)
     first = tl.program_id(0).to(tl.int64) * chunk
     last = tl.minimum(first + chunk, n)
-    lines = basis + probe * basis_probe + row.to(tl.int64)[:, None] * basis_row
-    sums = tl.zeros((ROWS,), dtype=vector.dtype.element_ty)
+    line = basis + probe * probes + row.to(tl.int64)[:, None] * lines
+    total = tl.zeros((ROWS,), dtype=vector.dtype.element_ty)
     for start in range(first, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < last
-        block = tl.load(lines + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        w = tl.load(vector + probe * vector_probe + column, mask=inside, other=0.0) - tl.sum(block * h[:, None], 0)
+        block = tl.load(line + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        w = tl.load(vector + probe * n + column, mask=inside, other=0.0) - tl.sum(block * h[:, None], 0)
         tl.store(output + probe * n + column, w, mask=inside)
-        sums += tl.sum(block * w[None, :], 1)
-    target = partials + probe * partial_probe + tl.program_id(0).to(tl.int64) * partial_chunk + row
-    tl.store(target, sums, mask=row < rows)
+        total += tl.sum(block * w[None, :], 1)
+    place = sums + (probe * tl.num_programs(0) + tl.program_id(0)) * rows + row
+    tl.store(place, total, mask=row < rows)
 
 
 @partial(jit, do_not_specialize=["rows"])
 def subtract(
-    basis,
-    vector,
-    coefficients,
-    output,
-    n,
-    rows,
-    basis_probe,
-    basis_row,
-    vector_probe,
-    coefficient_probe,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    basis, vector, factors, output, n, rows, basis_probe, basis_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """``output = vector − basisᵀ coefficients``."""
+    """``output = vector − basisᵀ factors``."""
     probe = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < n
-    w = tl.load(vector + probe * vector_probe + column, mask=inside, other=0.0)
+    w = tl.load(vector + probe * n + column, mask=inside, other=0.0)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
-        h = tl.load(coefficients + probe * coefficient_probe + row, mask=row < rows, other=0.0)
+        h = tl.load(factors + probe * rows + row, mask=row < rows, other=0.0)
         lines = basis + probe * basis_probe + row.to(tl.int64)[:, None] * basis_row
         block = tl.load(lines + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
         w -= tl.sum(block * h[:, None], 0)
@@ -121,21 +89,7 @@ def subtract(
 
 
 @jit
-def three_terms(
-    vector,
-    current,
-    previous,
-    alphas,
-    betas,
-    output,
-    squares,
-    n,
-    chunk,
-    vector_probe,
-    current_probe,
-    previous_probe,
-    COLUMNS: tl.constexpr,
-):
+def three_terms(vector, current, previous, alphas, betas, output, squares, n, chunk, COLUMNS: tl.constexpr):
     """``output = vector − α current − β previous`` and the sums of its squares in each chunk."""
     probe = tl.program_id(1).to(tl.int64)
     alpha = tl.load(alphas + probe)
@@ -144,81 +98,69 @@ def three_terms(
     last = tl.minimum(first + chunk, n)
     sums = tl.zeros((COLUMNS,), dtype=vector.dtype.element_ty)
     for start in range(first, last, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < last
-        w = tl.load(vector + probe * vector_probe + column, mask=inside, other=0.0)
-        w -= alpha * tl.load(current + probe * current_probe + column, mask=inside, other=0.0)
-        w -= beta * tl.load(previous + probe * previous_probe + column, mask=inside, other=0.0)
-        tl.store(output + probe * n + column, w, mask=inside)
+        place = probe * n + start + tl.arange(0, COLUMNS)
+        inside = start + tl.arange(0, COLUMNS) < last
+        w = tl.load(vector + place, mask=inside, other=0.0)
+        w -= alpha * tl.load(current + place, mask=inside, other=0.0)
+        w -= beta * tl.load(previous + place, mask=inside, other=0.0)
+        tl.store(output + place, w, mask=inside)
         sums += w * w
     tl.store(squares + probe * tl.num_programs(0) + tl.program_id(0), tl.sum(sums, 0))
 
 
-def _chunks(n: int, probes: int, columns: int, device: torch.device) -> tuple[int, int]:
-    """Number of chunks of a vector, about four for each multiprocessor in all, and the entries in each."""
-    wanted = max(1, 4 * multiprocessors(device) // probes)
+def _blocks(rows: int, n: int, probes: int, like: Tensor) -> tuple[int, int, int, int]:
+    """Rows and columns of a block, and the number and length of a vector's chunks.
+
+    A block takes 32 kB: up to 64 registers in each of 128 threads. All probes have about four chunks for each
+    multiprocessor.
+    """
+    columns = power_of_two(32768 // (rows * like.element_size()), 64, 1024)
+    wanted = max(1, 4 * multiprocessors(like.device) // probes)
     chunk = max(1, -(-n // (wanted * columns))) * columns
-    return -(-n // chunk), chunk
-
-
-def _columns(rows: int, itemsize: int) -> int:
-    """Columns in a block, so that it takes 32 kB: up to 64 registers in each of 128 threads."""
-    return power_of_two(32768 // (rows * itemsize), 64, 1024)
+    return rows, columns, -(-n // chunk), chunk
 
 
 def dots(basis: Tensor, vector: Tensor) -> Tensor:
-    """``[m, k]`` inner products of ``[m, k, n]`` with ``[m, n]``."""
+    """``[m, k]`` inner products of ``[m, k, n]`` with contiguous ``[m, n]``."""
     probes, rows, n = basis.shape
-    row_block = power_of_two(rows, 1, 32)
-    columns = _columns(row_block, vector.element_size())
-    chunks, chunk = _chunks(n, probes, columns, vector.device)
-    partials = vector.new_empty(probes, chunks, rows)
-    inner_products[(chunks, -(-rows // row_block), probes)](
-        basis, vector, partials, n, rows, chunk, basis.stride(0), basis.stride(1), vector.stride(0),
-        partials.stride(0), partials.stride(1),
-        ROWS=row_block, COLUMNS=columns, num_warps=4, num_stages=3, enable_fp_fusion=True,
-    )  # fmt: skip
-    return partials.sum(1)
+    side, columns, chunks, chunk = _blocks(power_of_two(rows, 1, 32), n, probes, vector)
+    sums, strides = vector.new_empty(probes, chunks, rows), basis.stride()[:2]
+    grid = (chunks, -(-rows // side), probes)
+    inner_products[grid](basis, vector, sums, n, rows, chunk, *strides, ROWS=side, COLUMNS=columns, **_OPTIONS)
+    return sums.sum(1)
 
 
-def combine(basis: Tensor, vector: Tensor, coefficients: Tensor) -> Tensor:
-    """``vector − basisᵀ coefficients``."""
+def combine(basis: Tensor, vector: Tensor, factors: Tensor) -> Tensor:
+    """``vector − basisᵀ factors``."""
     probes, rows, n = basis.shape
-    row_block = power_of_two(rows, 1, 32)
-    columns = _columns(row_block, vector.element_size())
-    output = vector.new_empty(probes, n)
-    subtract[(-(-n // columns), probes)](
-        basis, vector, coefficients, output, n, rows, basis.stride(0), basis.stride(1), vector.stride(0),
-        coefficients.stride(0),
-        ROWS=row_block, COLUMNS=columns, num_warps=4, num_stages=3, enable_fp_fusion=True,
-    )  # fmt: skip
+    side, columns, _, _ = _blocks(power_of_two(rows, 1, 32), n, probes, vector)
+    output, strides = torch.empty_like(vector), basis.stride()[:2]
+    grid = (-(-n // columns), probes)
+    subtract[grid](basis, vector, factors, output, n, rows, *strides, ROWS=side, COLUMNS=columns, **_OPTIONS)
     return output
 
 
-def combine_and_dots(basis: Tensor, vector: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+def combine_and_dots(basis: Tensor, vector: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`combine`, and the :func:`dots` of its result, in one pass over the basis."""
     probes, rows, n = basis.shape
     if rows > FUSED_UP_TO:
-        output = combine(basis, vector, coefficients)
+        output = combine(basis, vector, factors)
         return output, dots(basis, output)
-    row_block = power_of_two(rows)
-    columns = _columns(row_block, vector.element_size())
-    chunks, chunk = _chunks(n, probes, columns, vector.device)
-    output, partials = vector.new_empty(probes, n), vector.new_empty(probes, chunks, rows)
-    subtract_and_multiply[(chunks, probes)](
-        basis, vector, coefficients, output, partials, n, rows, chunk, basis.stride(0), basis.stride(1),
-        vector.stride(0), coefficients.stride(0), partials.stride(0), partials.stride(1),
-        ROWS=row_block, COLUMNS=columns, num_warps=4, num_stages=2, enable_fp_fusion=True,
-    )  # fmt: skip
-    return output, partials.sum(1)
+    side, columns, chunks, chunk = _blocks(power_of_two(rows), n, probes, vector)
+    output, sums = torch.empty_like(vector), vector.new_empty(probes, chunks, rows)
+    sizes = {"ROWS": side, "COLUMNS": columns, **_OPTIONS, "num_stages": 2}
+    tensors = (basis, vector, factors, output, sums)
+    subtract_and_multiply[(chunks, probes)](*tensors, n, rows, chunk, *basis.stride()[:2], **sizes)
+    return output, sums.sum(1)
 
 
 @on_its_device
 def orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tensor, Tensor]:
     """Classical Gram–Schmidt, once or twice, of ``[m, n]`` against the rows of ``[m, k, n]`` with k ≥ 1.
 
-    Rows and vectors have contiguous entries. Returns the vectors ``[m, n]`` and the coefficients ``[m, k]``.
+    The rows have contiguous entries. Returns the vectors ``[m, n]`` and the coefficients ``[m, k]``.
     """
+    vector = vector.contiguous()
     first = dots(basis, vector)
     if passes == 1:
         return combine(basis, vector, first), first
@@ -229,14 +171,11 @@ def orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tenso
 @on_its_device
 def three_term_update(vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``w − α q − β p``, α and its norm, for ``[m, n]`` each and ``β`` of ``[m]``; ``α = ⟨w, q⟩``."""
+    vector, current, previous = vector.contiguous(), current.contiguous(), previous.contiguous()
     probes, n = vector.shape
-    alpha = dots(current.unsqueeze(1), vector).squeeze(1)
-    columns = 1024
-    chunks, chunk = _chunks(n, probes, columns, vector.device)
-    output, squares = vector.new_empty(probes, n), vector.new_empty(probes, chunks)
-    three_terms[(chunks, probes)](
-        vector, current, previous, alpha, beta, output, squares, n, chunk, vector.stride(0), current.stride(0),
-        previous.stride(0),
-        COLUMNS=columns, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    alpha = dots(current[:, None], vector)[:, 0]
+    _, columns, chunks, chunk = _blocks(1, n, probes, vector)
+    output, squares = torch.empty_like(vector), vector.new_empty(probes, chunks)
+    tensors = (vector, current, previous, alpha, beta, output, squares)
+    three_terms[(chunks, probes)](*tensors, n, chunk, COLUMNS=columns, num_warps=4, enable_fp_fusion=True)
     return output, alpha, squares.sum(1).sqrt()

@@ -4,23 +4,18 @@ Programs run over (tile of the lower triangle, group) × split. Tile t lies in r
 ``j = t − i(i+1)/2`` of the grid of tiles. Where the triangle has fewer tiles than the device has multiprocessors, the
 rows are split; each split writes its own partial product, and a second kernel adds them up in a fixed order, so the sum
 is the same in every run (atomic additions are not).
-
-The module can be imported without triton, but only runs with it. Which configuration runs is measured by
-:func:`laplace_plus.kernels.selection.choose`, on scratch memory. (Triton's own ``autotune`` would time the kernels on
-the accumulators themselves, and does not work in the interpreter.)
 """
 
 # Triton gives the arguments of its kernels their types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, tl
+from laplace_plus.kernels._triton.compat import jit, multiprocessors, on_its_device, tl
 from laplace_plus.kernels.selection import INTERPRETED
 
 
@@ -50,16 +45,7 @@ def tile_of(index):
 
 @jit
 def add_partial(
-    target,
-    workspace,
-    split_stride,
-    tiles,
-    size,
-    target_group,
-    target_row,
-    SPLITS: tl.constexpr,
-    SIDE: tl.constexpr,
-    PART: tl.constexpr,
+    target, workspace, splits, tiles, size, target_group, target_row, SIDE: tl.constexpr, PART: tl.constexpr
 ):
     """Add the partial products up, in order, and onto the target; each program does ``PART`` rows of one tile."""
     tile = tl.program_id(0) % tiles
@@ -69,9 +55,9 @@ def add_partial(
     local_column = tl.arange(0, SIDE)[None, :]
     total = tl.zeros((PART, SIDE), dtype=tl.float32)
     place = workspace + (group.to(tl.int64) * tiles + tile) * SIDE * SIDE + local_row * SIDE + local_column
-    for _ in range(SPLITS):
+    for _ in range(splits):
         total += tl.load(place)
-        place += split_stride
+        place += tl.num_programs(0).to(tl.int64) * SIDE * SIDE
     row = i * SIDE + local_row
     column = j * SIDE + local_column
     inside = (row < size) & (column <= row)
@@ -84,7 +70,6 @@ def symmetric_product(
     rows,
     target,
     workspace,
-    groups,
     tiles,
     n_rows,
     size,
@@ -132,7 +117,7 @@ def symmetric_product(
         place = target + group.to(tl.int64) * target_group + row.to(tl.int64) * target_row + column
         tl.store(place, tl.load(place, mask=inside, other=0.0) + product, mask=inside)
     else:  # keep it in the workspace [splits, groups, tiles, side, side]
-        base = (split.to(tl.int64) * groups + group) * tiles + tile
+        base = split.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         tl.store(workspace + base * SIDE * SIDE + local_row * SIDE + local_column, product)
 
 
@@ -154,14 +139,12 @@ def splits_of(n_rows: int, tiles: int, step: int, device: torch.device) -> tuple
 
     It depends on the sizes and the device alone, so that the order of summation does.
     """
-    # In the interpreter the number of programs only decides how work is split.
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    splits = max(1, min(max(1, 2 * programs // tiles), n_rows // (8 * step), 512))
-    per_split = -(-n_rows // splits)
-    per_split = -(-per_split // step) * step
-    return max(1, -(-n_rows // per_split)) if n_rows else 1, max(per_split, step)
+    splits = max(1, min(2 * multiprocessors(device) // tiles, n_rows // (8 * step), 512))
+    per_split = max(1, -(-n_rows // (splits * step))) * step
+    return max(1, -(-n_rows // per_split)), per_split
 
 
+@on_its_device
 def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> None:
     """``total += rowsᵀ rows`` in the lower triangle.
 
@@ -171,26 +154,21 @@ def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> No
         precision: Triton's name of the multiplication: ``"ieee"``, ``"tf32"`` or ``"tf32x3"``.
         tiling: The configuration.
     """
-    # Triton launches on the current device, whatever the tensors are on.
-    with torch.cuda.device(total.device) if total.is_cuda else nullcontext():
-        if tiling.transposed:
-            rows = rows.mT.contiguous().mT
-        groups, n_rows, size = rows.shape
-        side = tiling.side
-        side_tiles = -(-size // side)
-        tiles = side_tiles * (side_tiles + 1) // 2
-        splits, per_split = splits_of(n_rows, tiles * groups, tiling.step, total.device)
-        workspace = total if splits == 1 else total.new_empty(splits, groups, tiles, side, side)
-        symmetric_product[(tiles * groups, splits)](
-            rows, total, workspace, groups, tiles, n_rows, size, *rows.stride(),
-            total.stride(0), total.stride(1), per_split,
-            SPLITS=splits, UPCAST=rows.dtype == torch.bfloat16 and INTERPRETED,  # it multiplies bfloat16's bit patterns
-            PRECISION=precision, SIDE=side, STEP=tiling.step, enable_fp_fusion=True, num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )  # fmt: skip
-        if splits > 1:
-            part = min(side, 16)
-            add_partial[(tiles * groups, side // part)](
-                total, workspace, workspace.stride(0), tiles, size, total.stride(0), total.stride(1),
-                SPLITS=splits, SIDE=side, PART=part, enable_fp_fusion=True,
-            )  # fmt: skip
+    if tiling.transposed:
+        rows = rows.mT.contiguous().mT
+    groups, n_rows, size = rows.shape
+    side = tiling.side
+    side_tiles = -(-size // side)
+    tiles = side_tiles * (side_tiles + 1) // 2
+    splits, per_split = splits_of(n_rows, tiles * groups, tiling.step, total.device)
+    workspace = total if splits == 1 else total.new_empty(splits, groups, tiles, side, side)
+    symmetric_product[(tiles * groups, splits)](
+        rows, total, workspace, tiles, n_rows, size, *rows.stride(), *total.stride()[:2], per_split,
+        SPLITS=splits, UPCAST=rows.dtype == torch.bfloat16 and INTERPRETED,  # it multiplies bfloat16's bit patterns
+        PRECISION=precision, SIDE=side, STEP=tiling.step, enable_fp_fusion=True, num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )  # fmt: skip
+    if splits > 1:
+        part = min(side, 16)
+        strides, sizes = total.stride()[:2], {"SIDE": side, "PART": part, "enable_fp_fusion": True}
+        add_partial[(tiles * groups, side // part)](total, workspace, splits, tiles, size, *strides, **sizes)

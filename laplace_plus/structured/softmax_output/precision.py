@@ -30,8 +30,7 @@ from typing_extensions import override
 
 from laplace_plus import _memory
 from laplace_plus._memory import chunk_bytes, slices
-from laplace_plus.kernels import symmetric_update, symmetrize_
-from laplace_plus.linalg.symmetric import symmetric_eigen
+from laplace_plus.kernels import symmetric_eigen, symmetric_update, symmetrize_
 from laplace_plus.structured.blocks import Factor, IdentityBasis
 from laplace_plus.structured.dense import clamp_rounding
 from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, OutputLayerGradients
