@@ -219,13 +219,13 @@ def gaussian_evidence(
 ) -> float:
     """Laplace evidence of a Gaussian likelihood, from the curvature at unit noise ``[P, P]`` and precisions ``[P]``."""
     fit = -0.5 * sse / noise_std**2 - count * (math.log(noise_std) + 0.5 * math.log(2 * math.pi))
-    return fit + occam(curvature / noise_std**2, deviation, precision)
+    return fit + occam(curvature / noise_std**2, deviation, precision).item()
 
 
-def occam(curvature: Tensor, deviation: Tensor, precision: Tensor) -> float:
+def occam(curvature: Tensor, deviation: Tensor, precision: Tensor) -> Tensor:
     """``−½ dᵀP₀d − ½ log det(H + P₀) + ½ log det P₀``."""
     log_determinant = torch.linalg.slogdet(curvature + torch.diag(precision)).logabsdet
-    return (-0.5 * ((precision * deviation.square()).sum() + log_determinant - precision.log().sum())).item()
+    return -0.5 * ((precision * deviation.square()).sum() + log_determinant - precision.log().sum())
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

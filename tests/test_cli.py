@@ -118,6 +118,7 @@ def test_run_repeats_itself_and_options_win_over_the_file(run_digits: Callable) 
     assert "tune" not in first["methods"]["Diagonal"]["seconds"][0]
 
 
+@pytest.mark.slow
 def test_run_shows_progress_only_when_asked(run_digits: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--training.epochs", "1", "--posteriors", "[{class: Diagonal}]")
     run_digits(*options)
@@ -306,7 +307,11 @@ def test_the_example_configuration_works_as_it_is(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "name", ["metric_bnn", "null_space", pytest.param("riemannian", marks=pytest.mark.slow), "subnetwork", "viking"]
+    "name",
+    [
+        "subnetwork",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("metric_bnn", "null_space", "riemannian", "viking")),
+    ],
 )
 def test_the_other_configurations_work_with_smaller_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

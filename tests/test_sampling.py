@@ -253,13 +253,13 @@ def test_sampled_networks_agree_where_the_network_is_linear(name):
     x, y = torch.randn(9, 3).double(), torch.randn(9, 2).double()
     posterior = CLASSES[name](net, lp.Gaussian(0.4), prior_precision=torch.tensor(0.5).double()).fit([(x, y)])
     exact = posterior.predictive(x)
-    n = 4000
+    n = 2000
     sampled = posterior.predictive(x, method="sampled", n_samples=n, generator=torch.Generator().manual_seed(2))
     errors = (sampled.mean - exact.mean) / (exact.epistemic / n).sqrt()
     spread = (sampled.epistemic / exact.epistemic - 1) / math.sqrt(2 / n)
     bound = norm.isf(LEVEL / (2 * errors.numel()))  # 18 numbers, Bonferroni
     assert errors.abs().max() < bound
-    assert spread.abs().max() < 1.1 * bound  # a χ² with 4000 degrees is a little skewed
+    assert spread.abs().max() < 1.1 * bound  # a χ² with 2000 degrees is a little skewed
     assert sampled.aleatoric.sub(0.16).abs().max() < 1e-12
 
 
@@ -268,7 +268,7 @@ def test_sampled_classification_agrees_where_the_network_is_linear():
     net = nn.Linear(3, 3).double()
     x, y = torch.randn(9, 3).double(), torch.arange(9) % 3
     posterior = lp.Full(net, "classification", prior_precision=torch.tensor(0.5).double()).fit([(x, y)])
-    n = 4000
+    n = 2000
     first = posterior.predictive(x, link="mc", n_samples=n, generator=torch.Generator().manual_seed(2))
     second = posterior.predictive(x, method="sampled", n_samples=n, generator=torch.Generator().manual_seed(3))
     error = ((first.epistemic + second.epistemic) / n).sqrt()

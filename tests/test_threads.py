@@ -90,7 +90,7 @@ def test_calls_of_several_threads_equal_those_of_one(recurrent):
     expected = [action(of, x) for of, action in jobs]
     before, globally = snapshot(net), settings()
     parts = [jobs[number::N_THREADS] for number in range(N_THREADS)]
-    found = together([lambda part=part: [[a(of, x) for of, a in part] for _ in range(4)] for part in parts])
+    found = together([lambda part=part: [[a(of, x) for of, a in part] for _ in range(2)] for part in parts])
     for number, rounds in enumerate(found):
         for results in rounds:
             for result, want in zip(results, expected[number::N_THREADS], strict=True):
@@ -148,7 +148,7 @@ def test_settings_of_the_process_are_put_back_by_the_last_to_leave():
     nets = [problem(recurrent=bool(number % 2)) for number in range(N_THREADS)]
     posteriors = [lp.KFAC(net, "classification").fit([(x, y)]) for net, x, y in nets]
     before = settings()
-    together([lambda p=p: [p.predictive(nets[0][1]) for _ in range(10)] for p in posteriors])
+    together([lambda p=p: [p.predictive(nets[0][1]) for _ in range(4)] for p in posteriors])
     assert settings() == before
 
     class Setting:

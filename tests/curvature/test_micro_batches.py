@@ -33,9 +33,16 @@ CASES = {
     "full head": (lp.Full, {"parameters": "last_layer"}),
     "empirical": (lp.KFAC, {"backend": lp.Native("empirical_fisher")}),
 }
+SLOW = {"EKFAC", "empirical"}
 
 
-@pytest.mark.parametrize(("case", "allowed"), [("KFAC", "200 KiB"), *((case, "24 KiB") for case in CASES)])
+@pytest.mark.parametrize(
+    ("case", "allowed"),
+    [
+        pytest.param("KFAC", "200 KiB", marks=pytest.mark.slow),
+        *(pytest.param(case, "24 KiB", marks=pytest.mark.slow if case in SLOW else []) for case in CASES),
+    ],
+)
 def test_the_budget_does_not_change_the_result(case: str, allowed: str) -> None:
     cls, options = CASES[case]
     model, batches = convolutional(), data()

@@ -335,7 +335,7 @@ def test_creases_are_limits_of_sharp_bends():
     assert misses[0] / misses[2] == pytest.approx(10, rel=0.2) and misses[2] < 5e-3, misses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(DTYPE, marks=pytest.mark.slow)])
 def test_geodesics_of_rectified_networks_arrive(dtype):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 2)).to(dtype)

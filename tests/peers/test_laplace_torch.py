@@ -193,7 +193,7 @@ def test_evidence_of_classification_against_the_dense_curvature():
     net, x, y = trained("classification")
     curvature, fit = dense(net, x, y, "classification")
     vector = torch.cat([p.detach().flatten() for p in net.parameters()])
-    want = fit + occam(curvature, vector, torch.full_like(vector, PRECISION))
+    want = fit + occam(curvature, vector, torch.full_like(vector, PRECISION)).item()
     for evidence in (
         theirs(net, x, y, "classification", "full", "all").log_marginal_likelihood(),
         ours(net, x, y, "classification", "full", "all").log_marginal_likelihood(),

@@ -102,7 +102,7 @@ def test_full_equals_the_dense_matrix(likelihood, n, prior, temperature):
     assert relative_error(in_head_order(posterior, posterior.variance()), covariance.diagonal()) < TIGHT
     deviation = in_head_order(posterior, posterior.mean)
     fit = posterior.laplace_model().log_likelihood().item() / temperature
-    evidence = fit + occam(curvature, deviation, diagonal)
+    evidence = fit + occam(curvature, deviation, diagonal).item()
     assert posterior.log_marginal_likelihood().item() == pytest.approx(evidence, rel=TIGHT)
 
 
@@ -322,7 +322,7 @@ def test_the_diagonal_output_factor_equals_the_dense_product():
     assert relative_error(variances, want.diagonal(dim1=1, dim2=2)) < TIGHT
     deviation = in_head_order(posterior, posterior.mean)
     evidence = posterior.laplace_model().log_likelihood().item()
-    evidence += occam(curvature, deviation, torch.full((len(curvature),), 0.6, dtype=torch.float64))
+    evidence += occam(curvature, deviation, torch.full((len(curvature),), 0.6, dtype=torch.float64)).item()
     assert posterior.log_marginal_likelihood().item() == pytest.approx(evidence, rel=TIGHT)
     (factor,) = posterior.factors().values()
     noise = torch.eye(len(curvature), dtype=torch.float64).view(-1, 1, C, D + 1)

@@ -51,7 +51,9 @@ def rescaled(net, factor):
 
 
 @pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Full, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    "norm", [pytest.param(norm, marks=[] if norm == "layer" else pytest.mark.slow) for norm in NORMS]
+)
 def test_rescaling_a_normalised_group_changes_no_prediction(norm, cls):
     net = network(norm)
     other = rescaled(net, 3.0)
@@ -182,6 +184,7 @@ def batch_normalised(x, y, *, steps=150):
     return net.eval()
 
 
+@pytest.mark.slow
 def test_error_bars_of_a_batch_normalised_network():
     """The network's own weights ask for a precision under which error bars blow up; the tangent's optimum does not."""
     x, y = toy(60, 0)

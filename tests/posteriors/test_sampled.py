@@ -124,6 +124,7 @@ def test_more_samples_than_were_solved_for_have_their_covariance():
 # -- solvers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_descent_and_conjugate_gradients_find_the_same_samples():
     model, data = linear()
     whole = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
@@ -178,7 +179,7 @@ def grouped():
     return nn.Linear(30, 1, bias=False).double(), [(x[:70], y[:70]), (x[70:], y[70:])], groups
 
 
-@pytest.mark.parametrize("method", ["mackay", "em"])
+@pytest.mark.parametrize("method", ["mackay", pytest.param("em", marks=pytest.mark.slow)])
 def test_the_fixed_point_is_that_of_the_dense_evidence(method):
     model, data, groups = grouped()
     exact, noise = mackay(dense(model, "regression", data), groups)
@@ -205,6 +206,7 @@ def test_the_fixed_point_is_that_of_the_dense_evidence(method):
     torch.testing.assert_close(posterior.samples, fresh.samples, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tuning_of_classification_and_its_options():
     model, data = deep()
     posterior = lp.SampledLaplace(model, "classification", n_samples=20, chunk_size=20).fit(data, generator=generator())
@@ -283,7 +285,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_samples(tmp_path, solver):
     assert torch.equal(posterior().fit(data, checkpoint=tmp_path).samples, whole.samples)  # and once it has ended
 
 
-@pytest.mark.parametrize("after", [2, 9, 14, 25, 40])
+@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14, 25)), 9, 40])
 def test_an_interrupted_tuning_goes_on_to_the_same_result(tmp_path, after):
     model, data = linear()
     solver = lp.CGSolver(tolerance=1e-8, checkpoint_every=1)

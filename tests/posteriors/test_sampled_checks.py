@@ -52,6 +52,7 @@ def tuned(method, **options):
     return posterior.fit_prior_precision(method, tune_noise=False, optimum_tolerance=1e-6, **options)
 
 
+@pytest.mark.slow
 def test_both_methods_agree_where_they_have_converged():
     mackay, em = (tuned(method, max_steps=300, tolerance=1e-2) for method in ("mackay", "em"))
     assert abs(float((em.prior_precision / mackay.prior_precision).log())) < 0.03

@@ -326,6 +326,7 @@ def test_steps_estimate_the_bound(problem):
     assert error < 0.05 * abs(posterior.elbo().elbo)
 
 
+@pytest.mark.slow
 def test_a_trained_linear_model_has_the_exact_mean(linear):
     net, X, y, _, noise, _ = linear
     with torch.no_grad():
@@ -385,6 +386,7 @@ def test_torchs_own_seed_is_honoured(problem):
     assert torch.equal(*samples)
 
 
+@pytest.mark.slow
 def test_everything_is_loaded(problem, tmp_path):
     net, data = problem
     posterior = lp.VIKING(net, "classification", mode=lp.ELBOTraining(epochs=1), n_samples=3)

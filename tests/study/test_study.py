@@ -257,6 +257,7 @@ def written(tmp_path, **changes):
     return path
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_stopped_and_writes_failures_down(tmp_path, capsys):
     config, output = written(tmp_path), tmp_path / "out"
     arguments = ["--data", str(tmp_path), "--output", str(output), "--config", str(config), "--workers", "2"]

@@ -67,7 +67,7 @@ def in_mixed_modes(architecture: Architecture) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+@pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Diagonal, marks=pytest.mark.slow)])
 @each
 def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
     model = in_mixed_modes(architecture)
@@ -90,7 +90,7 @@ def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal])
+@pytest.mark.parametrize("cls", [pytest.param(lp.KFAC, marks=pytest.mark.slow), lp.Diagonal])
 @each
 def test_a_network_in_training_mode_is_evaluated(architecture, cls):
     loader = architecture.loader(N, FIRST)
