@@ -26,10 +26,7 @@ import torch
 from measuring import Call, Row, least_seconds
 from torch import Tensor
 
-from laplace_plus.linalg.arnoldi import arnoldi
-from laplace_plus.linalg.lanczos import lanczos
-from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.slq import slq_logdet
+from laplace_plus.linalg import arnoldi, draw_probes, lanczos, slq_logdet
 
 Arrays = dict[str, np.ndarray]
 

@@ -28,8 +28,7 @@ from measuring import Call, Row, least_seconds, memory_in_new_process
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.linalg.slq import slq_logdet
+from laplace_plus.linalg import draw_probes, slq_logdet
 
 PROBES = 4
 PRODUCT = "one product and its VJP"

@@ -20,7 +20,7 @@ import torch
 from measuring import Call, Row, least_seconds
 from torch import Tensor
 
-from laplace_plus.linalg.traces import trace
+from laplace_plus.linalg import trace
 
 METHODS = ("hutchinson", "hutch++", "xtrace", "xnystrace")
 SIZE, MATVECS = 1000, 60

@@ -1,8 +1,9 @@
-"""Arnoldi's decomposition of a square operator, with its adjoint derivative.
+"""Arnoldi's decomposition of a square operator and Lanczos' of a symmetric one, with their adjoint derivatives.
 
 W. E. Arnoldi, "The principle of minimized iterations in the solution of the matrix eigenvalue problem", Quarterly of
-Applied Mathematics 1951; the derivative is that of N. Krämer, P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of
-functions of large matrices", NeurIPS 2024.
+Applied Mathematics 1951; C. Lanczos, "An iteration method for the solution of the eigenvalue problem of linear
+differential and integral operators", Journal of Research of the National Bureau of Standards 1950; the derivatives by
+N. Krämer, P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of functions of large matrices", NeurIPS 2024.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.linalg.adjoints import hessenberg_pullback
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.krylov import ArnoldiProcess, krylov_map, stacked, truncated_depth
+from laplace_plus.linalg.krylov import KrylovSpace, krylov_pullback, tridiagonal
 from laplace_plus.linalg.linear_maps import Matvec, attach
 
 
@@ -43,6 +43,38 @@ class ArnoldiDecomposition:
     rank: Tensor
     matvecs: int
     converged: bool
+
+
+@dataclass(frozen=True)
+class LanczosDecomposition:
+    """``A Q = Q T + r e_Kᵀ`` with ``QᵀQ = I``, ``Qᵀr = 0``, ``q_1 = c v`` and a tridiagonal T.
+
+    Where the Krylov space of a start vector ends early (``rank`` < K), its rows of Q and T beyond its rank are zero,
+    and the equations hold with ``e_rank``.
+
+    Attributes:
+        vectors: Q by rows, ``[..., K, n]``.
+        diagonal: Diagonal of T, ``[..., K]``.
+        off_diagonal: Off-diagonal of T, ``[..., K − 1]``, not negative.
+        residual: r, ``[..., n]``.
+        scale: c = 1/‖v‖, ``[...]``.
+        rank: ``[...]`` integers, the dimension of each Krylov space found; at most K.
+        matvecs: Number of operator–vector products.
+        converged: Whether all Krylov spaces are invariant, so that T has eigenvalues of A only.
+    """
+
+    vectors: Tensor
+    diagonal: Tensor
+    off_diagonal: Tensor
+    residual: Tensor
+    scale: Tensor
+    rank: Tensor
+    matvecs: int
+    converged: bool
+
+    def tridiagonal(self) -> Tensor:
+        """T as a dense matrix, ``[..., K, K]``."""
+        return tridiagonal(self.diagonal, self.off_diagonal)
 
 
 @without_autocast
@@ -88,25 +120,71 @@ def arnoldi(
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
     start = start_vectors(v, depth, dtype)
-    operator = krylov_map(matvec, start, rmatvec=rmatvec, parameters=parameters)
-    shape = start.shape[:-1]
-    with torch.no_grad():
-        found = ArnoldiProcess(operator, stacked(start), tolerance).extend(min(depth, operator.n))
-        kept = truncated_depth("Arnoldi's process", found.scale, found.rank, found.hessenberg, found.residual)
-        ragged = found.rank if bool((found.rank < kept).any()) else None
-        outputs = (
-            found.vectors[:, :kept].reshape(*shape, kept, -1),
-            found.hessenberg[:, :kept, :kept].reshape(*shape, kept, kept),
-            found.residual.reshape(start.shape),
-            found.scale.reshape(shape),
-        )
+    space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
+    return _decomposition(space, start, depth, reproject)
+
+
+@without_autocast
+def lanczos(
+    matvec: Matvec,
+    v: Tensor,
+    depth: int,
+    *,
+    parameters: Iterable[Tensor] | None = None,
+    tolerance: float | None = None,
+    check_symmetry: bool = True,
+    dtype: torch.dtype | None = None,
+) -> LanczosDecomposition:
+    """Decompose a symmetric operator on the Krylov space of a vector, with full re-orthogonalisation.
+
+    Costs ``depth`` products (of the whole stack), 2nK² floating-point operations and memory for K vectors. The result
+    is differentiable in ``v`` and in the tensors that the operator depends on. The derivative costs K products, one
+    vector–Jacobian product of K vectors, and memory for K more vectors; no graph of a product is stored.
+
+    Args:
+        matvec: A, a symmetric operator on row-stacked vectors.
+        v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
+        depth: K ≥ 1; at most n steps are taken.
+        parameters: The tensors to differentiate in, where they cannot be found from the operator.
+        tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
+            default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
+        check_symmetry: Whether to check that A is symmetric, which takes no product.
+        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
+
+    Raises:
+        ConfigurationError: A bad start vector, depth or tolerance.
+        OperatorError: A start vector of zero, or an operator of another shape or type, or one that is not symmetric.
+        NonFiniteError: NaN or infinity in a start vector or a product.
+
+    Example:
+        >>> import torch
+        >>> a = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+        >>> result = lanczos(lambda v: v @ a, torch.ones(3, dtype=torch.float64), depth=3)
+        >>> [round(x, 6) for x in torch.linalg.eigvalsh(result.tridiagonal()).tolist()]
+        [1.0, 2.0, 4.0]
+    """
+    start = start_vectors(v, depth, dtype)
+    space = KrylovSpace(
+        matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
+    )
+    found = _decomposition(space, start, depth)
+    diagonal = found.hessenberg.diagonal(dim1=-2, dim2=-1)
+    off_diagonal = found.hessenberg.diagonal(-1, dim1=-2, dim2=-1)
+    return LanczosDecomposition(
+        found.vectors, diagonal, off_diagonal, found.residual, found.scale, found.rank, found.matvecs, found.converged
+    )
+
+
+def _decomposition(space: KrylovSpace, start: Tensor, depth: int, reproject: bool = True) -> ArnoldiDecomposition:
+    space.extend(depth)
+    operator, rank, matvecs, shape = space.operator, space.rank, space.operator.matvecs, start.shape[:-1]
+    outputs = [x.reshape((*shape, *x.shape[1:])) for x in (space.vectors, space.matrix, space.residual, space.norm)]
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        gradient, gradients = hessenberg_pullback(operator, outputs, cotangents, rank=ragged, reproject=reproject)
+        gradient, gradients = krylov_pullback(operator, outputs, cotangents, rank=rank, reproject=reproject)
         return gradient.reshape(start.shape).to(start.dtype), *gradients
 
-    matvecs = operator.matvecs
-    vectors, hessenberg, residual, scale = attach(outputs, [start, *operator.tensors], pullback)
+    vectors, matrix, residual, norm = attach(outputs, [start, *operator.tensors], pullback)
     return ArnoldiDecomposition(
-        vectors, hessenberg, residual, scale, found.rank.reshape(shape), matvecs, bool(found.invariant.all())
+        vectors, matrix, residual, norm.reciprocal(), rank.reshape(shape), matvecs, space.complete
     )

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, vector_norm
-from laplace_plus.linalg.adjoints import or_zeros
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import (
     breakdown_limit,
     combine,
     coordinates,
+    flattened,
     invariant,
-    krylov_map,
     orthogonalize,
+    orthonormality_row,
     product_length,
+    reprojected,
     stacked,
     truncated_depth,
 )
@@ -63,7 +64,7 @@ class Bidiagonalization:
 
     def bidiagonal(self) -> Tensor:
         """B as a dense matrix, ``[..., K, K]``."""
-        return _bidiagonal(self.diagonal, self.off_diagonal)
+        return torch.diag_embed(self.diagonal) + torch.diag_embed(self.off_diagonal, 1)
 
 
 @without_autocast
@@ -111,43 +112,45 @@ def bidiagonalize(
     start = start_vectors(v, depth, dtype)
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else start.shape[-1]
-    operator = krylov_map(matvec, start, m=m, rmatvec=rmatvec, parameters=parameters)
-    shape = start.shape[:-1]
-    with torch.no_grad():
-        found = _golub_kahan(operator, stacked(start), min(depth, m, operator.n), tolerance)
-        left, right, alpha, beta, residual, scale, rank, ended, adjointness = found
-        kept = max(truncated_depth("Bidiagonalisation", scale, rank, alpha, beta, residual), 1)
-        _require_transpose(adjointness, start.dtype)
-        ragged = rank if bool((rank < kept).any()) else None
-        outputs = (
-            left[:, :kept].reshape(*shape, kept, -1),
-            right[:, :kept].reshape(*shape, kept, -1),
-            alpha[:, :kept].reshape(*shape, kept),
-            beta[:, : kept - 1].reshape(*shape, kept - 1),
-            residual.reshape(start.shape),
-            scale.reshape(shape),
-        )
+    operator = LinearMap(
+        matvec, start.shape[-1], m=m, rmatvec=rmatvec, parameters=parameters, dtype=start.dtype, single=start.ndim == 1
+    )
+    shape, rows = start.shape[:-1], stacked(start)
+    found, rank, converged = _golub_kahan(operator, rows, min(depth, m, operator.n), tolerance, start.dtype)
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        gradient, gradients = _pullback(operator, stacked(start), outputs, cotangents, ragged)
+        gradient, gradients = _pullback(operator, rows, outputs, cotangents, rank)
         return gradient.reshape(start.shape).to(start.dtype), *gradients
 
     matvecs = operator.matvecs
-    left, right, alpha, beta, residual, scale = attach(outputs, [start, *operator.tensors], pullback)
-    return Bidiagonalization(left, right, alpha, beta, residual, scale, rank.reshape(shape), matvecs, bool(ended.all()))
+    outputs = [x.reshape((*shape, *x.shape[1:])) for x in found]
+    left, right, small, residual, norm = attach(outputs, [start, *operator.tensors], pullback)
+    return Bidiagonalization(
+        left,
+        right,
+        small.diagonal(dim1=-2, dim2=-1),
+        small.diagonal(1, dim1=-2, dim2=-1),
+        residual,
+        norm.reciprocal(),
+        rank.reshape(shape),
+        matvecs,
+        converged,
+    )
 
 
-def _golub_kahan(operator: LinearMap, start: Tensor, depth: int, tolerance: float | None) -> tuple[Tensor, ...]:
-    (batch, n), m = start.shape, operator.m
+def _golub_kahan(
+    operator: LinearMap, start: Tensor, depth: int, tolerance: float | None, outer: torch.dtype
+) -> tuple[tuple[Tensor, ...], Tensor, bool]:
+    """U, V, B, the residual and the norm of the start vector, each with its batch first; ranks; whether all ended."""
+    batch, n = start.shape
     limit = breakdown_limit(tolerance, start.dtype)
     norm = vector_norm(start)
-    scale = norm.reciprocal()
-    left, right = start.new_zeros(batch, depth, m), start.new_zeros(batch, depth, n)
-    alpha, beta = start.new_zeros(batch, depth), start.new_zeros(batch, depth)
+    left, right = start.new_zeros(batch, depth, operator.m), start.new_zeros(batch, depth, n)
+    small = start.new_zeros(batch, depth, depth + 1)
     residual, largest, adjointness = torch.zeros_like(start), torch.zeros_like(norm), torch.zeros_like(norm)
     active = torch.ones_like(norm, dtype=torch.bool)
     rank = torch.zeros_like(norm, dtype=torch.int64)
-    vector = start * scale[:, None]
+    vector = start / norm[:, None]
     for k in range(depth):
         product = operator(vector)
         largest = torch.maximum(largest, vector_norm(product) if k else product_length(product))
@@ -157,30 +160,29 @@ def _golub_kahan(operator: LinearMap, start: Tensor, depth: int, tolerance: floa
         active = active & ~invariant(size, limit * largest)
         right[:, k] = torch.where(active[:, None], vector, 0.0)
         left[:, k] = torch.where(active[:, None], rest / size[:, None], 0.0)
-        alpha[:, k] = torch.where(active, size, 0.0)
+        small[:, k, k] = torch.where(active, size, 0.0)
         rank += active
         product = operator.transposed(left[:, k].contiguous())
         largest = torch.maximum(largest, vector_norm(product))
         rest, along = orthogonalize(right[:, : k + 1], product)
         # vᵀ(Aᵀu) = uᵀ(Av) = α checks the caller's transpose without a product
-        adjointness = torch.maximum(adjointness, (along[:, k] - alpha[:, k]).abs() / largest)
+        adjointness = torch.maximum(adjointness, (along[:, k] - small[:, k, k]).abs() / largest)
         residual = torch.where(active[:, None], rest, residual)
         size = vector_norm(rest)
         active = active & ~invariant(size, limit * largest)
-        beta[:, k] = torch.where(active, size, 0.0)
+        small[:, k, k + 1] = torch.where(active, size, 0.0)
         vector = torch.where(active[:, None], rest / size[:, None], 0.0)
-    return left, right, alpha, beta, residual, scale, rank, ~active | (rank == n), adjointness
-
-
-def _require_transpose(adjointness: Tensor, dtype: torch.dtype) -> None:
-    limit = torch.finfo(dtype).eps ** 0.5
-    if bool((adjointness > limit).any()):
+    kept = max(truncated_depth(norm, rank, small, residual), 1)
+    allowed = torch.finfo(outer).eps ** 0.5
+    if bool((adjointness > allowed).any()):
         raise OperatorError(
             "rmatvec is not the transpose of the operator.",
-            expected=f"uᵀ(A v) = (Aᵀu)ᵀv to a relative {limit:.0e}",
+            expected=f"uᵀ(A v) = (Aᵀu)ᵀv to a relative {allowed:.0e}",
             got=f"a relative difference of {float(adjointness.max()):.1e}",
             fix="Check rmatvec, or leave it out where torch can differentiate through matvec.",
         )
+    found = left[:, :kept], right[:, :kept], small[:, :kept, :kept], residual, norm
+    return found, rank, bool((~active | (rank == n)).all())
 
 
 def _pullback(
@@ -188,30 +190,23 @@ def _pullback(
     start: Tensor,
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
-    rank: Tensor | None,
+    rank: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The adjoint of Lanczos' process for the augmented operator; its multipliers alternate between both sides."""
-    (depth, m), n = outputs[0].shape[-2:], outputs[1].shape[-1]
-    given = [or_zeros(c, o) for c, o in zip(cotangents, outputs, strict=True)]
-    left, right, left_, right_ = (
-        x.reshape(-1, depth, size) for x, size in ((outputs[0], m), (outputs[1], n), (given[0], m), (given[1], n))
-    )
-    residual, residual_ = outputs[4].reshape(-1, n), given[4].reshape(-1, n)
-    scale, scale_ = outputs[5].reshape(-1), given[5].reshape(-1)
-    small = _bidiagonal(outputs[2], outputs[3]).reshape(-1, depth, depth)
-    # B and Bᵀ in the augmented matrix have half of the cotangent each
-    small_ = _bidiagonal(given[2], given[3]).reshape(-1, depth, depth) / 2
-    if rank is None:
-        rank = torch.full(scale.shape, depth, dtype=torch.int64, device=scale.device)
+    depth, m, n = outputs[2].shape[-1], operator.m, operator.n
+    shapes = [(-1, depth, m), (-1, depth, n), (-1, depth, depth), (-1, n), (-1,)]
+    (left, right, small, residual, norm), given = flattened(outputs, cotangents, shapes)
+    left_, right_, small_, residual_, norm_ = given
     inside = torch.arange(depth, device=rank.device) < rank[:, None]
     left_, right_ = left_ * inside[..., None], right_ * inside[..., None]
-    small_ = small_ * (inside[..., None] & inside[:, None])
+    # B and Bᵀ in the augmented matrix have half of the cotangent each
+    small_ = small_.triu().tril(1) * (inside[..., None] & inside[:, None]) / 2
     last = (rank - 1).clamp(min=0)[:, None, None].expand(-1, 1, depth)
     eta = small_.gather(1, last)[:, 0] - coordinates(right, residual_)
     end = residual_ + combine(eta, right)
     left_pi = small @ small_.mT - inner_products(left_, left)
     right_pi = small.mT @ small_ - inner_products(right_, right)
-    right_pi[:, 0, 0] -= scale_ * scale
+    right_pi[:, 0, 0] += norm_ * norm
     left_gamma, right_gamma = torch.zeros_like(left_pi), torch.zeros_like(right_pi)
     phi, psi = torch.zeros_like(left), torch.zeros_like(right)  # multipliers of A v_k and of Aᵀ u_k
     following = torch.zeros_like(left[:, 0])
@@ -219,37 +214,19 @@ def _pullback(
     for k in reversed(range(depth)):
         here = (rank > k)[:, None]
         multiplier = torch.where((rank == k + 1)[:, None], end, torch.where(here, multiplier, 0.0))
-        psi[:, k] = multiplier = _reprojected(multiplier, right, small_[:, k], min(k + 2, depth))
+        psi[:, k] = multiplier = reprojected(multiplier, right, small_[:, k], min(k + 2, depth))
         product = operator(multiplier)
-        both = _gamma_row(left_gamma, left_pi, left, product, k)
+        both = orthonormality_row(left_gamma, left_pi, left, product, k)
         rest = left_[:, k] + combine(both, left) + product
         if k + 1 < depth:
             rest = rest - small[:, k, k + 1, None] * following
         rest = torch.where(here, rest / small[:, k, k, None], 0.0)
-        phi[:, k] = following = _reprojected(rest, left, small_[:, :, k], k + 1)
+        phi[:, k] = following = reprojected(rest, left, small_[:, :, k], k + 1)
         product = operator.transposed(following)
-        both = _gamma_row(right_gamma, right_pi, right, product, k)
+        both = orthonormality_row(right_gamma, right_pi, right, product, k)
         rest = right_[:, k] + combine(both, right) + product - small[:, k, k, None] * multiplier
         rest = rest + eta[:, k, None] * residual
-        multiplier = rest / small[:, k - 1, k, None] if k else rest * scale[:, None]
+        multiplier = rest / (small[:, k - 1, k, None] if k else norm[:, None])
     # at rank zero only c = 1/‖v‖ depends on v
-    gradient = torch.where((rank > 0)[:, None], multiplier, -(scale_ * scale**3)[:, None] * start)
+    gradient = torch.where((rank > 0)[:, None], multiplier, (norm_ / norm)[:, None] * start)
     return gradient, operator.parameter_pullback(torch.cat([right, psi], 1), torch.cat([phi, left], 1))
-
-
-def _reprojected(multiplier: Tensor, basis: Tensor, target: Tensor, size: int) -> Tensor:
-    """Enforce ``q_iᵀ λ = target_i`` for the first ``size`` vectors, which holds in exact arithmetic."""
-    basis = basis[:, :size]
-    return multiplier + combine(target[:, :size] - coordinates(basis, multiplier), basis)
-
-
-def _gamma_row(gamma: Tensor, pi: Tensor, basis: Tensor, product: Tensor, k: int) -> Tensor:
-    """Fill row k of the multipliers of orthonormality, and return that row of ``Γ + Γᵀ``."""
-    row = pi[:, k, : k + 1] - coordinates(basis[:, : k + 1], product)
-    row[:, k] /= 2
-    gamma[:, k, : k + 1] = row
-    return gamma[:, k] + gamma[:, :, k]
-
-
-def _bidiagonal(diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
-    return torch.diag_embed(diagonal) + torch.diag_embed(off_diagonal, 1)

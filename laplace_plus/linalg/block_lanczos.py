@@ -2,8 +2,8 @@
 
 G. Golub and R. Underwood, "The block Lanczos method for computing eigenvalues", Mathematical Software III, 1977.
 Several start vectors share one Krylov space. It finds eigenvalues of a multiplicity up to their number, and the work
-consists of matrix operator. The derivative is the adjoint of a band decomposition, see
-:mod:`~laplace_plus.linalg.adjoints`.
+consists of matrix products. The derivative is the adjoint of a band decomposition, see
+:mod:`~laplace_plus.linalg.krylov`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
-from laplace_plus.linalg.adjoints import krylov_pullback, or_zeros
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import (
     breakdown_limit,
-    krylov_map,
+    krylov_pullback,
     orthogonalize,
     product_length,
     require_symmetric,
@@ -38,7 +37,7 @@ class BlockLanczosDecomposition:
         residual: R by rows, ``[size of the last block, n]``.
         start: S, ``[size of the first block, p]``, upper triangular if it is p × p.
         block_sizes: Number of vectors in each block. A block shrinks where its vectors become linearly dependent.
-        matvecs: Number of operator–vector operator.
+        matvecs: Number of operator–vector products.
         converged: Whether the space is invariant, so that T has eigenvalues of A only.
     """
 
@@ -99,17 +98,25 @@ def block_lanczos(
         raise ConfigurationError(
             "A block method needs a matrix of start vectors.", expected="[p, n]", got=str(tuple(start.shape))
         )
-    operator = krylov_map(matvec, start, symmetric=True, parameters=parameters)
-    with torch.no_grad():
-        found, sizes, converged = _block_process(operator, start, depth, tolerance, check_symmetry=check_symmetry)
-    regular = all(size == len(start) for size in sizes)
-    differentiates_start = start.requires_grad
+    operator = LinearMap(matvec, start.shape[1], symmetric=True, parameters=parameters, dtype=start.dtype)
+    found, sizes, converged = _block_process(operator, start, depth, tolerance, check_symmetry)
+    width, shrunk, start_is_constant = len(start), min(sizes) < len(start), not start.requires_grad
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        if not regular:
-            return None, *_vectors_fixed(operator, outputs, cotangents, differentiates_start)
-        gradient, gradients = _pullback(operator, outputs, cotangents)
-        return gradient.to(start.dtype), *gradients
+        if not shrunk:
+            gradient, gradients = krylov_pullback(operator, outputs, cotangents, width=width)
+            return gradient[0].to(start.dtype), *gradients
+        # S depends on the start vectors alone
+        if start_is_constant and cotangents[0] is None and cotangents[2] is None:
+            vectors, matrix = outputs[:2]
+            matrix_ = torch.zeros_like(matrix) if cotangents[1] is None else cotangents[1]
+            return None, *operator.parameter_pullback(vectors, (matrix_ + matrix_.T) / 2 @ vectors)
+        raise UnsupportedError(
+            "A block has shrunk, and only T has a derivative, in the operator alone.",
+            expected="a function of the matrix T, differentiated in the operator's tensors",
+            got="one of the start vectors, the residual or the vectors",
+            fix="Start from linearly independent vectors and take fewer steps, or detach the others.",
+        )
 
     matvecs = operator.matvecs
     vectors, matrix, residual, factor = attach(found, [start, *operator.tensors], pullback)
@@ -117,7 +124,7 @@ def block_lanczos(
 
 
 def _block_process(
-    operator: LinearMap, start: Tensor, depth: int, tolerance: float | None, *, check_symmetry: bool
+    operator: LinearMap, start: Tensor, depth: int, tolerance: float | None, check_symmetry: bool
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
     n, outer, start = start.shape[-1], start.dtype, stacked(start)
     limit = breakdown_limit(tolerance, start.dtype)
@@ -128,6 +135,7 @@ def _block_process(
         raise OperatorError("All start vectors are zero.", expected="a vector of positive norm", got="none")
     first, largest = factor, torch.zeros_like(start[0, 0])
     projected = start.new_zeros(basis.shape[0], basis.shape[0])  # Q A Qᵀ: upper triangular blocks, and those below
+    lower = torch.zeros_like(projected)  # the part of T below the diagonal, and half of the diagonal blocks
     sizes: list[int] = []
     done, converged, residual = 0, False, block
     for _ in range(depth):
@@ -141,22 +149,17 @@ def _block_process(
         largest = torch.maximum(largest, lengths.max())
         rest, coefficients = orthogonalize(basis[None, :stop], product[None])
         residual, projected[:stop, here] = rest[0], coefficients[0].T
+        lower[here, here] = (projected[here, here] + projected[here, here].T) / 4
         done = stop
         block, factor = _orthonormal(basis[:done], residual, limit, largest)
         if done == n or not block.shape[0]:
             converged = True
             break
         if len(sizes) < depth:
-            projected[done : done + block.shape[0], here] = factor
-    projected = projected[:done, :done]
+            projected[done : done + block.shape[0], here] = lower[done : done + block.shape[0], here] = factor
     if check_symmetry:
-        require_symmetric(projected, outer)
-    lower, ends = torch.zeros_like(projected), torch.tensor(sizes).cumsum(0).tolist()
-    for size, end in zip(sizes, ends, strict=True):
-        own = slice(end - size, end)
-        lower[own, own] = (projected[own, own] + projected[own, own].T) / 4
-        lower[end:, own] = projected[end:, own]
-    return (basis[:done], lower + lower.T, residual, first), tuple(sizes), converged
+        require_symmetric(projected[:done, :done], outer)
+    return (basis[:done], (lower + lower.T)[:done, :done], residual, first), tuple(sizes), converged
 
 
 def _orthonormal(basis: Tensor, vectors: Tensor, limit: float, size: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -184,42 +187,3 @@ def _qr(vectors: Tensor) -> tuple[Tensor, Tensor]:
     q, r = torch.linalg.qr(vectors.T)
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(r.dtype)
     return (q * signs).T.contiguous(), signs[:, None] * r
-
-
-def _pullback(
-    operator: LinearMap, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    vectors, matrix, residual, start = outputs
-    vectors_, matrix_, residual_, start_ = (or_zeros(c, o) for c, o in zip(cotangents, outputs, strict=True))
-    p = start.shape[0]
-    band = ((matrix_ + matrix_.T) / 2).tril(p).triu(-p)
-    below = matrix.new_zeros(matrix.shape[0] - p, p)
-    extended = torch.cat([torch.cat([start, below]), matrix], dim=1)
-    extended_ = torch.cat([torch.cat([start_.triu(), below]), band], dim=1)
-    gradient, gradients = krylov_pullback(
-        operator,
-        vectors[None],
-        extended.triu()[None],
-        residual[None],
-        vectors_[None],
-        extended_.triu()[None],
-        residual_[None],
-        symmetric=True,
-    )
-    return gradient[0], gradients
-
-
-def _vectors_fixed(
-    operator: LinearMap, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], differentiates_start: bool
-) -> tuple[Tensor, ...]:
-    vectors, matrix = outputs[:2]
-    # S depends on the start vectors alone
-    if differentiates_start or cotangents[0] is not None or cotangents[2] is not None:
-        raise UnsupportedError(
-            "A block has shrunk, and only T has a derivative, in the operator alone.",
-            expected="a function of the matrix T, differentiated in the operator's tensors",
-            got="one of the start vectors, the residual or the vectors",
-            fix="Start from linearly independent vectors and take fewer steps, or detach the others.",
-        )
-    matrix_ = or_zeros(cotangents[1], matrix)
-    return operator.parameter_pullback(vectors, (matrix_ + matrix_.T) / 2 @ vectors)

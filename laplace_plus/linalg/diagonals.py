@@ -17,11 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.linalg.arguments import require_choice, without_autocast
-from laplace_plus.linalg.estimators import Estimator, Hutchinson, check_budget, run_estimator
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type, require_finite
+from laplace_plus.linalg.estimators import Hutchinson, SketchEstimator
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type
 from laplace_plus.linalg.probes import Probes
 from laplace_plus.linalg.results import Estimate, jackknife, standard_error
-from laplace_plus.linalg.sketches import Sketch
 
 DiagonalMethod = Literal["xdiag", "hutchinson"]
 """Names of the estimators of :func:`diagonal`."""
@@ -89,39 +88,15 @@ def diagonal(
         True
     """
     require_choice("diagonal method", method, DiagonalMethod)
-    kind = _XDiag if method == "xdiag" else _Hutchinson
-    cap = check_budget(method, n, matvecs, kind.fewest, cap, tolerance, absolute_tolerance)
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, rmatvec=rmatvec, symmetric=symmetric, parameters=parameters, dtype=dtype)
-    estimator = kind(operator, distribution, generator, dtype, device)
-    return run_estimator(estimator, matvecs, cap, tolerance, absolute_tolerance, torch.diagonal)
+    kind = _XDiag if method == "xdiag" else Hutchinson
+    estimator = kind(torch.mul, operator, distribution, generator, dtype, device)
+    return estimator.run(method, matvecs, cap, tolerance, absolute_tolerance)
 
 
-class _Hutchinson(Hutchinson):
-    @override
-    def sample(self, probes: Tensor, products: Tensor) -> Tensor:
-        return probes * products
-
-
-class _XDiag(Estimator):
-    fewest = 4
-
-    @override
-    def add(self, matvecs: int) -> None:
-        probes = self.draw(matvecs // 2)
-        columns = self.multiply(probes)
-        if not len(self.probes):
-            self.range = Sketch(columns)
-            self.products = self._transposed(self.range.basis)
-        else:
-            self.products = torch.cat([self.products, self._transposed(self.range.extend(columns))])
-        self.probes = torch.cat([self.probes, probes])
-
-    def _transposed(self, vectors: Tensor) -> Tensor:
-        """``Aᵀ u``."""
-        products = self.operator.transposed(vectors)
-        require_finite("The estimator", products)
-        return products
+class _XDiag(SketchEstimator):
+    transposed = True
 
     @override
     def estimate(self) -> tuple[Tensor, Tensor]:

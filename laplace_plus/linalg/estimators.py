@@ -13,12 +13,15 @@ from laplace_plus.linalg.arguments import require_count, require_tolerance, work
 from laplace_plus.linalg.linear_maps import LinearMap, attach_one, require_finite
 from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.results import Estimate, standard_error
+from laplace_plus.linalg.sketches import Sketch
 
 
 class Estimator(ABC):
     """An estimate that is refined by batches of products.
 
     Args:
+        sample: The sample of each probe, from probes and products ``[m, n]``. Over the unit vectors it sums to the
+            exact result.
         operator: A, n × n.
         kind: Distribution of the probes; the class's own by default.
         generator: Source of the randomness.
@@ -30,7 +33,6 @@ class Estimator(ABC):
         kind: Distribution of the probes.
         wide: Type of the recurrences, at least float32.
         probes: Those used so far, ``[m, n]``.
-        samples: One value for each probe.
     """
 
     fewest = 2
@@ -38,26 +40,27 @@ class Estimator(ABC):
 
     def __init__(
         self,
+        sample: Callable[[Tensor, Tensor], Tensor],
         operator: LinearMap,
         kind: Probes | None,
         generator: torch.Generator | None,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.operator, self.generator, self.dtype, self.device = operator, generator, dtype, device
+        require_count("n", operator.n, 1)
+        self.sample, self.operator, self.generator, self.dtype, self.device = sample, operator, generator, dtype, device
         self.kind = kind or type(self).kind
         self.wide = working_type(dtype)
         self.probes = torch.empty(0, operator.n, dtype=self.wide, device=device)
-        self.samples = torch.empty(0, device=device)
 
     def draw(self, count: int) -> Tensor:
         """Probes ``[count, n]`` in the type of the recurrences, rounded to that of the operator."""
         n, dtype, device = self.operator.n, self.dtype, self.device
         return draw_probes(self.kind, count, n, generator=self.generator, dtype=dtype, device=device).to(self.wide)
 
-    def multiply(self, vectors: Tensor) -> Tensor:
-        """``A v``, checked for NaN, which later decompositions might hide."""
-        products = self.operator(vectors)
+    def multiply(self, vectors: Tensor, *, transposed: bool = False) -> Tensor:
+        """``A v`` or ``Aᵀ v``, checked for NaN, which later decompositions might hide."""
+        products = self.operator.transposed(vectors) if transposed else self.operator(vectors)
         require_finite("The estimator", products)
         return products
 
@@ -73,13 +76,64 @@ class Estimator(ABC):
     def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors v, u for which ``Σ ⟨u, A v⟩`` is the product of cotangent and estimate, with the bases held fixed."""
 
+    def run(
+        self, name: str, matvecs: int, cap: int | None, tolerance: float | None, absolute_tolerance: float
+    ) -> Estimate:
+        """Add batches of products until the standard error meets the tolerance, or until n products are exact.
+
+        Args:
+            name: The method's name.
+            matvecs: Products per batch.
+            cap: Limit on the number of products; 20 ``matvecs`` by default.
+            tolerance: Relative tolerance; None for one batch.
+            absolute_tolerance: An error that is small enough in any case.
+
+        Raises:
+            ConfigurationError: A bad tolerance or cap, or too few products.
+            NonFiniteError: A product is NaN or infinite.
+        """
+        operator, n = self.operator, self.operator.n
+        require_count(
+            "matvecs", matvecs, min(self.fewest, n), f"{name} needs {self.fewest}, or n for the exact result."
+        )
+        require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
+        cap = 20 * matvecs if cap is None else cap
+        require_count("cap", cap, matvecs)
+        exact = matvecs >= n
+        while not exact:
+            self.add(matvecs)
+            value, sem = self.estimate()
+            require_finite("The estimator", value)
+            # The only synchronisation with the device, once per batch and only with a tolerance.
+            met = tolerance is None or bool(sem.norm() <= torch.clamp(tolerance * value.norm(), min=absolute_tolerance))
+            spent = operator.matvecs
+            if met or spent + matvecs > cap:
+                return self._result(value, sem, met, len(self.probes), self.frame)
+            # n products are exact: spend them once another batch costs as much, and before the cap forbids it
+            exact = n <= cap - spent and (spent + matvecs >= n or cap - spent < n + matvecs)
+        identity = torch.eye(n, dtype=self.wide, device=self.device)
+        value = self.sample(identity, self.multiply(identity)).sum(0)
+        return self._result(value, torch.zeros_like(value), True, 0, lambda cotangent: (identity, identity * cotangent))
+
+    def _result(
+        self,
+        value: Tensor,
+        sem: Tensor,
+        met: bool,
+        probes: int,
+        frame: Callable[[Tensor], tuple[Tensor, Tensor]],
+    ) -> Estimate:
+        operator, matvecs = self.operator, self.operator.matvecs
+        differentiable = attach_one(
+            value.to(self.wide), operator.tensors, lambda cotangent: operator.parameter_pullback(*frame(cotangent))
+        )
+        return Estimate(differentiable, sem.to(self.wide), matvecs, met, probes=probes)
+
 
 class Hutchinson(Estimator):
     """The mean of samples of independent probes."""
 
-    @abstractmethod
-    def sample(self, probes: Tensor, products: Tensor) -> Tensor:
-        """One sample for each probe."""
+    samples: Tensor
 
     @override
     def add(self, matvecs: int) -> None:
@@ -97,82 +151,22 @@ class Hutchinson(Estimator):
         return self.probes, cotangent * self.probes / len(self.probes)
 
 
-def check_budget(
-    name: str,
-    n: int,
-    matvecs: int,
-    fewest: int,
-    cap: int | None,
-    tolerance: float | None,
-    absolute_tolerance: float,
-) -> int:
-    """Check the arguments of an estimator; the cap, 20 ``matvecs`` by default.
+class SketchEstimator(Estimator):
+    """Half of the products make a sketch of the range; the others multiply its basis with A, or with its transpose."""
 
-    Raises:
-        ConfigurationError: A bad size, tolerance or cap, or too few products for the method ``name``.
-    """
-    require_count("n", n, 1)
-    require_count("matvecs", matvecs, min(fewest, n), f"{name} needs {fewest}, or n for the exact result.")
-    require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
-    cap = 20 * matvecs if cap is None else cap
-    require_count("cap", cap, matvecs)
-    return cap
+    fewest = 4
+    transposed = False
+    range: Sketch
+    products: Tensor
 
-
-def run_estimator(
-    estimator: Estimator,
-    matvecs: int,
-    cap: int,
-    tolerance: float | None,
-    absolute_tolerance: float,
-    exact: Callable[[Tensor], Tensor],
-) -> Estimate:
-    """Add batches of products until the standard error meets the tolerance, or until n products give the exact result.
-
-    Args:
-        estimator: The estimator, without samples.
-        matvecs: Products per batch.
-        cap: Limit on the number of products.
-        tolerance: Relative tolerance; None for one batch.
-        absolute_tolerance: An error that is small enough in any case.
-        exact: The exact result from the rows ``[n, n]`` of Aᵀ.
-
-    Raises:
-        NonFiniteError: A product is NaN or infinite.
-    """
-    operator, n = estimator.operator, estimator.operator.n
-    if matvecs >= n:
-        return _exact(estimator, exact)
-    while True:
-        estimator.add(matvecs)
-        value, sem = estimator.estimate()
-        require_finite("The estimator", value)
-        # The only synchronisation with the device, once per batch and only with a tolerance.
-        met = tolerance is None or bool(sem.norm() <= torch.clamp(tolerance * value.norm(), min=absolute_tolerance))
-        spent = operator.matvecs
-        if met or spent + min(matvecs, n) > cap:
-            break
-        # n products are exact: spend them once another batch costs as much, and before the cap forbids it
-        if n <= cap - spent and (spent + matvecs >= n or cap - spent < n + matvecs):
-            return _exact(estimator, exact)
-
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return operator.parameter_pullback(*estimator.frame(cotangent))
-
-    matvecs = operator.matvecs
-    value = attach_one(value.to(estimator.wide), operator.tensors, pullback)
-    return Estimate(value, sem.to(estimator.wide), matvecs, met, probes=len(estimator.probes))
-
-
-def _exact(estimator: Estimator, exact: Callable[[Tensor], Tensor]) -> Estimate:
-    """The exact result from n products."""
-    operator = estimator.operator
-    identity = torch.eye(operator.n, dtype=estimator.dtype, device=estimator.device)
-    value = exact(operator(identity)).to(estimator.wide, copy=True)
-    require_finite("The estimator", value)
-
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return operator.parameter_pullback(identity, identity * cotangent)
-
-    matvecs = operator.matvecs
-    return Estimate(attach_one(value, operator.tensors, pullback), torch.zeros_like(value), matvecs, True)
+    @override
+    def add(self, matvecs: int) -> None:
+        probes = self.draw(matvecs // 2)
+        columns = self.multiply(probes)
+        if not len(self.probes):
+            self.range, self.products = Sketch(columns), columns[:0]
+            new = self.range.basis
+        else:
+            new = self.range.extend(columns)
+        self.products = torch.cat([self.products, self.multiply(new, transposed=self.transposed)])
+        self.probes = torch.cat([self.probes, probes])

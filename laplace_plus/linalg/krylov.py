@@ -1,18 +1,26 @@
-"""The Arnoldi process, and what the Krylov decompositions share: Gram–Schmidt, and checks of what was computed.
+r"""Krylov spaces with full re-orthogonalisation, and the derivative of Krylov decompositions.
 
 Two passes of classical Gram–Schmidt leave a vector orthogonal to the basis to rounding (L. Giraud, J. Langou,
 M. Rozložník and J. van den Eshof, "Rounding error analysis of the classical Gram–Schmidt orthogonalization process",
 Numerische Mathematik 2005). Unlike in the modified process, each pass is two matrix–vector products. A basis is stored
 by rows, ``[..., k, n]``.
+
+A decomposition ``A Q = Q H + R Eᵀ`` with orthonormal Q is defined by its equations. Its derivative solves the adjoint
+system of these equations (N. Krämer, P. Moreno-Muñoz, H. Roy and S. Hauberg, "Gradients of functions of large
+matrices", NeurIPS 2024): K transposed products and one vector–Jacobian product in the operator's tensors.
+
+With the p start vectors as additional columns, ``[X  A Q_{K}] = Q H⁺ + …``. The extended matrix ``H⁺ = [S H]`` is upper
+trapezoidal: for p = 1 (Arnoldi, Lanczos) it holds the norm of the start vector and a Hessenberg matrix, for p > 1 a
+band matrix. The multipliers Λ of these columns follow from one recurrence, from the last column to the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from laplace_plus import kernels
 from laplace_plus.errors import OperatorError
@@ -57,107 +65,123 @@ def coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
     return inner_products(vectors[:, None], basis)[:, 0]
 
 
-def krylov_map(
-    matvec: Matvec,
-    start: Tensor,
-    *,
-    m: int | None = None,
-    rmatvec: Matvec | None = None,
-    symmetric: bool = False,
-    parameters: Iterable[Tensor] | None = None,
-) -> LinearMap:
-    """The operator on stacks ``[batch, n]``; for one start vector ``[n]`` it gets single vectors."""
-    return LinearMap(
-        matvec,
-        start.shape[-1],
-        m=m,
-        rmatvec=rmatvec,
-        symmetric=symmetric,
-        parameters=parameters,
-        dtype=start.dtype,
-        single=start.ndim == 1,
-    )
-
-
 def stacked(start: Tensor) -> Tensor:
     """Start vectors ``[..., n]`` as ``[batch, n]`` in the working type, without a graph."""
     return start.detach().reshape(-1, start.shape[-1]).to(working_type(start.dtype))
 
 
-@dataclass(frozen=True)
-class Krylov:
-    """The result of a Krylov process for ``[batch, n]`` start vectors."""
-
-    vectors: Tensor  # [batch, K, n], zero beyond the rank
-    hessenberg: Tensor  # [batch, K, K]
-    residual: Tensor  # [batch, n]
-    scale: Tensor  # [batch], 1/‖v‖
-    rank: Tensor  # [batch]
-    invariant: Tensor  # [batch], whether the Krylov space is invariant
+def tridiagonal(diagonal: Tensor, off_diagonal: Tensor) -> Tensor:
+    """The symmetric matrix ``[..., K, K]`` of a diagonal ``[..., K]`` and an off-diagonal ``[..., K − 1]``."""
+    side = torch.diag_embed(off_diagonal, 1)
+    return torch.diag_embed(diagonal) + side + side.mT
 
 
-class ArnoldiProcess:
-    """The Arnoldi process with full re-orthogonalisation, which can be continued.
+class KrylovSpace:
+    """The Arnoldi process with full re-orthogonalisation for a stack of start vectors, which can be continued.
 
     Gram–Schmidt runs twice. For a symmetric operator one pass is enough after the three-term recurrence, unless the
     new vector is of the size of rounding errors. That test reads a number from the device; it is made on the CPU only,
     where it costs nothing and one pass saves half of the work.
 
     Args:
-        operator: The operator.
-        start: ``[batch, n]``.
+        matvec: A; for one start vector ``[n]`` it gets single vectors.
+        start: ``[n]`` or ``[..., n]``, not zero.
+        rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
+        symmetric: Whether A is symmetric.
+        parameters: The tensors A depends on, if they cannot be found.
         tolerance: The Krylov space is invariant where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖``; ten times machine epsilon by
             default. It is also where ``‖w‖`` is below ten times machine epsilon times its own ``‖A q_k‖``.
+        check_symmetry: Whether to check a symmetric operator.
 
     Attributes:
-        reorthogonalizations: Number of steps with Gram–Schmidt against all previous vectors.
+        operator: A on stacks of vectors.
+        vectors: Q by rows, ``[batch, K, n]``; zero beyond the rank of a space.
+        matrix: ``Q A Qᵀ``, ``[batch, K, K]``; upper Hessenberg, or tridiagonal for a symmetric operator.
+        residual: ``[batch, n]``, that of the last step of each space.
+        norm: ``[batch]`` norms of the start vectors.
+        rank: ``[batch]`` dimensions of the spaces.
+        requested: Depth that was requested; K is smaller where all spaces are invariant before.
+        complete: Whether all spaces are invariant, so that more steps would change nothing.
     """
 
-    def __init__(self, operator: LinearMap, start: Tensor, tolerance: float | None = None):
-        batch, self._n = start.shape
-        self._operator = operator
-        self._limit, self._rounding = (breakdown_limit(t, start.dtype) for t in (tolerance, None))
-        norm = vector_norm(start)
-        self._scale = norm.reciprocal()
-        self._basis, self._hessenberg = start.new_empty(batch, 0, self._n), start.new_zeros(batch, 0, 0)
-        self._residual, self._largest = torch.zeros_like(start), torch.zeros_like(norm)
-        self._active = torch.ones_like(norm, dtype=torch.bool)
-        self._rank = torch.zeros_like(norm, dtype=torch.int64)
-        self._next, self._size = start * self._scale[:, None], torch.zeros_like(norm)
-        self.reorthogonalizations = 0
+    def __init__(
+        self,
+        matvec: Matvec,
+        start: Tensor,
+        *,
+        rmatvec: Matvec | None = None,
+        symmetric: bool = False,
+        parameters: Iterable[Tensor] | None = None,
+        tolerance: float | None = None,
+        check_symmetry: bool = True,
+    ):
+        self.operator = LinearMap(
+            matvec,
+            start.shape[-1],
+            rmatvec=rmatvec,
+            symmetric=symmetric,
+            parameters=parameters,
+            dtype=start.dtype,
+            single=start.ndim == 1,
+        )
+        rows = stacked(start)
+        self._outer, self._check = start.dtype, check_symmetry
+        self._limit, self._rounding = (breakdown_limit(t, rows.dtype) for t in (tolerance, None))
+        self.norm = vector_norm(rows)
+        self._basis = self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])
+        self._hessenberg = self.matrix = rows.new_zeros(len(rows), 0, 0)
+        self.residual, self._largest = torch.zeros_like(rows), torch.zeros_like(self.norm)
+        self._active = torch.ones_like(self.norm, dtype=torch.bool)
+        self.rank = torch.zeros_like(self.norm, dtype=torch.int64)
+        self._next, self._size = rows / self.norm[:, None], torch.zeros_like(self.norm)
+        self.requested, self.complete = 0, False
 
-    def extend(self, depth: int) -> Krylov:
-        """The decomposition after ``depth`` steps in total, at most n and no fewer than before."""
+    @property
+    def depth(self) -> int:
+        """K, the largest rank."""
+        return self.vectors.shape[1]
+
+    def extend(self, depth: int) -> None:
+        """Continue to the given depth, at most n, with one synchronisation with the device at the end.
+
+        Raises:
+            OperatorError: A start vector of zero, or an operator that is not symmetric.
+            NonFiniteError: NaN or infinity in a start vector or a product.
+        """
+        self.requested = depth = min(depth, self.operator.n)
+        if self.complete or depth <= self.depth:
+            return
         done = self._basis.shape[1]
-        basis = self._basis.new_empty(len(self._basis), depth, self._n)
-        hessenberg = self._hessenberg.new_zeros(len(basis), depth, depth)
-        basis[:, :done], hessenberg[:, :done, :done] = self._basis, self._hessenberg
-        self._basis, self._hessenberg = basis, hessenberg
+        self._hessenberg = hessenberg = pad(self._hessenberg, (0, depth - done, 0, depth - done))
+        basis = self._basis.new_empty(len(self._basis), depth, self.operator.n)
+        basis[:, :done], self._basis = self._basis, basis
         for k in range(done, depth):
             if k:
                 hessenberg[:, k, k - 1] = self._size
             basis[:, k] = self._next
-            product = self._operator(self._next)
+            product = self.operator(self._next)
             length = vector_norm(product) if k else product_length(product)
             self._largest = torch.maximum(self._largest, length)
             rest, hessenberg[:, : k + 1, k] = self._outside(product, k)
             size = vector_norm(rest)
-            # torch.where copies, which costs a fifth of a step with a cheap operator; on the CPU the test is free
-            ended = rest.device.type != "cpu" or not bool(self._active.all())
-            self._residual = torch.where(self._active[:, None], rest, self._residual) if ended else rest
-            self._rank = self._rank + self._active
+            self.residual = torch.where(self._active[:, None], rest, self.residual)
+            self.rank = self.rank + self._active
             small = torch.maximum(self._limit * self._largest, self._rounding * length)
             self._active = self._active & ~invariant(size, small)
             self._size = torch.where(self._active, size, 0.0)
-            if k + 1 < self._n:
-                self._next = rest * torch.where(self._active, size.reciprocal(), 0.0)[:, None]
-        complete = ~self._active | (self._rank == self._n)
-        return Krylov(basis, hessenberg, self._residual, self._scale, self._rank, complete)
+            self._next = rest * torch.where(self._active, size.reciprocal(), 0.0)[:, None]
+        kept = truncated_depth(self.norm, self.rank, hessenberg, self.residual)
+        self.vectors, self.matrix = basis[:, :kept], hessenberg[:, :kept, :kept]
+        if self.operator.symmetric:
+            if self._check:
+                require_symmetric(hessenberg, self._outer)
+            diagonal = self.matrix.diagonal(dim1=-2, dim2=-1)
+            self.matrix = tridiagonal(diagonal, self.matrix.diagonal(-1, dim1=-2, dim2=-1))
+        self.complete = bool((~self._active | (self.rank == self.operator.n)).all())
 
     def _outside(self, product: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The component of ``A q_k`` orthogonal to the basis, and its coefficients in the basis."""
-        self.reorthogonalizations += 1
-        if not self._operator.symmetric or product.device.type != "cpu":
+        if not self.operator.symmetric or product.device.type != "cpu":
             return orthogonalize(self._basis[:, : k + 1], product)
         previous = (self._basis[:, k - 1], self._size) if k else (None, None)
         rest, alpha, size = three_term_update(product, self._next, *previous)
@@ -190,36 +214,37 @@ def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:
     return 10 * torch.finfo(dtype).eps if tolerance is None else tolerance
 
 
-def truncated_depth(name: str, scale: Tensor, rank: Tensor, *results: Tensor) -> int:
+def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
     """The largest rank of a batch, after checks of the results; this is the only synchronisation with the device.
 
     Raises:
         OperatorError: A start vector of zero.
         NonFiniteError: NaN or infinity in a start vector or in a product.
     """
-    if bool(torch.isinf(scale).any()):
+    zero = torch.isinf(1 / norm)
+    if bool(zero.any()):
         raise OperatorError(
             "A start vector is zero.",
             expected="vectors of positive norm",
-            got=f"{int(torch.isinf(scale).sum())} of {scale.numel()} of norm zero",
+            got=f"{int(zero.sum())} of {norm.numel()} of norm zero",
             fix="Leave zero vectors out: they span no Krylov space.",
         )
-    require_finite(name, scale, *results)
+    require_finite("The Krylov process", norm, *results)
     return int(rank.max())
 
 
-def require_symmetric(matrix: Tensor, dtype: torch.dtype | None = None) -> None:
+def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
     """Check that ``Q A Qᵀ`` is symmetric, which needs no product with A.
 
     Args:
         matrix: ``[..., K, K]``.
-        dtype: Type in which the products were computed; that of the matrix by default.
+        dtype: Type in which the products were computed.
 
     Raises:
         OperatorError: ``max |H − Hᵀ| > √eps · max |H|``.
     """
     asymmetry, size = (matrix - matrix.mT).abs().amax(dim=(-2, -1)), matrix.abs().amax(dim=(-2, -1))
-    limit = torch.finfo(dtype or matrix.dtype).eps ** 0.5
+    limit = torch.finfo(dtype).eps ** 0.5
     if bool((asymmetry > limit * size).any()):
         relative = float((asymmetry / size).max())
         raise OperatorError(
@@ -228,3 +253,89 @@ def require_symmetric(matrix: Tensor, dtype: torch.dtype | None = None) -> None:
             got=f"a relative difference of {relative:.1e} on its Krylov space",
             fix="Symmetrise it, use arnoldi, or pass check_symmetry=False if this is rounding in the operator.",
         )
+
+
+def krylov_pullback(
+    operator: LinearMap,
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    *,
+    rank: Tensor | None = None,
+    width: int = 1,
+    reproject: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Pull cotangents of a Krylov decomposition back to its start vectors and to the operator's tensors.
+
+    Args:
+        operator: The operator.
+        outputs: Q ``[..., K, n]``, H ``[..., K, K]``, the last p columns of ``A Q − Q H`` as ``[..., p, n]``, and S
+            ``[..., p, p]`` with ``X = Q_1 S``; for p = 1 also ``[..., n]`` and ``[...]``.
+        cotangents: One for each of these, or None.
+        rank: ``[batch]``, the length of each decomposition, where they differ (for p = 1).
+        width: p.
+        reproject: Whether to enforce ``Q Λ = H̄``, which the exact adjoint fulfils. Without it errors grow like the
+            condition number of the Krylov matrix.
+
+    Returns:
+        The gradient in the start vectors, ``[batch, p, n]``, and one for each of the operator's tensors.
+    """
+    (depth, n), p = outputs[0].shape[-2:], width
+    shapes = [(-1, depth, n), (-1, depth, depth), (-1, p, n), (-1, p, p)]
+    (vectors, matrix, residuals, start), given = flattened(outputs, cotangents, shapes)
+    vectors_, matrix_, residuals_, start_ = given
+    if operator.symmetric:
+        matrix_ = ((matrix_ + matrix_.mT) / 2).tril(p)
+    extended = torch.cat([pad(start, (0, 0, 0, depth - p)), matrix], -1)
+    extended_ = torch.cat([pad(start_, (0, 0, 0, depth - p)), matrix_], -1).triu()
+    batch, device = len(vectors), vectors.device
+    rank = torch.full((batch,), depth, device=device) if rank is None else rank
+    # entries beyond the rank of a decomposition are constant
+    inside = torch.arange(depth, device=device) < rank[:, None]
+    vectors_ = vectors_ * inside[..., None]
+    extended_ = extended_ * (inside[..., None] & pad(inside, (p, 0), value=True)[:, None])
+    last = rank[:, None] + torch.arange(p, device=device)  # the columns of the last p products
+    eta = extended_.gather(-1, last[:, None].expand(batch, depth, p)) - inner_products(vectors, residuals_)
+    multipliers = vectors.new_zeros(batch, p + depth, n)
+    multipliers.scatter_(1, last[..., None].expand(batch, p, n), residuals_ + eta.mT @ vectors)
+    pi = extended @ extended_.mT - inner_products(vectors_, vectors)
+    gamma = torch.zeros_like(pi)
+    transposed = residuals
+    for k in reversed(range(-1, depth)):
+        if k % p == p - 1:  # p columns are known at a time
+            for j in range(k + 1, k + 1 + p):
+                if reproject:
+                    multipliers[:, j] = reprojected(multipliers[:, j], vectors, extended_[..., j], j + 1)
+            if k < 0:
+                break
+            known = multipliers[:, k + 1 : k + 1 + p].reshape(batch * p, n)
+            transposed = operator.transposed(known).reshape(batch, p, n)
+        product = transposed[:, k % p]
+        both = orthonormality_row(gamma, pi, vectors, product, k)
+        stop = min(k + 2 * p + 1, p + depth) if operator.symmetric else p + depth
+        xi = vectors_[:, k] + combine(eta[:, k], residuals) + combine(both, vectors) + product
+        xi = xi - combine(extended[:, k, k + 1 : stop], multipliers[:, k + 1 : stop])
+        multipliers[:, k] = torch.where(inside[:, k, None], xi / extended[:, k, k, None], multipliers[:, k])
+    return multipliers[:, :p], operator.parameter_pullback(vectors, multipliers[:, p:])
+
+
+def flattened(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], shapes: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and cotangents in the given shapes; zeros where there is no cotangent."""
+    given = [torch.zeros_like(x) if c is None else c for c, x in zip(cotangents, outputs, strict=True)]
+    left, right = ([x.reshape(tuple(s)) for x, s in zip(tensors, shapes, strict=True)] for tensors in (outputs, given))
+    return left, right
+
+
+def reprojected(multiplier: Tensor, basis: Tensor, target: Tensor, size: int) -> Tensor:
+    """Enforce ``q_iᵀ λ = target_i`` for the first ``size`` vectors, which holds in exact arithmetic."""
+    basis = basis[:, :size]
+    return multiplier + combine(target[:, :size] - coordinates(basis, multiplier), basis)
+
+
+def orthonormality_row(gamma: Tensor, pi: Tensor, basis: Tensor, product: Tensor, k: int) -> Tensor:
+    """Fill row k of the multipliers Γ of orthonormality, and return that row of ``Γ + Γᵀ``."""
+    row = pi[:, k, : k + 1] - coordinates(basis[:, : k + 1], product)
+    row[:, k] /= 2
+    gamma[:, k, : k + 1] = row
+    return gamma[:, k] + gamma[:, :, k]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,12 +25,7 @@ from laplace_plus.linalg.arguments import (
     without_autocast,
 )
 from laplace_plus.linalg.linear_maps import Matvec, attach_one
-from laplace_plus.linalg.quadrature import (
-    KrylovSpace,
-    SpectralFunction,
-    divided_differences,
-    quadrature_gradient,
-)
+from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, divided_differences
 
 KrylovGradient = Literal["krylov", "adjoint"]
 """``"krylov"``: the derivative of f(A) itself, taken on Krylov spaces. ``"adjoint"``: that of the computed value."""
@@ -106,37 +102,19 @@ def matrix_function(
         >>> matrix_function(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.round(decimals=4)
         tensor([1., 2., 3.])
     """
-    start, space = _space(matvec, v, depth, tolerance, cap, gradient, dtype, parameters)
 
-    def change() -> tuple[Tensor, Tensor]:
-        now, before = space.coordinates(f).detach(), space.coordinates(f, space.earlier()).detach()
-        before = torch.nn.functional.pad(before, (0, space.depth - before.shape[-1]))
-        return (now - before).norm(dim=-1), now.norm(dim=-1)
-
-    error, converged = _grow(space, change, depth, tolerance, cap)
-    matvecs = space.matvecs
-    with_graph = space.coordinates(f)
-    now = with_graph.detach()
-    value = space.combine(now).reshape(start.shape)
-
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        u = cotangent.reshape(-1, start.shape[-1])
-        values, vectors = space.spectrum()
+    def pullback(space: SpectralSpace, start: Tensor, now: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         if gradient == "krylov":
             return _two_sided(matvec, f, space, start, u)
+        values, vectors = space.spectrum()
         inside = (space.vectors @ u[..., None])[..., 0].double()
         in_eigenbasis = (inside[:, None, :] @ vectors)[:, 0]
         inner = divided_differences(f, values, values) * in_eigenbasis[:, :, None] * vectors[:, :1]
-        matrix = space.norm[:, None, None] * (vectors @ inner @ vectors.mT)
-        to_vectors = now[..., None].to(u.dtype) * u[:, None, :]
-        scale = -space.norm * (inside * now).sum(-1)
-        to_start, gradients = space.adjoint((matrix + matrix.mT) / 2, to_vectors, scale)
-        return to_start.reshape(start.shape).to(start.dtype), *gradients
+        matrix = space.norm.double()[:, None, None] * (vectors @ inner @ vectors.mT)
+        return space.adjoint(matrix, now[..., None].to(u.dtype) * u[:, None, :], (inside * now).sum(-1) / space.norm)
 
-    value = attach_one(value, [start, *space.tensors], pullback)
-    if with_graph.requires_grad:  # f depends on tensors of its own
-        value = value + space.combine(with_graph - now).reshape(start.shape)
-    return FunctionValue(value, error.to(value.dtype).reshape(start.shape[:-1]), matvecs, converged, space.depth)
+    options = depth, tolerance, cap, gradient, dtype, parameters
+    return _evaluate(matvec, f, v, SpectralSpace.coordinates, SpectralSpace.combine, pullback, *options)
 
 
 @without_autocast
@@ -176,100 +154,86 @@ def bilinear(
         >>> round(bilinear(lambda v: v @ matrix, torch.sqrt, torch.ones(3)).value.item(), 4)
         6.0
     """
-    start, space = _space(matvec, v, depth, tolerance, cap, gradient, dtype, parameters)
 
-    def change() -> tuple[Tensor, Tensor]:
-        now = space.quadrature(f).detach()
-        return (now - space.quadrature(f, space.earlier()).detach()).abs(), now.abs()
-
-    error, converged = _grow(space, change, depth, tolerance, cap)
-    matvecs = space.matvecs
-    with_graph = space.quadrature(f)
-    now = with_graph.detach()
-    inner, shape = space.vectors.dtype, start.shape[:-1]
-
-    def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
-        weight = cotangent.reshape(-1).double()
-        matrix = weight[:, None, None] * quadrature_gradient(space, f)
+    def pullback(space: SpectralSpace, start: Tensor, now: Tensor, u: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        matrix = u.double()[:, None, None] * space.quadrature_gradient(f)
         if gradient == "adjoint":
-            to_start, gradients = space.adjoint(matrix, scale=-2 * weight * space.norm * now)
-        else:
-            to_start = space.combine(2 * weight[:, None] * space.coordinates(f).detach())
-            gradients = space.parameter_gradients(matrix)
-        return to_start.reshape(start.shape).to(start.dtype), *gradients
+            return space.adjoint(matrix, norm=2 * u * now[:, 0] / space.norm)
+        return space.combine(2 * u[:, None] * space.coordinates(f).detach()), space.parameter_gradients(matrix)
 
-    value = attach_one(now.to(inner).reshape(shape), [start, *space.tensors], pullback)
-    if with_graph.requires_grad:
-        value = value + (with_graph - now).to(inner).reshape(shape)
-    return FunctionValue(value, error.to(inner).reshape(shape), matvecs, converged, space.depth)
+    def result(space: SpectralSpace, forms: Tensor) -> Tensor:
+        return forms[:, 0].to(space.vectors.dtype)
+
+    options = depth, tolerance, cap, gradient, dtype, parameters
+    return _evaluate(matvec, f, v, SpectralSpace.quadrature, result, pullback, *options)
 
 
-def _space(
+def _evaluate(
     matvec: Matvec,
+    f: SpectralFunction,
     v: Tensor,
+    coordinates: Callable[[SpectralSpace, SpectralFunction, int | None], Tensor],
+    result: Callable[[SpectralSpace, Tensor], Tensor],
+    pullback: Callable[[SpectralSpace, Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]],
     depth: int,
     tolerance: float | None,
     cap: int,
     gradient: str,
     dtype: torch.dtype | None,
     parameters: Iterable[Tensor] | None,
-) -> tuple[Tensor, KrylovSpace]:
-    """The start vectors and their Krylov spaces, after checking the arguments."""
+) -> FunctionValue:
+    """A function on the Krylov spaces of v, which are extended to the tolerance.
+
+    ``coordinates`` are what converges with the depth, ``[batch, k]``; ``result`` makes the value ``[batch, ...]`` of
+    them. ``pullback`` takes the spaces, the start vectors, the coordinates and a cotangent ``[batch, ...]``, and gives
+    the gradients in v and in A's tensors.
+    """
     require_count("depth", depth, 1)
     require_count("cap", cap, 1)
     require_tolerance(tolerance=tolerance)
     require_choice("gradient", gradient, KrylovGradient)
     start = start_vectors(v, depth, dtype)
-    return start, KrylovSpace(matvec, start, parameters=parameters)
-
-
-def _grow(
-    space: KrylovSpace,
-    change: Callable[[], tuple[Tensor, Tensor]],
-    depth: int,
-    tolerance: float | None,
-    cap: int,
-) -> tuple[Tensor, bool]:
-    """Extend Krylov spaces until the change of each value over the last steps is small; its error and convergence."""
+    space = SpectralSpace(matvec, start, parameters=parameters)
     limit = torch.finfo(space.vectors.dtype).eps ** 0.5 if tolerance is None else tolerance
-    steps = depth if tolerance is None else min(depth, cap)
-    while True:
-        space.extend(steps)
-        error, size = change()
-        if space.complete:
-            error = torch.zeros_like(error)
-        elif space.earlier() is None:
-            error = torch.full_like(error, torch.inf)
-        converged = bool((error <= limit * size).all())
-        if converged or tolerance is None or steps >= cap or space.complete:
-            return error, converged
-        steps = min(cap, steps + max(4, steps // 4))
+    cap = depth if tolerance is None else cap
+
+    def met(now: Tensor, error: Tensor) -> bool:
+        return bool((error <= limit * now.norm(dim=-1)).all())
+
+    with_graph, error = space.grow(partial(coordinates, space, f), min(depth, cap), cap, met)
+    now, matvecs, inner = with_graph.detach(), space.operator.matvecs, space.vectors.dtype
+
+    def shaped(x: Tensor) -> Tensor:
+        return x.reshape((*start.shape[:-1], *x.shape[1:]))
+
+    def differentiate(cotangent: Tensor) -> tuple[Tensor, ...]:
+        to_start, gradients = pullback(space, start, now, cotangent.reshape(flat))
+        return shaped(to_start).to(start.dtype), *gradients
+
+    value = result(space, now)
+    flat = value.shape
+    value = attach_one(shaped(value), [start, *space.operator.tensors], differentiate)
+    if with_graph.requires_grad:  # f depends on tensors of its own
+        value = value + shaped(result(space, with_graph - now))
+    return FunctionValue(value, shaped(error.to(inner)), matvecs, met(now, error), space.depth)
 
 
 def _two_sided(
-    matvec: Matvec,
-    f: SpectralFunction,
-    space: KrylovSpace,
-    start: Tensor,
-    cotangents: Tensor,
-) -> tuple[Tensor, ...]:
+    matvec: Matvec, f: SpectralFunction, space: SpectralSpace, start: Tensor, cotangents: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The derivative of ``Σ uᵀ f(A) v`` in v and A, from the Krylov spaces of the v and of the u.
 
     With ``A ≈ P R Pᵀ`` on the space of u and ``A ≈ Q T Qᵀ`` on that of v, ``uᵀ L_f(A, E) v`` is ``Σ_ij F_ij …`` between
     the eigenvectors of both.
     """
-    norms = vector_norm(cotangents)
-    alive = norms > 0
-    unit = torch.where(alive[:, None], cotangents, space.vectors[:, 0])
-    shaped = (unit[0] if start.ndim == 1 else unit).to(start.dtype)
-    other = KrylovSpace(matvec, shaped, parameters=())
+    alive = (vector_norm(cotangents) > 0)[:, None]
+    unit = torch.where(alive, cotangents, space.vectors[:, 0])
+    other = SpectralSpace(matvec, (unit[0] if start.ndim == 1 else unit).to(start.dtype), parameters=())
     other.extend(space.requested)  # the space of v may be smaller than that of u
     mu, left = other.spectrum()
     lam, right = space.spectrum()
-    size = torch.where(alive, other.norm, 0.0)
-    to_start = other.combine(torch.where(alive[:, None], other.coordinates(f).detach(), 0.0)).reshape(start.shape)
+    to_start = other.combine(alive * other.coordinates(f).detach())
     inner = divided_differences(f, mu, lam) * left[:, 0, :, None] * right[:, 0, None, :]
-    matrix = (size * space.norm)[:, None, None] * (left @ inner @ right.mT)  # [batch, K of u, K of v]
-    weighted = matrix.to(unit.dtype).mT @ other.vectors
-    gradients = space.operator.parameter_pullback(space.vectors, weighted)
-    return to_start.to(start.dtype), *gradients
+    sizes = alive * (other.norm.double() * space.norm.double())[:, None]
+    matrix = sizes[..., None] * (left @ inner @ right.mT)  # [batch, K of u, K of v]
+    return to_start, space.operator.parameter_pullback(space.vectors, matrix.to(unit.dtype).mT @ other.vectors)

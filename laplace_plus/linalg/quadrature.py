@@ -15,78 +15,53 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.kernels import vector_norm
-from laplace_plus.linalg.adjoints import hessenberg_pullback
-from laplace_plus.linalg.block_lanczos import block_lanczos
-from laplace_plus.linalg.krylov import (
-    ArnoldiProcess,
-    combine,
-    krylov_map,
-    require_symmetric,
-    stacked,
-    truncated_depth,
-)
-from laplace_plus.linalg.lanczos import tridiagonal
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec
-from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.krylov import KrylovSpace, combine, krylov_pullback
+from laplace_plus.linalg.linear_maps import Matvec
 
 SpectralFunction = Callable[[Tensor], Tensor]
 """An elementwise function of eigenvalues, made of torch operations; its argument is float64."""
 
 
-class KrylovSpace:
-    """Lanczos' process with full re-orthogonalisation for a stack of start vectors, which can be continued.
+class SpectralSpace(KrylovSpace):
+    """A Krylov space of a symmetric operator, and functions of the operator on it.
 
     Args:
         matvec: A, symmetric.
         start: ``[n]`` or ``[..., n]``, not zero.
         parameters: The tensors A depends on, if they cannot be found.
-
-    Attributes:
-        operator: A on stacks of vectors.
-        vectors: Q by rows, ``[batch, K, n]``; zero beyond the rank of a space.
-        diagonal: Diagonal of T, ``[batch, K]`` in float64.
-        off_diagonal: Off-diagonal of T, ``[batch, K − 1]`` in float64.
-        norm: ``[batch]`` norms of the start vectors, in float64.
-        residual_norm: ``[batch]`` norms of the residuals, in float64.
-        rank: ``[batch]`` dimensions of the spaces.
-        requested: Depth that was requested; K is smaller where all spaces are invariant before.
-        complete: Whether all spaces are invariant, so that more steps would change nothing.
     """
 
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
-        self.operator = krylov_map(matvec, start, symmetric=True, parameters=parameters)
-        rows = stacked(start)
-        self.norm = vector_norm(rows).double()
-        self.vectors = rows.new_empty(len(rows), 0, rows.shape[1])
-        self._process, self._outer = ArnoldiProcess(self.operator, rows), start.dtype
-        self.requested, self.complete = 0, False
+        super().__init__(matvec, start, symmetric=True, parameters=parameters)
 
-    def extend(self, depth: int) -> None:
-        """Continue to the given depth, at most n, with one synchronisation with the device at the end.
+    def grow(
+        self, evaluate: Callable[[int | None], Tensor], depth: int, cap: int, met: Callable[[Tensor, Tensor], bool]
+    ) -> tuple[Tensor, Tensor]:
+        """Extend the space until a result meets a tolerance.
 
-        Raises:
-            OperatorError: A start vector of zero, or an operator that is not symmetric.
-            NonFiniteError: NaN or infinity in a start vector or a product.
+        Args:
+            evaluate: The result ``[batch, k]`` at a depth, or at the present one (None).
+            depth: The first depth.
+            cap: Limit on the depth; the first depth is reached in any case.
+            met: Whether a result and its errors ``[batch]`` meet the tolerance.
+
+        Returns:
+            The result, and the norm of its change over the last quarter of the steps: zero if the space is invariant,
+            infinite after one step.
         """
-        self.requested = depth = min(depth, self.operator.n)
-        if self.complete or depth <= self.depth:
-            return
-        found = self._process.extend(depth)
-        kept = truncated_depth("Lanczos' process", found.scale, found.rank, found.hessenberg, found.residual)
-        if self._outer == found.vectors.dtype:  # half precision is too coarse for the check
-            require_symmetric(found.hessenberg)
-        self.vectors, self.rank = found.vectors[:, :kept], found.rank
-        self._scale, self._residual = found.scale, found.residual
-        self.residual_norm = vector_norm(found.residual).double()
-        small = found.hessenberg[:, :kept, :kept].double()
-        self.diagonal, self.off_diagonal = small.diagonal(dim1=-2, dim2=-1), small.diagonal(-1, dim1=-2, dim2=-1)
-        self.complete = bool(found.invariant.all())
-
-    @property
-    def depth(self) -> int:
-        """K, the largest rank."""
-        return self.vectors.shape[1]
+        while True:
+            self.extend(depth)
+            value = evaluate(None)
+            now, error = value.detach(), self.norm.new_zeros(len(value), dtype=torch.float64)
+            if not self.complete:
+                error = error + torch.inf
+                if self.depth > 1:
+                    before = evaluate(max(1, self.depth - max(2, self.depth // 4))).detach()
+                    now = torch.cat([now[:, : before.shape[1]] - before, now[:, before.shape[1] :]], 1)
+                    error = now.norm(dim=-1)
+            if self.complete or depth >= cap or met(value.detach(), error):
+                return value, error
+            depth = min(cap, depth + max(4, depth // 4))
 
     def spectrum(self, depth: int | None = None) -> tuple[Tensor, Tensor]:
         """Eigenvalues ``[batch, k]`` and vectors ``[batch, k, k]`` of the leading part of T, in float64.
@@ -94,47 +69,28 @@ class KrylovSpace:
         Rows beyond the rank of a space are decoupled. Their eigenvalue is set to the Rayleigh quotient ``vᵀAv/‖v‖²``,
         which lies within the spectrum, where functions are defined.
         """
-        depth = self.depth if depth is None else depth
-        inside = torch.arange(depth, device=self.rank.device) < self.rank[:, None]
-        diagonal = torch.where(inside, self.diagonal[:, :depth], self.diagonal[:, :1])
-        values, vectors = torch.linalg.eigh(tridiagonal(diagonal, self.off_diagonal[:, : depth - 1]))
+        matrix = self.matrix[:, :depth, :depth].double()
+        outside = torch.arange(matrix.shape[-1], device=self.rank.device) >= self.rank[:, None]
+        values, vectors = torch.linalg.eigh(matrix + torch.diag_embed(outside * matrix[:, 0, :1]))
         return values, vectors
-
-    def earlier(self) -> int | None:
-        """The depth, three quarters of the present one, that results are compared with; None after one step."""
-        return _earlier(self.depth)
-
-    @property
-    def matvecs(self) -> int:
-        """Number of products."""
-        return self.operator.matvecs
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors requiring gradients that A depends on."""
-        return self.operator.tensors
 
     def coordinates(self, f: SpectralFunction, depth: int | None = None) -> Tensor:
         """``‖v‖ f(T) e₁``, the coordinates ``[batch, k]`` of ``f(A) v`` in the basis Q, in float64."""
         values, vectors = self.spectrum(depth)
-        return self.norm[:, None] * (vectors * (evaluate(f, values) * vectors[:, 0])[:, None, :]).sum(-1)
+        return self.norm.double()[:, None] * (vectors * (evaluate(f, values) * vectors[:, 0])[:, None, :]).sum(-1)
 
     def quadrature(self, f: SpectralFunction, depth: int | None = None) -> Tensor:
-        """``‖v‖² e₁ᵀ f(T) e₁ ≈ vᵀ f(A) v``, ``[batch]`` in float64."""
+        """``‖v‖² e₁ᵀ f(T) e₁ ≈ vᵀ f(A) v``, ``[batch, 1]`` in float64."""
         values, vectors = self.spectrum(depth)
-        return self.norm.square() * (vectors[:, 0].square() * evaluate(f, values)).sum(-1)
+        forms = (vectors[:, 0].square() * evaluate(f, values)).sum(-1, keepdim=True)
+        return self.norm.double()[:, None].square() * forms
 
-    def quadrature_gradients(self, f: SpectralFunction, *, adjoint: bool) -> tuple[Tensor, ...]:
-        """The derivative of the sum of :meth:`quadrature` in A's tensors.
-
-        Args:
-            f: The function.
-            adjoint: Whether the Krylov spaces are differentiated as well, or held fixed.
-        """
-        if not self.tensors:
-            return ()
-        matrix = quadrature_gradient(self, f)
-        return self.adjoint(matrix)[1] if adjoint else self.parameter_gradients(matrix)
+    def quadrature_gradient(self, f: SpectralFunction) -> Tensor:
+        """The symmetric derivative of :meth:`quadrature` in T, ``[batch, K, K]``."""
+        values, vectors = self.spectrum()
+        first = vectors[:, 0]
+        inner = divided_differences(f, values, values) * first[:, :, None] * first[:, None, :]
+        return self.norm.double().square()[:, None, None] * (vectors @ inner @ vectors.mT)
 
     def combine(self, coefficients: Tensor) -> Tensor:
         """``Σ_k x_k q_k`` for ``[batch, K]`` in float64, as ``[batch, n]`` in the working type."""
@@ -145,30 +101,27 @@ class KrylovSpace:
         return self.operator.parameter_pullback(self.vectors, matrix.to(self.vectors.dtype) @ self.vectors)
 
     def adjoint(
-        self, matrix: Tensor, vectors: Tensor | None = None, scale: Tensor | None = None
+        self, matrix: Tensor, vectors: Tensor | None = None, norm: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The derivative of the decomposition itself.
 
         Args:
-            matrix: Symmetric cotangent of T, ``[batch, K, K]``; entries outside the band are ignored.
+            matrix: Cotangent of T, ``[batch, K, K]``; entries outside the band are ignored.
             vectors: Cotangent of Q.
-            scale: Cotangent of ``1/‖v‖``.
+            norm: Cotangent of ``‖v‖``.
 
         Returns:
             The gradients in the start vectors, ``[batch, n]``, and in A's tensors.
         """
-        dtype = self.vectors.dtype
-        matrix = matrix.to(dtype)
-        band = tridiagonal(matrix.diagonal(dim1=-2, dim2=-1), matrix.diagonal(1, dim1=-2, dim2=-1))
-        small = tridiagonal(self.diagonal, self.off_diagonal).to(dtype)
-        ragged = self.rank if bool((self.rank < self.depth).any()) else None
-        return hessenberg_pullback(
+        given = (x if x is None else x.to(self.vectors.dtype) for x in (matrix, vectors, norm))
+        matrix_, vectors_, norm_ = given
+        gradient, gradients = krylov_pullback(
             self.operator,
-            (self.vectors, small, self._residual, self._scale),
-            (vectors, band, None, None if scale is None else scale.to(dtype)),
-            rank=ragged,
-            symmetric=True,
+            (self.vectors, self.matrix, self.residual, self.norm),
+            (vectors_, matrix_, None, norm_),
+            rank=self.rank,
         )
+        return gradient[:, 0], gradients
 
 
 def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:
@@ -245,74 +198,3 @@ def divided_differences(f: SpectralFunction, left: Tensor, right: Tensor) -> Ten
     agree = (difference - mean * gap).abs() <= 1e-3 * size * gap.abs() + rounding
     close = gap.abs() <= 1e-7 * arguments
     return torch.where((smooth & (agree | close)) | (gap == 0), mean, quotient)
-
-
-def quadrature_gradient(space: KrylovSpace, f: SpectralFunction) -> Tensor:
-    """The symmetric derivative of :meth:`KrylovSpace.quadrature` in T, ``[batch, K, K]``."""
-    values, vectors = space.spectrum()
-    first = vectors[:, 0]
-    inner = divided_differences(f, values, values) * first[:, :, None] * first[:, None, :]
-    return space.norm.square()[:, None, None] * (vectors @ inner @ vectors.mT)
-
-
-class BlockKrylovSpace:
-    """One Krylov space that several start vectors share; see :func:`~laplace_plus.linalg.block_lanczos.block_lanczos`.
-
-    Args:
-        matvec: A, symmetric.
-        start: X, ``[p, n]``.
-        parameters: The tensors A depends on, if they cannot be found.
-
-    Attributes:
-        tensors: The tensors requiring gradients that A depends on.
-        matvecs: Number of products.
-        depth: Number of blocks.
-        complete: Whether the space is invariant.
-    """
-
-    def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
-        self._matvec, self._start = matvec, start
-        self._map = LinearMap(matvec, start.shape[-1], symmetric=True, parameters=parameters, dtype=start.dtype)
-        if torch.is_grad_enabled() and parameters is None and not isinstance(matvec, Operator):
-            self._map(start[:1])  # the tensors are known after the first product
-        self.tensors = self._map.tensors
-        self.matvecs, self.depth, self.complete = self._map.matvecs, 0, False
-
-    def extend(self, depth: int) -> None:
-        """Run to the given depth from the start: the block process cannot be continued."""
-        self._found = block_lanczos(self._matvec, self._start, depth, parameters=self.tensors)
-        self.matvecs += self._found.matvecs
-        self.depth, self.complete = len(self._found.block_sizes), self._found.converged
-
-    def earlier(self) -> int | None:
-        """As in :class:`KrylovSpace`."""
-        return _earlier(self.depth)
-
-    def _spectrum(self, depth: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Eigenvalues ``[k]`` and vectors ``[k, k]`` of T, and the start vectors in the eigenbasis ``[k, p]``."""
-        size = sum(self._found.block_sizes[:depth])
-        first = self._found.start.detach().double()
-        values, vectors = torch.linalg.eigh(self._found.matrix.detach()[:size, :size].double())
-        return values, vectors, vectors[: len(first)].mT @ first
-
-    def quadrature(self, f: SpectralFunction, depth: int | None = None) -> Tensor:
-        """``vᵀ f(A) v`` for each start vector, ``[p]`` in float64."""
-        values, _, start = self._spectrum(depth)
-        return (start.square() * evaluate(f, values)[:, None]).sum(0)
-
-    def quadrature_gradients(self, f: SpectralFunction, *, adjoint: bool) -> tuple[Tensor, ...]:
-        """The derivative of the sum of :meth:`quadrature` in A's tensors."""
-        if not self.tensors:
-            return ()
-        values, vectors, start = self._spectrum(None)
-        matrix = vectors @ (divided_differences(f, values, values) * (start @ start.mT)) @ vectors.mT
-        matrix = matrix.to(self._found.matrix.dtype)
-        if adjoint:
-            return tuple(torch.autograd.grad(self._found.matrix, self.tensors, matrix))
-        basis = self._found.vectors.detach()
-        self.matvecs += len(basis)
-        return self._map.parameter_pullback(basis, matrix @ basis)
-
-
-def _earlier(depth: int) -> int | None:
-    return max(1, depth - max(2, depth // 4)) if depth > 1 else None

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.linalg.arguments import require_choice, without_autocast
-from laplace_plus.linalg.estimators import Estimator, Hutchinson, check_budget, run_estimator
+from laplace_plus.linalg.estimators import Estimator, Hutchinson, SketchEstimator
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, number_type
 from laplace_plus.linalg.probes import Probes
 from laplace_plus.linalg.results import Estimate, jackknife, standard_error
@@ -101,25 +101,13 @@ def trace(
         True
     """
     require_choice("trace method", method, TraceMethod)
-    kind = _ESTIMATORS[method]
-    cap = check_budget(method, n, matvecs, kind.fewest, cap, tolerance, absolute_tolerance)
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, parameters=parameters, dtype=dtype)
-    estimator = kind(operator, distribution, generator, dtype, device)
-
-    def exact(rows: Tensor) -> Tensor:
-        return rows.diagonal().sum(dtype=torch.float64)
-
-    return run_estimator(estimator, matvecs, cap, tolerance, absolute_tolerance, exact)
+    estimator = _ESTIMATORS[method](_dots, operator, distribution, generator, dtype, device)
+    return estimator.run(method, matvecs, cap, tolerance, absolute_tolerance)
 
 
-class _Hutchinson(Hutchinson):
-    @override
-    def sample(self, probes: Tensor, products: Tensor) -> Tensor:
-        return _dots(probes, products)
-
-
-class _HutchPlusPlus(_Hutchinson):
+class _HutchPlusPlus(Hutchinson):
     fewest = 6
 
     @override
@@ -139,8 +127,9 @@ class _HutchPlusPlus(_Hutchinson):
         return probes
 
     @override
-    def sample(self, probes: Tensor, products: Tensor) -> Tensor:
-        return self.captured + _dots(probes, products)
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        rest, sem = super().estimate()
+        return self.captured + rest, sem
 
     @override
     def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,20 +137,8 @@ class _HutchPlusPlus(_Hutchinson):
         return torch.cat([self.basis, self.probes]), cotangent * weighted
 
 
-class _XTrace(Estimator):
-    fewest = 4
+class _XTrace(SketchEstimator):
     kind: Probes = "sphere"
-
-    @override
-    def add(self, matvecs: int) -> None:
-        probes = self.draw(matvecs // 2)
-        columns = self.multiply(probes)
-        if not len(self.probes):
-            self.range = Sketch(columns)
-            self.products = self.multiply(self.range.basis)
-        else:
-            self.products = torch.cat([self.products, self.multiply(self.range.extend(columns))])
-        self.probes = torch.cat([self.probes, probes])
 
     @override
     def estimate(self) -> tuple[Tensor, Tensor]:
@@ -170,37 +147,29 @@ class _XTrace(Estimator):
         core = basis.mT @ (self.range.basis @ self.products.mT).double() @ basis  # H = Qᵀ A Q
         inside = basis.mT @ (self.range.basis @ self.probes.mT).double()  # W = Qᵀ Ω
         across = basis.mT @ (self.products @ self.probes.mT).double()  # T = (A Q)ᵀ Ω
-        sizes = self.probes.square().sum(1, dtype=torch.float64)
-        # The components of wᵢ, tᵢ and rᵢ along sᵢ and s_j.
+        # The components of wᵢ, tᵢ and rᵢ along sᵢ and s_j; [i, j]: the sample of probe i without the probes i and j,
+        # whose range lacks span(sᵢ, s_j), and without probe i alone on the diagonal.
+        others = 1 - torch.eye(m, dtype=torch.float64, device=core.device)
         form, lengths = lost.mT @ core @ lost, inside.square().sum(0)
-        along, pushed = inside.mT @ lost, across.mT @ lost  # [i, j]: wᵢᵀ s_j and tᵢᵀ s_j
-        both = inside.mT @ (core + core.mT) @ lost  # [i, j]: wᵢᵀ H s_j + s_jᵀ H wᵢ
+        along = inside.mT @ lost  # wᵢᵀ s_j
+        pushed = across.mT @ lost - inside.mT @ (core + core.mT) @ lost  # tᵢᵀ s_j − wᵢᵀ H s_j − s_jᵀ H wᵢ
         constant = (inside * (core @ inside)).sum(0) - (across * inside).sum(0)
-        own = (lost * columns).sum(0)  # sᵢᵀ rᵢ
-
-        def respherical(kept: Tensor, removed: Tensor | int) -> Tensor | float:
-            # Scale each projected probe to its expected length; unbiased where its direction is uniform.
-            return 1.0 if self.kind == "signs" else (n - len(lost) + removed) / (sizes[:, None] - kept)
-
-        alpha = along.diagonal()[:, None]
-        correction = constant[:, None] + alpha * (pushed - both).diagonal()[:, None]
-        correction = correction + alpha.square() * form.diagonal()[:, None] + alpha * own[:, None]
-        factor = respherical(lengths[:, None] - alpha.square(), (lost != 0).any(0)[:, None])
-        samples = core.trace() - form.diagonal() + (factor * correction)[:, 0]
-        if len(lost) < m or m < 3:  # a smaller rank: each sample is nearly exact
-            return samples.mean(), standard_error(samples)
-        # The same without the probes i and j: the range lacks span(sᵢ, s_j).
-        cosine = lost.mT @ lost
+        diagonal, own, single = form.diagonal(), (lost * columns).sum(0), along.diagonal()[:, None]
+        cosine = others * (lost.mT @ lost)
         apart = (1 - cosine.square()).clamp_min(1e-12)
-        beta = (along - cosine * alpha) / apart
-        alpha = (alpha - cosine * along) / apart
-        diagonal = form.diagonal()
-        correction = constant[:, None] + alpha * (pushed - both).diagonal()[:, None] + beta * (pushed - both)
+        alpha, beta = (single - cosine * along) / apart, others * (along - cosine * single) / apart
+        correction = constant[:, None] + alpha * pushed.diagonal()[:, None] + beta * pushed
         correction = correction + alpha.square() * diagonal[:, None] + beta.square() * diagonal
         correction = correction + alpha * beta * (form + form.mT) + alpha * own[:, None]
-        kept = lengths[:, None] - alpha * along.diagonal()[:, None] - beta * along
-        gone = (diagonal[:, None] + diagonal - cosine * (form + form.mT)) / apart
-        return samples.mean(), _error(samples, core.trace() - gone + respherical(kept, 2) * correction)
+        gone = (diagonal[:, None] + others * diagonal - cosine * (form + form.mT)) / apart
+        if self.kind != "signs":  # scale each projected probe to its expected length; unbiased on the sphere
+            sizes = self.probes.square().sum(1, dtype=torch.float64)[:, None]
+            kept, removed = lengths[:, None] - alpha * single - beta * along, (lost != 0).any(0)[:, None] + others
+            correction = correction * (n - len(lost) + removed) / (sizes - kept)
+        samples = core.trace() - gone + correction
+        if len(lost) < m or m < 3:  # a smaller rank: each sample is nearly exact
+            return samples.diagonal().mean(), standard_error(samples.diagonal())
+        return samples.diagonal().mean(), _error(samples.diagonal(), samples)
 
     @override
     def frame(self, cotangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +225,7 @@ class _XNysTrace(Estimator):
 
 
 _ESTIMATORS: dict[str, type[Estimator]] = {
-    "hutchinson": _Hutchinson,
+    "hutchinson": Hutchinson,
     "hutch++": _HutchPlusPlus,
     "xtrace": _XTrace,
     "xnystrace": _XNysTrace,
@@ -294,7 +263,7 @@ def _frame(kind: Probes, probes: Tensor, sketch: Sketch, cotangent: Tensor) -> t
     inside = change.mT @ (sketch.basis @ probes.mT).double()
     kept = inside - lost * (lost * inside).sum(0)
     scale = torch.full((m,), 1 / m, dtype=torch.float64, device=probes.device)
-    if kind != "signs":  # as respherical above
+    if kind != "signs":  # as in the estimate
         dimensions = n - len(kept) + (lost != 0).any(0)
         scale = scale * dimensions / (probes.square().sum(1, dtype=torch.float64) - kept.square().sum(0))
     basis = change.mT.to(probes.dtype) @ sketch.basis

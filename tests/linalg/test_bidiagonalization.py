@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from problems import normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
-from laplace_plus.linalg.bidiagonalization import bidiagonalize
+from laplace_plus.linalg import bidiagonalize
 
 float64 = torch.float64
 

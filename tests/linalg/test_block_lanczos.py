@@ -10,8 +10,7 @@ from problems import normal
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
-from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
-from laplace_plus.linalg.lanczos import lanczos
+from laplace_plus.linalg import BlockLanczosDecomposition, block_lanczos, lanczos
 
 float64 = torch.float64
 

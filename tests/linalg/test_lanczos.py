@@ -1,4 +1,4 @@
-"""Lanczos' decomposition: its equations, its modes, and what is not a symmetric operator."""
+"""Lanczos' decomposition: its equations, and what is not a symmetric operator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from problems import normal, with_spectrum
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
+from laplace_plus.linalg import LanczosDecomposition, lanczos
 from laplace_plus.linalg.krylov import orthogonalize
-from laplace_plus.linalg.lanczos import LanczosDecomposition, lanczos
 
 float64 = torch.float64
 
@@ -52,11 +52,10 @@ def test_the_equations_hold(n, depth, batch, dtype, logarithm, seed):
     assert bool((found.off_diagonal >= 0).all())
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_spectrum_at_full_depth(mode):
+def test_spectrum_at_full_depth():
     spectrum = torch.linspace(-3, 5, 60, dtype=float64)
     a = with_spectrum(spectrum)
-    found = lanczos(lambda x: x @ a, normal(60, seed=1), 100, reorthogonalize=mode)
+    found = lanczos(lambda x: x @ a, normal(60, seed=1), 100)
     assert found.converged and found.matvecs == 60
     torch.testing.assert_close(torch.linalg.eigvalsh(found.tridiagonal()), spectrum, rtol=0, atol=1e-10)
 
@@ -68,52 +67,29 @@ def test_one_stacked_product_a_step():
         shapes.append(tuple(x.shape))
         return x @ a
 
-    for mode in ("full", "selective", "none"):
-        for batch in ((), (3,), (2, 2)):
-            shapes.clear()
-            found = lanczos(operator, normal(*batch, 20), 7, reorthogonalize=mode)
-            flat = (normal(*batch, 1).numel(), 20) if batch else (20,)
-            assert shapes == [flat] * 7
-            assert found.matvecs == 7 * normal(*batch, 1).numel()
+    for batch in ((), (3,), (2, 2)):
+        shapes.clear()
+        found = lanczos(operator, normal(*batch, 20), 7)
+        flat = (normal(*batch, 1).numel(), 20) if batch else (20,)
+        assert shapes == [flat] * 7
+        assert found.matvecs == 7 * normal(*batch, 1).numel()
 
 
 def test_a_stack_is_its_vectors():
     a, v = with_spectrum(torch.linspace(1, 2, 20, dtype=float64)), normal(2, 3, 20)
-    for mode in ("full", "none"):
-        together = lanczos(lambda x: x @ a, v, 8, reorthogonalize=mode)
-        for i in range(2):
-            for j in range(3):
-                alone = lanczos(lambda x: x @ a, v[i, j], 8, reorthogonalize=mode)
-                torch.testing.assert_close(together.vectors[i, j], alone.vectors, rtol=1e-11, atol=1e-11)
-                torch.testing.assert_close(together.tridiagonal()[i, j], alone.tridiagonal(), rtol=1e-11, atol=1e-11)
+    together = lanczos(lambda x: x @ a, v, 8)
+    for i in range(2):
+        for j in range(3):
+            alone = lanczos(lambda x: x @ a, v[i, j], 8)
+            torch.testing.assert_close(together.vectors[i, j], alone.vectors, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(together.tridiagonal()[i, j], alone.tridiagonal(), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("spectrum", "most"),
-    [
-        (torch.logspace(-4, 0, 1000, dtype=float64), 12),
-        (torch.cat([torch.linspace(10, 1000, 60, dtype=float64), torch.linspace(0, 1, 940, dtype=float64)]), 90),
-    ],
-)
-def test_selective_reorthogonalization_is_seldom_and_enough(spectrum, most):
-    q, v = torch.linalg.qr(normal(1000, 1000))[0], normal(1000, seed=1)
-
-    def operator(x: Tensor) -> Tensor:
-        return ((x @ q) * spectrum) @ q.T
-
-    found = lanczos(operator, v, 120, reorthogonalize="selective")
-    assert loss_of_orthogonality(found) <= 1e-8
-    assert 0 < found.reorthogonalizations <= most
-    bare = lanczos(operator, v, 120, reorthogonalize="none")
-    assert loss_of_orthogonality(bare) > 0.1 and bare.reorthogonalizations == 0
-
-
-@pytest.mark.parametrize("mode", ["full", "selective", "none"])
-def test_invariant_subspaces(mode):
+def test_invariant_subspaces():
     """A vector within k eigenspaces ends after k steps; the others of its stack go on."""
     d = torch.tensor([1.0, 2.0, 4.0, 7.0, 11.0, 11.0], dtype=float64)
     v = torch.tensor([[1.0, 0, 0, 0, 0, 0], [1.0, 1, 1, 0, 0, 0], [1.0, 1, 1, 1, 1, 1]], dtype=float64)
-    found = lanczos(lambda x: x * d, v, 6, reorthogonalize=mode)
+    found = lanczos(lambda x: x * d, v, 6)
     assert found.rank.tolist() == [1, 3, 5] and found.vectors.shape == (3, 5, 6) and found.converged
     for i, rank in enumerate([1, 3, 5]):
         assert not found.vectors[i, rank:].any() and not found.diagonal[i, rank:].any()
@@ -127,12 +103,11 @@ def test_invariant_subspaces(mode):
     assert zero.rank == 1 and zero.diagonal.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "none"])
-def test_bad_input(mode):
+def test_bad_input():
     a, v = with_spectrum(torch.linspace(1, 2, 6, dtype=float64)), normal(6)
 
     def run(operator, v, depth=4, **options):
-        return lanczos(operator, v, depth, reorthogonalize=mode, **options)
+        return lanczos(operator, v, depth, **options)
 
     with pytest.raises(OperatorError, match="zero"):
         run(lambda x: x @ a, torch.stack([v, 0 * v]))
@@ -150,8 +125,6 @@ def test_bad_input(mode):
         run(lambda x: x @ a, v.long())
     with pytest.raises(ConfigurationError):
         run(lambda x: x @ a, v, tolerance=-1.0)
-    with pytest.raises(ConfigurationError):
-        run(lambda x: x @ a, v, adjoint="exact")
 
 
 def test_an_operator_that_is_not_symmetric():

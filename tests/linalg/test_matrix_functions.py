@@ -12,7 +12,7 @@ from problems import basis, normal, with_spectrum
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
-from laplace_plus.linalg.matrix_functions import bilinear, matrix_function
+from laplace_plus.linalg import bilinear, matrix_function
 from laplace_plus.linalg.quadrature import divided_differences
 
 DTYPE = torch.float64

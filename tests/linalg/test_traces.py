@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from problems import generator, normal
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg import draw_probes, trace
 from laplace_plus.linalg.sketches import Sketch
-from laplace_plus.linalg.traces import trace
 
 DTYPE = torch.float64
 METHODS = ["xtrace", "xnystrace", "hutch++", "hutchinson"]

@@ -13,7 +13,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.sampled.effective_dimension import (
