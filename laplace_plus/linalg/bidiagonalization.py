@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import OperatorError
-from laplace_plus.kernels import inner_products, vector_norm
+from laplace_plus.kernels import inner_products, orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import (
     breakdown_limit,
@@ -22,7 +22,6 @@ from laplace_plus.linalg.krylov import (
     coordinates,
     flattened,
     invariant,
-    orthogonalize,
     orthonormality_row,
     product_length,
     reprojected,
@@ -151,27 +150,26 @@ def _golub_kahan(
     active = torch.ones_like(norm, dtype=torch.bool)
     rank = torch.zeros_like(norm, dtype=torch.int64)
     vector = start / norm[:, None]
-    for k in range(depth):
-        product = operator(vector)
-        largest = torch.maximum(largest, vector_norm(product) if k else product_length(product))
-        rest, _ = orthogonalize(left[:, :k], product) if k else (product, product)
+
+    def step(product: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is orthogonal to a basis, the coefficients in it, the length of the first, and the next vector."""
+        nonlocal largest, active
+        largest = torch.maximum(largest, vector_norm(product) if basis.shape[1] else product_length(product))
+        rest, along = orthogonalize(basis, product) if basis.shape[1] else (product, product)
         size = vector_norm(rest)
-        # where A v lies in the span of the left vectors, the right vector v is dropped and stays in the residual
         active = active & ~invariant(size, limit * largest)
+        return rest, along, torch.where(active, size, 0.0), torch.where(active[:, None], rest / size[:, None], 0.0)
+
+    for k in range(depth):
+        # where A v lies in the span of the left vectors, the right vector v is dropped and stays in the residual
+        _, _, small[:, k, k], left[:, k] = step(operator(vector), left[:, :k])
         right[:, k] = torch.where(active[:, None], vector, 0.0)
-        left[:, k] = torch.where(active[:, None], rest / size[:, None], 0.0)
-        small[:, k, k] = torch.where(active, size, 0.0)
         rank += active
-        product = operator.transposed(left[:, k].contiguous())
-        largest = torch.maximum(largest, vector_norm(product))
-        rest, along = orthogonalize(right[:, : k + 1], product)
+        here = active
+        rest, along, small[:, k, k + 1], vector = step(operator.transposed(left[:, k].contiguous()), right[:, : k + 1])
+        residual = torch.where(here[:, None], rest, residual)
         # vᵀ(Aᵀu) = uᵀ(Av) = α checks the caller's transpose without a product
         adjointness = torch.maximum(adjointness, (along[:, k] - small[:, k, k]).abs() / largest)
-        residual = torch.where(active[:, None], rest, residual)
-        size = vector_norm(rest)
-        active = active & ~invariant(size, limit * largest)
-        small[:, k, k + 1] = torch.where(active, size, 0.0)
-        vector = torch.where(active[:, None], rest / size[:, None], 0.0)
     kept = max(truncated_depth(norm, rank, small, residual), 1)
     allowed = torch.finfo(outer).eps ** 0.5
     if bool((adjointness > allowed).any()):

@@ -15,15 +15,9 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError, UnsupportedError
+from laplace_plus.kernels import inner_products
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.krylov import (
-    breakdown_limit,
-    krylov_pullback,
-    orthogonalize,
-    product_length,
-    require_symmetric,
-    stacked,
-)
+from laplace_plus.linalg.krylov import breakdown_limit, krylov_pullback, product_length, require_symmetric, stacked
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_finite
 
 
@@ -147,8 +141,9 @@ def _block_process(
         lengths = product_length(product)
         require_finite("Block Lanczos' process", lengths)
         largest = torch.maximum(largest, lengths.max())
-        rest, coefficients = orthogonalize(basis[None, :stop], product[None])
-        residual, projected[:stop, here] = rest[0], coefficients[0].T
+        rest, first_pass = _outside(basis[:stop], product)
+        residual, second_pass = _outside(basis[:stop], rest)
+        projected[:stop, here] = (first_pass + second_pass).T
         lower[here, here] = (projected[here, here] + projected[here, here].T) / 4
         done = stop
         block, factor = _orthonormal(basis[:done], residual, limit, largest)
@@ -169,7 +164,7 @@ def _orthonormal(basis: Tensor, vectors: Tensor, limit: float, size: Tensor | No
     """
     q, r = _qr(vectors)
     # small components come from cancellation, and are orthogonal to the basis only after another pass
-    q, again = _qr(orthogonalize(basis[None], q[None], passes=1)[0][0])
+    q, again = _qr(_outside(basis, q)[0])
     factor = again @ r
     u, singular, vh = torch.linalg.svd(factor.double(), full_matrices=False)
     allowed = min(vectors.shape[-1] - basis.shape[0], vectors.shape[0])
@@ -178,8 +173,14 @@ def _orthonormal(basis: Tensor, vectors: Tensor, limit: float, size: Tensor | No
     if rank == vectors.shape[0]:
         return q, factor
     kept = u[:, :rank].T.to(q.dtype) @ q
-    kept, change = _qr(orthogonalize(basis[None], kept[None], passes=1)[0][0])
+    kept, change = _qr(_outside(basis, kept)[0])
     return kept, change @ (singular[:rank, None] * vh[:rank]).to(q.dtype)
+
+
+def _outside(basis: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """One pass of Gram–Schmidt: the components of rows ``[p, n]`` orthogonal to a basis, and their coefficients."""
+    coefficients = inner_products(vectors, basis)
+    return torch.addmm(vectors, coefficients, basis, alpha=-1), coefficients
 
 
 def _qr(vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,35 +99,34 @@ class Estimator(ABC):
         require_tolerance(tolerance=tolerance, absolute_tolerance=absolute_tolerance)
         cap = 20 * matvecs if cap is None else cap
         require_count("cap", cap, matvecs)
-        exact = matvecs >= n
-        while not exact:
+        exact, ended = matvecs >= n, False
+        while not (exact or ended):
             self.add(matvecs)
             value, sem = self.estimate()
             require_finite("The estimator", value)
             # The only synchronisation with the device, once per batch and only with a tolerance.
             met = tolerance is None or bool(sem.norm() <= torch.clamp(tolerance * value.norm(), min=absolute_tolerance))
-            spent = operator.matvecs
-            if met or spent + matvecs > cap:
-                return self._result(value, sem, met, len(self.probes), self.frame)
+            rest = cap - operator.matvecs
+            ended = met or rest < matvecs
             # n products are exact: spend them once another batch costs as much, and before the cap forbids it
-            exact = n <= cap - spent and (spent + matvecs >= n or cap - spent < n + matvecs)
-        identity = torch.eye(n, dtype=self.wide, device=self.device)
-        value = self.sample(identity, self.multiply(identity)).sum(0)
-        return self._result(value, torch.zeros_like(value), True, 0, lambda cotangent: (identity, identity * cotangent))
+            exact = not ended and n <= rest and (operator.matvecs + matvecs >= n or rest < n + matvecs)
+        probes, frame = len(self.probes), self.frame
+        if exact:
+            identity = torch.eye(n, dtype=self.wide, device=self.device)
+            value = self.sample(identity, self.multiply(identity)).sum(0)
+            sem, met, probes, frame = (
+                torch.zeros_like(value),
+                True,
+                0,
+                lambda cotangent: (identity, identity * cotangent),
+            )
 
-    def _result(
-        self,
-        value: Tensor,
-        sem: Tensor,
-        met: bool,
-        probes: int,
-        frame: Callable[[Tensor], tuple[Tensor, Tensor]],
-    ) -> Estimate:
-        operator, matvecs = self.operator, self.operator.matvecs
-        differentiable = attach_one(
-            value.to(self.wide), operator.tensors, lambda cotangent: operator.parameter_pullback(*frame(cotangent))
-        )
-        return Estimate(differentiable, sem.to(self.wide), matvecs, met, probes=probes)
+        def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
+            return operator.parameter_pullback(*frame(cotangent))
+
+        spent = operator.matvecs
+        differentiable = attach_one(value.to(self.wide), operator.tensors, pullback)
+        return Estimate(differentiable, sem.to(self.wide), spent, met, probes=probes)
 
 
 class Hutchinson(Estimator):

@@ -22,46 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_plus import kernels
 from laplace_plus.errors import OperatorError
-from laplace_plus.kernels import inner_products, three_term_update, vector_norm
+from laplace_plus.kernels import inner_products, orthogonalize, three_term_update, vector_norm
 from laplace_plus.linalg.arguments import require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
 
 
-def orthogonalize(basis: Tensor, vectors: Tensor, *, passes: int = 2) -> tuple[Tensor, Tensor]:
-    """The component of vectors orthogonal to an orthonormal basis, ``w − Qᵀ(Q w)``.
-
-    Args:
-        basis: Q, ``[batch, k, n]``, orthonormal rows (rows of zeros are ignored).
-        vectors: w, ``[batch, n]``, or ``[batch, p, n]`` for several vectors per basis.
-        passes: Number of passes. One is enough for vectors that are almost orthogonal to the basis.
-
-    Returns:
-        The component, of the shape of ``vectors``, and the coefficients Q w, ``[batch, k]`` or ``[batch, p, k]``,
-        summed over the passes.
-    """
-    if vectors.ndim == 2:
-        return kernels.orthogonalize(basis, vectors, passes=passes)
-    coefficients = vectors.new_zeros(*vectors.shape[:2], basis.shape[1])
-    for _ in range(passes):
-        new = inner_products(vectors, basis)
-        vectors = vectors.baddbmm(new, basis, alpha=-1)
-        coefficients = coefficients + new
-    return vectors, coefficients
-
-
 def combine(coefficients: Tensor, basis: Tensor) -> Tensor:
     """``Σ_k x_k q_k``: coefficients ``[batch, k]`` and a basis ``[batch, k, n]`` give ``[batch, n]``."""
-    if basis.shape[0] == 1:
-        return (coefficients[0] @ basis[0])[None]
     return (coefficients[:, None] @ basis)[:, 0]
 
 
 def coordinates(basis: Tensor, vectors: Tensor) -> Tensor:
     """Inner products with basis vectors: ``[batch, k, n]`` and ``[batch, n]`` give ``[batch, k]``."""
-    if basis.shape[0] == 1:
-        return inner_products(basis[0], vectors[0])[None]
     return inner_products(vectors[:, None], basis)[:, 0]
 
 

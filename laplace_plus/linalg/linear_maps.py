@@ -52,7 +52,6 @@ class LinearMap:
 
     Attributes:
         matvecs: Number of vectors multiplied so far, with A or its transpose.
-        has_transpose: Whether products with the transpose need no automatic differentiation.
 
     Raises:
         OperatorError: Not callable, or an operator of another shape.
@@ -83,7 +82,6 @@ class LinearMap:
             rmatvec = matvec.T if rmatvec is None else rmatvec
             parameters = matvec.tensors() if parameters is None else parameters
         self._matvec, self._rmatvec, self.symmetric = matvec, rmatvec, symmetric
-        self.has_transpose = symmetric or rmatvec is not None
         self._dtype, self._single, self._name = dtype, single, name
         self.matvecs = self._widest = 0
         self._last: tuple[weakref.ReferenceType[Tensor], int] | None = None
@@ -128,28 +126,6 @@ class LinearMap:
             product = self._multiply(self._matvec, leaf.requires_grad_(), self.m)
             # This graph is new and used once; compiled operators cannot retain theirs.
             return _gradients(product, [leaf], _recordable(vectors), retain_graph=False)[0]
-
-    def pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``Aᵀ u`` and the derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, from one vector–Jacobian product.
-
-        Args:
-            vectors: v, ``[..., n]``.
-            cotangents: u, ``[..., m]``.
-
-        Returns:
-            ``[..., n]``, and one gradient for each of :attr:`tensors`.
-
-        Raises:
-            OperatorError: torch cannot differentiate through the operator, and there is no transpose.
-        """
-        if self.has_transpose:
-            return self.transposed(cotangents), self.parameter_pullback(vectors, cotangents)
-        self.matvecs += vectors.shape[:-1].numel()
-        with torch.inference_mode(False), torch.enable_grad():
-            leaf = _recordable(vectors.detach()).requires_grad_()
-            product = self._multiply(self._matvec, leaf, self.m)
-            first, *others = _gradients(product, [leaf, *self.tensors], _recordable(cotangents))
-        return first, tuple(others)
 
     def parameter_pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, for vectors ``[n]`` or stacks ``[..., n]``.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, OperatorError
-from laplace_plus.kernels import vector_norm
+from laplace_plus.kernels import orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import (
     require_choice,
     require_count,
@@ -25,7 +25,7 @@ from laplace_plus.linalg.arguments import (
     without_autocast,
     working_type,
 )
-from laplace_plus.linalg.krylov import orthogonalize, product_length
+from laplace_plus.linalg.krylov import product_length
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.operators import Operator
 
@@ -370,18 +370,18 @@ class _ThickRestart:
             for j in range(kept, size):
                 basis[known + j] = vector
                 product = self._product(vector)
-                rest, coefficients = orthogonalize(basis[None, : known + j + 1], product[None])
-                column = coefficients[0, known:]
+                rest, coefficients = orthogonalize(basis[: known + j + 1], product)
+                column = coefficients[known:]
                 if j:
                     asymmetry = torch.maximum(asymmetry, (column[:j] - coupling).abs().max())
                 projected[: j + 1, j] = projected[j, : j + 1] = column
-                lengths = torch.stack([product_length(product), vector_norm(rest[0])])
+                lengths = torch.stack([product_length(product), vector_norm(rest)])
                 require_finite("The search for eigenpairs", lengths)
                 length, beta = lengths.tolist()
                 self.norm = max(self.norm, length)
                 coupling = torch.nn.functional.pad(start.new_zeros(j), (0, 1), value=beta)
                 if beta > 10 * eps * self.norm:
-                    vector = rest[0] / beta
+                    vector = rest / beta
                 else:
                     beta, coupling = 0.0, torch.zeros_like(coupling)
                     if j + 1 < free:
@@ -413,7 +413,7 @@ class _ThickRestart:
         for _ in range(2):
             vector = vector / vector_norm(vector)
             if len(basis):
-                vector = orthogonalize(basis[None], vector[None])[0][0]
+                vector = orthogonalize(basis, vector)[0]
         return vector / vector_norm(vector)
 
     def _require_symmetric(self, asymmetry: float) -> None:

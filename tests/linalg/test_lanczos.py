@@ -11,7 +11,6 @@ from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError
 from laplace_plus.linalg import LanczosDecomposition, lanczos
-from laplace_plus.linalg.krylov import orthogonalize
 
 float64 = torch.float64
 
@@ -145,23 +144,6 @@ def test_types():
     half = lanczos(lambda x: x @ a.to(torch.bfloat16), normal(12).to(torch.bfloat16), 4)
     assert half.vectors.dtype == torch.float32 and loss_of_orthogonality(half) <= 1e-6
     torch.testing.assert_close(half.diagonal, found.diagonal, rtol=0.05, atol=0.05)
-
-
-def test_orthogonalize_twice_is_enough():
-    """A vector that lies in the span up to 1e-10 leaves a remainder orthogonal to rounding; once does not."""
-    for batch in (1, 3):
-        basis = torch.linalg.qr(normal(batch, 50, 8))[0].mT
-        inside = (normal(batch, 1, 8) @ basis)[:, 0]
-        w = inside + 1e-10 * normal(batch, 50, seed=1)
-        errors = []
-        for passes in (1, 2):
-            rest, coefficients = orthogonalize(basis, w, passes=passes)
-            torch.testing.assert_close(rest + (coefficients[:, None] @ basis)[:, 0], w, rtol=1e-14, atol=1e-14)
-            errors.append(float(((basis @ rest[..., None])[..., 0].norm(dim=-1) / rest.norm(dim=-1)).max()))
-        assert errors[1] <= 1e-14 < 1e-9 < errors[0]
-        several, coefficients = orthogonalize(basis, torch.stack([w, 2 * w], dim=1))
-        torch.testing.assert_close(several[:, 1], 2 * rest, rtol=1e-4, atol=1e-15)
-        assert coefficients.shape == (batch, 2, 8)
 
 
 SPECTRA = {
