@@ -125,7 +125,7 @@ def test_zero_operator_and_zero_rows_and_columns() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("damp", [0.0, 1.0, 0.05, 1e-5])
+@pytest.mark.parametrize("damp", [0.0, 1.0, pytest.param(0.05, marks=pytest.mark.slow), 1e-5])
 @pytest.mark.parametrize("warm", [False, True])
 def test_gradients(shape: tuple[int, int], damp: float, warm: bool) -> None:
     A, b = matrix(*shape, condition=3.0).requires_grad_(), normal(shape[0], seed=1).requires_grad_()

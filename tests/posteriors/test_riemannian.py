@@ -378,7 +378,7 @@ class Breaking(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("method", [lp.ExponentialMap(), lp.Diffusion(n_steps=2)])
+@pytest.mark.parametrize("method", [pytest.param(lp.ExponentialMap(), marks=pytest.mark.slow), lp.Diffusion(n_steps=2)])
 def test_interrupted_drawing_goes_on(method, tmp_path):
     net, data = problem()
     net = Breaking(*net)

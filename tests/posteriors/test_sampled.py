@@ -136,6 +136,7 @@ def test_descent_and_conjugate_gradients_find_the_same_samples():
         assert (descended - exact).norm() < error * (exact - exact.mean(0)).norm()
 
 
+@pytest.mark.slow
 def test_preconditioners_change_the_iterations_and_not_the_samples():
     iterations = {}
     for problem, likelihood in ((linear(), "regression"), (deep(), "classification")):

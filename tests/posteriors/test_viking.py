@@ -350,6 +350,7 @@ def test_a_trained_linear_model_has_the_exact_mean(linear):
     assert evidence - 1.0 < posterior.elbo().elbo < evidence + 1.0
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
     options = {"mode": lp.ELBOTraining(epochs=3, scale_epochs=1), "n_samples": 3}

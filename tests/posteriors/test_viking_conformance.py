@@ -1,5 +1,6 @@
 """Kernel/image posteriors pass what every posterior passes."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ class TestVIKING(PosteriorConformance):
         return lp.VIKING(model, likelihood, n_samples=3, projector="svd", **options)
 
 
+@pytest.mark.slow
 class TestTrainedVIKING(TestVIKING):
     def make(self, model, likelihood, **options):
         training = lp.ELBOTraining(epochs=1, scale_epochs=0)

@@ -35,10 +35,10 @@ def weights(net):
 @pytest.mark.parametrize(
     ("temperature", "structure", "noise"),
     [
-        (1.0, "scalar", "tuned"),
+        pytest.param(1.0, "scalar", "tuned", marks=pytest.mark.slow),
         (1.0, "layerwise", "known"),
         (0.4, "layerwise", "tuned"),
-        (3.0, "layerwise", "tuned"),
+        pytest.param(3.0, "layerwise", "tuned", marks=pytest.mark.slow),
         (3.0, "scalar", "known"),
     ],
 )
@@ -137,7 +137,7 @@ def test_the_prior_counts_as_much_as_the_curvature_data_say():
     np.testing.assert_allclose(weights(net), mean, atol=1e-5)
 
 
-@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.LowRank])
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, pytest.param(lp.LowRank, marks=pytest.mark.slow)])
 def test_other_structures_climb_their_own_evidence(cls):
     torch.manual_seed(0)
     x, y = linear_data()

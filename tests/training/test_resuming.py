@@ -77,7 +77,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = {
+    "Adam, dropout and batch normalisation",
+    "regression",
+    "a precision for each entry",
+    "batches",
+    "two schedules",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_continued_equals_uninterrupted(tmp_path, case):
     path = tmp_path / "run"
     whole = run(**CASES[case])
