@@ -261,7 +261,7 @@ class Network:
             with torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext():
                 try:
                     return functional_call(model, state, arguments, keywords, tie_weights=False)
-                except torch.OutOfMemoryError:
+                except (torch.OutOfMemoryError, ConfigurationError):  # the latter comes from a rule of a layer
                     raise
                 except (RuntimeError, TypeError, ValueError, IndexError) as error:
                     raise InputError(

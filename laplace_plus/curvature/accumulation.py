@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,6 +75,7 @@ class Accumulation(ABC):
         self._blocks: dict[str, Block] = {}
         for layout, block in self.total.blocks:
             self._blocks[layout.key] = block
+            block.changed()
         self._touched: set[str] = set()
         self.deferred: list[Callable[[], None]] = []
 
@@ -121,12 +121,9 @@ class Accumulation(ABC):
 
     def add_squares(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squared gradients to a diagonal block."""
-
-        def create() -> DiagonalBlock:
-            shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
-            return DiagonalBlock(torch.zeros(shape, dtype=dtype, device=gradients.device))
-
-        block, _ = self.block(layout, DiagonalBlock, create)
+        shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=gradients.device)
+        block, _ = self.block(layout, DiagonalBlock, lambda: DiagonalBlock(zeros()))
         for total, part in zip(block.values, self.by_component(gradients, components), strict=True):
             if part.dtype == total.dtype:
                 part.add_squares_(total)
@@ -136,15 +133,9 @@ class Accumulation(ABC):
     def add_outer_products(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""
         groups, rows, columns = layout.shape
-
-        def create() -> DenseBlock:
-            dtype, device = self.gradients.network.dtype, gradients.device
-            size = rows * columns
-            sums = [GramSum(groups, size, dtype=dtype, device=device) for _ in range(self.n_components)]
-            return DenseBlock(sums, layout.shape)
-
-        block, _ = self.block(layout, DenseBlock, create)
-        block.changed()
+        gram = partial(GramSum, dtype=self.gradients.network.dtype, device=gradients.device)
+        sums = [gram(groups, rows * columns) for _ in range(self.n_components)]
+        block, _ = self.block(layout, DenseBlock, partial(DenseBlock, sums, layout.shape))
         for total, part in zip(block.sums, self.by_component(gradients, components), strict=True):
             for _, values in part.chunks():
                 total.add_rows(values.flatten(3).flatten(0, 1).movedim(1, 0))  # [G, Vb, n]
@@ -193,33 +184,32 @@ class KroneckerAccumulation(Accumulation):
     def _add_product(self, layout: Layout, gradients: OuterGradients | EmbeddingGradients, components: Tensor) -> None:
         """Add ``Σ g gᵀ``, or ``Σ g²`` for a last layer with many outputs, and the inputs to a Kronecker block."""
         groups, rows, columns = layout.shape
-        capture, device = self.gradients.capture, gradients.device
+        capture, k = self.gradients.capture, self.n_components
+        options: Any = {"dtype": self.gradients.network.dtype, "device": gradients.device}
         is_last = groups == 1 and rows == capture.output_shape[-1] and capture.last_used in layout.names
-        diagonal = is_last and isinstance(gradients, OuterGradients) and self.structure.keeps_diagonal(rows)
-
-        def create() -> KroneckerBlock | DiagonalOutputBlock:
-            nothing, dtype = torch.zeros((), dtype=torch.float64), self.gradients.network.dtype
-            if isinstance(gradients, EmbeddingGradients):
-                right: Any = torch.zeros(groups, columns, dtype=dtype, device=device)
-            else:  # groups that share their input (attention's projections) share its factor
-                right = GramSum(gradients.right_shape[0], columns, dtype=dtype, device=device)
-            if diagonal:
-                left = torch.zeros(self.n_components, groups, rows, dtype=dtype, device=device)
-                return DiagonalOutputBlock(left, right, nothing)
-            sums = []
-            for _ in range(self.n_components):
-                sums.append(GramSum(groups, rows, dtype=dtype, device=device))
-            return KroneckerBlock(sums, right, nothing)
-
+        diagonal = is_last and rows > self.structure.dense_outputs and isinstance(gradients, OuterGradients)
+        if isinstance(gradients, EmbeddingGradients):
+            right: Any = torch.zeros(groups, columns, **options)
+        else:  # groups that share their input (attention's projections) share its factor
+            right = GramSum(gradients.right_shape[0], columns, **options)
+        nothing, make = torch.zeros((), dtype=torch.float64), partial(GramSum, **options)
         kind: Any = DiagonalOutputBlock if diagonal else KroneckerBlock
-        block, is_new = self.block(layout, kind, create)
-        block.changed()
-        parts = [gradients] if self.n_components == 1 else self.by_component(gradients, components)
+        left = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
+        block, is_new = self.block(layout, kind, partial(kind, left, right, nothing))
+        parts = [gradients] if k == 1 else self.by_component(gradients, components)
         for total, part in zip(block.left if diagonal else block.left_sums, parts, strict=True):
-            _add_left(total, part, self.structure.weight_sharing == "reduce")
-        if self._tokens is not None and self._await(block, gradients, layout, self._tokens, is_new):
-            return
-        if is_new:
+            for _, left in part.left_chunks():  # type: ignore[union-attr]
+                if self.structure.weight_sharing == "reduce":
+                    left = left.sum(2, keepdim=True, dtype=total.dtype)
+                if isinstance(total, Tensor):
+                    total += left.to(total.dtype).square().sum((0, 1, 2))
+                elif left.stride(-1) != 1 and left.shape[2] > 1:
+                    # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
+                    total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
+                else:
+                    total.add_rows(left.flatten(0, 2).movedim(1, 0))
+        waits = self._tokens is not None and self._await(block, gradients, layout, self._tokens, is_new)
+        if is_new and not waits:
             self._add_inputs(block, gradients, layout)
 
     def _await(
@@ -227,43 +217,44 @@ class KroneckerAccumulation(Accumulation):
     ) -> bool:
         """Defer the inputs of a layer whose positions are those of the tokens; False for other layers."""
         assert self._waiting is not None
-        if is_new and self._are_tokens(layout, gradients, tokens.shape[1]):
+        names = set(layout.names)
+        uses = Counter(call.rows for call in self.gradients.capture.calls if {part.name for part in call.rows} == names)
+        # The tokens may come once for each use of the weight.
+        if is_new and any(gradients.n_positions == count * tokens.shape[1] for count in uses.values()):
             inputs = self._waiting[layout.key] = _Inputs(gradients, tokens)
             self.deferred.append(lambda: self._add_inputs(block, inputs.gradients, layout, inputs.kept()))
         if layout.key in self._waiting:
             self._waiting[layout.key].note(gradients)
         return layout.key in self._waiting
 
-    def _are_tokens(self, layout: Layout, gradients: OuterGradients | EmbeddingGradients, n_tokens: int) -> bool:
-        """Whether a block's positions are those of the tokens, once for each use of its weight."""
-        uses, names = Counter(call.rows for call in self.gradients.capture.calls), set(layout.names)
-        own = [count for rows, count in uses.items() if {part.name for part in rows} == names]
-        return any(_n_positions(gradients) == count * n_tokens for count in own)
-
     def _add_inputs(
         self, block: Any, gradients: OuterGradients | EmbeddingGradients, layout: Layout, kept: Tensor | None = None
     ) -> None:
         """Add ``Σ a aᵀ`` and its count, over all positions of used examples, or over those ``kept [B, S]``."""
-        expand, total = self.structure.weight_sharing == "expand", block.right_sum
+        expand, total, n_positions = self.structure.weight_sharing == "expand", block.right_sum, gradients.n_positions
+        own = None if kept is None else kept[self.used]
+        if own is None:
+            block.count = block.count + int(self.used.sum()) * (n_positions if expand else 1)
+        else:
+            block.count = block.count + int(own.sum() if expand else own.any(1).sum())
         if isinstance(gradients, EmbeddingGradients):
-            if not expand and gradients.index.shape[1] > 1:
+            if not expand and n_positions > 1:
                 raise UnsupportedError(
                     f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary.",
                     expected='weight_sharing="expand" where embeddings are selected',
                     got='weight_sharing="reduce"',
                     fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
                 )
-            index = gradients.index[self.used] if kept is None else gradients.index[kept & self.used[:, None]]
+            index = gradients.index[self.used] if own is None else gradients.index[self.used][own]
             total += torch.bincount(index.flatten(), minlength=gradients.n_columns).to(total)
-            block.count = block.count + index.numel()
             return
         groups, width = gradients.right_shape
         every = bool(self.used.all())
-        for examples in slices(gradients.n_examples, gradients.n_positions * groups * width * 4):
+        for examples in slices(gradients.n_examples, n_positions * groups * width * 4):
             raw = gradients.raw_right[examples] if every else gradients.raw_right[examples][self.used[examples]]
             own = None if kept is None else kept[examples][self.used[examples]]
             direct = gradients.add_right_products
-            if expand and own is None and direct is not None and len(raw) * gradients.n_positions >= width:
+            if expand and own is None and direct is not None and len(raw) * n_positions >= width:
                 total.add_products(partial(direct, raw))
                 continue
             right = gradients.expand_right(raw)  # [b, S, G, i]
@@ -272,29 +263,6 @@ class KroneckerAccumulation(Accumulation):
             else:
                 right = right.flatten(0, 1) if expand else right.mean(1, dtype=total.dtype)
             total.add_rows(right.movedim(1, 0))
-        if kept is None:
-            block.count = block.count + int(self.used.sum()) * (gradients.n_positions if expand else 1)
-        else:
-            own = kept[self.used]
-            block.count = block.count + int(own.sum() if expand else own.any(1).sum())
-
-
-def _add_left(total: Any, gradients: ExampleGradients, reduce: bool) -> None:
-    """Add ``Σ g gᵀ`` to sums ``[G, o, o]``, or ``Σ g²`` to a tensor ``[G, o]``."""
-    if isinstance(gradients, EmbeddingGradients):
-        total.add_rows(gradients.left.flatten(0, 2)[None])
-        return
-    assert isinstance(gradients, OuterGradients)
-    for examples in gradients.side_chunks():
-        left = gradients.expand_left(gradients.raw_left[:, examples])  # [V, b, S, G, o]
-        left = left.sum(2, keepdim=True, dtype=total.dtype) if reduce else left
-        if isinstance(total, Tensor):
-            total += left.to(total.dtype).square().sum((0, 1, 2))
-        elif left.stride(-1) != 1 and left.shape[2] > 1:
-            # Channels before pixels, as convolutions have them: contiguous runs are copied for columns, not for rows.
-            total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
-        else:
-            total.add_rows(left.flatten(0, 2).movedim(1, 0))
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
@@ -310,7 +278,6 @@ def token_mask(inputs: Any, n_examples: int) -> Tensor | None:
     return None if not is_mask or bool(tokens.all()) else tokens
 
 
-@dataclass
 class _Inputs:
     """A layer's inputs, which wait until all cotangents have told which positions are padding.
 
@@ -319,36 +286,20 @@ class _Inputs:
     no output gradient of any cotangent reaches them, however data and cotangents are cut.
     """
 
-    gradients: OuterGradients | EmbeddingGradients
-    tokens: Tensor
-
-    def __post_init__(self) -> None:
-        own = self.gradients
-        self.tokens = self.tokens.to(own.device).repeat(1, _n_positions(own) // self.tokens.shape[1])
-        self.is_reached = torch.zeros(len(self.tokens), dtype=torch.bool, device=own.device)
-        # Without output gradients (V = 0): only the inputs are kept.
-        if isinstance(own, EmbeddingGradients):
-            self.gradients = replace(own, left=own.left.new_empty(0, *own.left.shape[1:]))
-        else:
-            self.gradients = replace(own, raw_left=own.raw_left.new_empty(0, *own.raw_left.shape[1:]))
+    def __init__(self, gradients: OuterGradients | EmbeddingGradients, tokens: Tensor):
+        self.gradients = gradients.select(torch.zeros(0, dtype=torch.long))  # only the inputs are kept
+        self.tokens = tokens.to(gradients.device).repeat(1, gradients.n_positions // tokens.shape[1])
+        self.is_reached = torch.zeros(len(tokens), dtype=torch.bool, device=gradients.device)
 
     def note(self, gradients: OuterGradients | EmbeddingGradients) -> None:
         """Take some cotangents into account."""
-        masked = ~self.tokens
-        if isinstance(gradients, EmbeddingGradients):
-            self.is_reached |= ((gradients.left != 0).any(-1).any(0) & masked).any(1)
-            return
-        for examples in gradients.side_chunks():
-            left = gradients.expand_left(gradients.raw_left[:, examples])  # [V, b, S, G, o]
-            self.is_reached[examples] |= ((left != 0).flatten(3).any(-1).any(0) & masked[examples]).any(1)
+        for examples, left in gradients.left_chunks():
+            reached = (left != 0).flatten(3).any(-1).any(0)  # [b, S]
+            self.is_reached[examples] |= (reached & ~self.tokens[examples]).any(1)
 
     def kept(self) -> Tensor:
         """``[B, S]``: the positions that are not padding."""
         return self.tokens | self.is_reached[:, None]
-
-
-def _n_positions(gradients: OuterGradients | EmbeddingGradients) -> int:
-    return gradients.index.shape[1] if isinstance(gradients, EmbeddingGradients) else gradients.n_positions
 
 
 def _means(right: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:

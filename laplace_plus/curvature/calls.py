@@ -8,11 +8,12 @@ one, so that weight and bias share a Kronecker factor with their covariance kept
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -117,6 +118,19 @@ class Call(ABC):
             where: Position of the examples in the output.
         """
 
+    def columns(self, positions: dict[str, Tensor], *, transposed: bool = False) -> Tensor:
+        """Index tensors of the weight, as a matrix (transposed if asked for), and of the bias, as its last column."""
+        columns = []
+        for rows in self.rows:
+            own = positions[rows.name][rows.start :][: rows.count]
+            own = own.reshape(len(own), -1)
+            columns.append(own.T if transposed and rows is self.weight else own)
+        return torch.cat(columns, 1)
+
+    def by_example(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> tuple[Tensor, Tensor]:
+        """The input ``[B, r, …]`` and the gradient ``[V, B, r, …]`` with the examples in front."""
+        return by_example(self.value, n_examples, where), by_example(gradient, n_examples, where, lead=1)
+
 
 @dataclass
 class LinearCall(Call):
@@ -125,35 +139,26 @@ class LinearCall(Call):
     transposed: bool = False
     weight_shape: torch.Size = torch.Size()
 
-    @override
-    def index(self, positions: dict[str, Tensor]) -> Tensor:
-        columns = []
-        if self.weight is not None:
-            weight = positions[self.weight.name][self.weight.start :][: self.weight.count]
-            columns.append(weight.T if self.transposed else weight)
-        if self.bias is not None:
-            columns.append(positions[self.bias.name][self.bias.start :][: self.bias.count, None])
-        return torch.cat(columns, 1).unflatten(0, (self._groups() if self.packed else 1, -1))
-
     def _groups(self) -> int:
         """Number of projections that are packed in the weight: 3 for attention's query, key and value."""
         return max(1, self.weight_shape[0] // self.weight_shape[1])
+
+    @override
+    def index(self, positions: dict[str, Tensor]) -> Tensor:
+        groups = self._groups() if self.packed else 1
+        return self.columns(positions, transposed=self.transposed).unflatten(0, (groups, -1))
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         if self.value.ndim == 2 and len(self.value) == n_examples:
             value, left = self.value[:, None], gradient[:, :, None]
         else:
-            value = by_example(self.value, n_examples, where).flatten(1, -2)  # [B, S, i]
-            left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)  # [V, B, S, O]
+            value, left = self.by_example(gradient, n_examples, where)
+            value, left = value.flatten(1, -2), left.flatten(2, -2)  # [B, S, i], [V, B, S, O]
         width = 1 if self.weight is None else value.shape[2] + (self.bias is not None)
         groups = self._groups() if self.packed else 1
-        return OuterGradients(
-            value,
-            left.unflatten(-1, (groups, -1)),
-            expand_right=self._expand,
-            right_sizes=(value.shape[1], 1, width),
-        )
+        left = left.unflatten(-1, (groups, -1))
+        return OuterGradients(value, left, expand_right=self._expand, right_sizes=(value.shape[1], 1, width))
 
     def _expand(self, value: Tensor) -> Tensor:
         """Inputs ``[b, S, i]`` as ``[b, S, 1, i]`` with the column of ones that is the bias's input."""
@@ -175,16 +180,11 @@ class ConvolutionCall(Call):
 
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
-        columns = []
-        if self.weight is not None:
-            columns.append(positions[self.weight.name].flatten(1).unflatten(0, (self.groups, -1)))
-        if self.bias is not None:
-            columns.append(positions[self.bias.name][:, None].unflatten(0, (self.groups, -1)))
-        return torch.cat(columns, 2)
+        return self.columns(positions).unflatten(0, (self.groups, -1))
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        value, left = by_example(self.value, n_examples, where), by_example(gradient, n_examples, where, lead=1)
+        value, left = self.by_example(gradient, n_examples, where)
         patch = value.shape[2] // self.groups * math.prod(self.kernel)
         width = 1 if self.weight is None else patch + (self.bias is not None)
         return OuterGradients(
@@ -245,13 +245,12 @@ class EmbeddingCall(Call):
 
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
-        assert self.weight is not None
-        return positions[self.weight.name].T[None]
+        return self.columns(positions, transposed=True)[None]
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        index = by_example(self.value, n_examples, where).flatten(1)
-        left = by_example(gradient, n_examples, where, lead=1).flatten(2, -2)
+        index, left = self.by_example(gradient, n_examples, where)
+        index, left = index.flatten(1), left.flatten(2, -2)
         if self.padding is not None:  # the padding row is never updated
             left = left * (index != self.padding)[None, :, :, None]
         return EmbeddingGradients(index, left, self.n_rows)
@@ -277,17 +276,14 @@ class NormalisationCall(Call):
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        value = by_example(self.value, n_examples, where)  # [B, r, …]
-        gradient = by_example(gradient, n_examples, where, lead=1)
+        value, gradient = self.by_example(gradient, n_examples, where)
         if self.channels_last:
             value, gradient = value.flatten(-self.channels_last), gradient.flatten(-self.channels_last)
         else:
             value, gradient = value.movedim(2, -1), gradient.movedim(3, -1)
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         value, gradient = value.flatten(1, -2).to(dtype), gradient.flatten(2, -2).to(dtype)  # [B, S, C], [V, B, S, C]
-        columns = []
-        if self.weight is not None:
-            columns.append((gradient * value).sum(2))
+        columns = [(gradient * value).sum(2)] if self.weight is not None else []
         if self.bias is not None:
             columns.append(gradient.sum(2))
         return DenseGradients(torch.stack(columns, -1)[:, :, :, None])
@@ -312,19 +308,16 @@ class BroadcastCall(Call):
 
     @override
     def index(self, positions: dict[str, Tensor]) -> Tensor:
-        assert self.weight is not None
-        return positions[self.weight.name].flatten()[None, None]
+        return positions[self.rows[0].name].flatten()[None, None]
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        gradient = gradient.to(dtype) * self.value if self.scales else gradient.to(dtype)
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        gradient = gradient * self.value if self.scales else gradient
         values = by_example(gradient, n_examples, where, lead=1).sum(2)  # [V, B, …], without the examples' own axis
         values = values.unsqueeze(2 + where.axis)
-        missing = values.ndim - 2 - len(self.shape)
-        values = values.sum(tuple(range(2, 2 + missing))) if missing else values
-        spread = [2 + d for d, size in enumerate(self.shape) if size == 1 and values.shape[2 + d] != 1]
-        values = values.sum(spread, keepdim=True) if spread else values
+        missing = (1,) * (values.ndim - 2 - len(self.shape))
+        values = values.sum_to_size(*values.shape[:2], *missing, *self.shape)
         return DenseGradients(values.reshape(*values.shape[:2], 1, 1, -1))
 
 
@@ -332,6 +325,8 @@ class BroadcastCall(Call):
 
 Finder = Callable[[Any], ParameterRows | None]
 Rule = Callable[..., Call | None]
+
+_signature = cache(inspect.signature)
 
 
 def _linear(find: Finder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
@@ -372,9 +367,9 @@ def _convolution(
         pads = tuple((total // 2, total - total // 2) for total in totals)
     else:
         pads = tuple((p, p) for p in each(0 if padding == "valid" else padding))
-    call = ConvolutionCall(find(weight), find(bias), input, 1, (0,), True, groups=groups)
-    call.kernel, call.stride, call.padding, call.dilation = kernel, each(stride), pads, spread
-    return call
+    return ConvolutionCall(
+        find(weight), find(bias), input, 1, (0,), True, False, kernel, each(stride), pads, spread, groups
+    )
 
 
 def _embedding(
@@ -394,42 +389,17 @@ def _embedding(
     return EmbeddingCall(find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding)
 
 
-def _layer_norm(
-    find: Finder, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Call | None:
-    n = len(normalized_shape)
-    value = F.layer_norm(input, normalized_shape, eps=eps)
-    return NormalisationCall(find(weight), find(bias), value, -1, tuple(range(input.ndim - n)), channels_last=n)
-
-
-def _rms_norm(
-    find: Finder, input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
-) -> Call | None:
-    n = len(normalized_shape)
-    value = F.rms_norm(input, normalized_shape, eps=eps)
-    return NormalisationCall(find(weight), None, value, -1, tuple(range(input.ndim - n)), channels_last=n)
-
-
-def _batch_norm(
-    find: Finder,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Call | None:
-    if training or running_mean is None:
+def _normalisation(function: Callable[..., Tensor], find: Finder, *args: Any, **kwargs: Any) -> Call | None:
+    """Any of torch's normalisations: over the trailing ``normalized_shape``, or with the channels along axis 1."""
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if "running_mean" in given and (given["training"] or given["running_mean"] is None):
         return None
-    return NormalisationCall(find(weight), find(bias), F.batch_norm(input, running_mean, running_var, eps=eps), 1)
-
-
-def _group_norm(
-    find: Finder, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Call | None:
-    return NormalisationCall(find(weight), find(bias), F.group_norm(input, num_groups, eps=eps), 1)
+    value = function(**given | dict.fromkeys(given.keys() & {"weight", "bias"}))
+    n, weight, bias = len(given.get("normalized_shape", ())), find(given["weight"]), find(given.get("bias"))
+    axes = tuple(range(value.ndim - n)) if n else (0,)
+    return NormalisationCall(weight, bias, value, -1 if n else 1, axes, channels_last=n)
 
 
 def _broadcast(scales: bool, find: Finder, *args: Any, **kwargs: Any) -> Call | None:
@@ -443,14 +413,10 @@ def _broadcast(scales: bool, find: Finder, *args: Any, **kwargs: Any) -> Call | 
 
 
 def _expand(find: Finder, parameter: Tensor, *sizes: Any, **kwargs: Any) -> Call | None:
-    if kwargs or find(parameter) is None:
-        return None
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if not all(isinstance(size, int) for size in sizes):
+    if kwargs or not all(isinstance(size, int) for size in sizes):
         return None
-    own = (1,) * (len(sizes) - parameter.ndim) + tuple(parameter.shape)
-    shape = tuple(old if new == -1 else new for old, new in zip(own, sizes, strict=True))
-    return _broadcast_call(find, parameter, parameter, shape, False)
+    return _broadcast_call(find, parameter, parameter, sizes, False)
 
 
 def _broadcast_call(find: Finder, parameter: Tensor, value: Tensor, out: tuple[int, ...], scales: bool) -> Call | None:
@@ -470,10 +436,7 @@ RULES: dict[Any, Rule] = {
     F.conv2d: partial(_convolution, 2),
     F.conv3d: partial(_convolution, 3),
     F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.batch_norm: _batch_norm,
-    F.group_norm: _group_norm,
+    **{norm: partial(_normalisation, norm) for norm in (F.layer_norm, F.rms_norm, F.batch_norm, F.group_norm)},
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), partial(_broadcast, False)),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), partial(_broadcast, True)),
     Tensor.expand: _expand,

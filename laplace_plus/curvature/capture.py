@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterable
 from contextlib import nullcontext, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, ParameterRows, by_example
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import layer_of
 
@@ -56,6 +56,8 @@ _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detac
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
+_NAME = attrgetter("name")
+
 _MAX_PROBES = 16
 """Pairs of examples that are tried before a call is left to the general path.
 
@@ -65,27 +67,31 @@ of the examples in less than one case of five.
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls whose weights are among the selected parameters."""
+    """Records calls whose weights are among the selected parameters.
+
+    Attributes:
+        rows: What each tensor is of which parameter, by its id. As ids are only unique among living tensors, ``alive``
+            holds on to them.
+        latest: The output of the latest recorded call, for an identity test.
+        switched_off: Parameters that are used detached, or while gradients were switched off.
+        may_be_cut_off: Whether any may be.
+    """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
         super().__init__()
-        self.n_bytes = 0
+        self.wanted, self.keep_graph, self.n_bytes = wanted, keep_graph, 0
         self.rows: dict[int, ParameterRows] = {}
         for name, tensor in parameters.items():
             self.rows[id(tensor)] = ParameterRows(name, None, 0)
-        # Ids are only unique among living tensors: hold on to every registered tensor.
         self.alive: list[Tensor] = list(parameters.values())
-        self.wanted, self.keep_graph = wanted, keep_graph
         self.calls: list[Call] = []
         self.counts: dict[str, int] = {}
-        self.latest: Tensor | None = None  # the output of the latest recorded call, for an identity test
+        self.latest: Tensor | None = None
         self.covered: set[str] = set()
         self.uncovered: set[str] = set()
-        # Parameters that are used detached, or while gradients were switched off; and whether any may be cut off.
         self.switched_off: set[str] = set()
-        self.may_be_cut_off = False
+        self.may_be_cut_off = self.packed = False
         self.last_used: str | None = None
-        self.packed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,32 +103,34 @@ class _Recorder(TorchFunctionMode):
                 used.append(rows)
         call = None
         if used and func in RULES:
-            with nullcontext() if self.keep_graph else torch.no_grad():
-                call = RULES[func](self._find, *args, **kwargs)
+            try:
+                with nullcontext() if self.keep_graph else torch.no_grad():
+                    call = RULES[func](self._find, *args, **kwargs)
+                if call is not None and not isinstance(call, Call):
+                    raise TypeError(f"it returned {call!r}")
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                func(*args, **kwargs)  # where the function fails, too, the network is to blame
+                raise _rule_failed(func, error) from error
             # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
-            names = []
-            for rows in call.rows if call is not None else ():
-                names.append(rows.name)
-            for rows in used:
-                if rows.name not in names:
-                    call = None
+            described = list(map(_NAME, call.rows)) if call is not None else []
+            if not set(described).issuperset(map(_NAME, used)):
+                call = None
         if call is not None:
             self.last_used = used[-1].name
             if call.weight is not None and call.weight.name not in self.wanted:
                 call.weight = None
             if call.bias is not None and call.bias.name not in self.wanted:
                 call.bias = None
-            if call.rows and torch.is_grad_enabled():
-                call.version = call.value._version
+            call.version = call.value._version if call.rows and torch.is_grad_enabled() else 0
         output = func(*args, **kwargs)
         if call is not None:
-            if call.rows:
-                output = self._record(call, output)
+            output = self._record(call, output) if call.rows else output
         elif used:
             self._note_other_use(func, used, output)
-        elif func in _DETACHING:
-            if self.last_used is not None:
-                self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
+        elif func in _DETACHING and self.last_used is not None:
+            self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
         elif func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
             # The derivative depends on the weights of all calls so far, past the outputs of these calls.
             self.uncovered |= self.covered
@@ -131,12 +139,15 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _find(self, value: Any) -> ParameterRows | None:
-        return self.rows.get(id(value)) if isinstance(value, Tensor) else None
+        return self.rows.get(id(value))
 
     def _record(self, call: Call, output: Tensor) -> Tensor:
         """Note a call and have its output take gradients; returns the output for the network to go on with."""
+        names = set(map(_NAME, call.rows))
         if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
-            return self._switch_off(call.rows, output)
+            self.switched_off |= names
+            self.may_be_cut_off = True
+            return output
         # Inside forward derivatives, weights are in the tangents, too.
         possible = forward_ad.unpack_dual(output).tangent is None
         if possible and not output.requires_grad:
@@ -144,12 +155,11 @@ class _Recorder(TorchFunctionMode):
                 output.requires_grad_()
             except RuntimeError:  # torch.func's transformations do not allow it
                 possible = False
-        label = ""
-        for rows in call.rows:
-            label += f"+{rows.name}[{rows.start}]" if label else f"{rows.name}[{rows.start}]"
-            (self.covered if possible else self.uncovered).add(rows.name)
         if not possible:
+            self.uncovered |= names
             return output
+        self.covered |= names
+        label = str(call.rows)
         self.counts[label] = self.counts.get(label, 0) + 1
         call.label, call.packed, call.edge = f"{label}#{self.counts[label]}", self.packed, get_gradient_edge(output)
         call.output_shape, call.output_like = output.shape, output.detach().new_empty(0)
@@ -170,15 +180,12 @@ class _Recorder(TorchFunctionMode):
                 start += rows.shape[0]
         elif _tensors(output):  # queries such as .shape return none
             self.last_used = used[-1].name
+            names = self.wanted.intersection(map(_NAME, used))
             if func in _DETACHING or not torch.is_grad_enabled():
-                self._switch_off(used, output)
+                self.switched_off |= names
+                self.may_be_cut_off |= bool(names)
             else:
-                self.uncovered |= {rows.name for rows in used} & self.wanted
-
-    def _switch_off(self, used: Iterable[ParameterRows], output: Any) -> Any:
-        self.switched_off |= {rows.name for rows in used} & self.wanted
-        self.may_be_cut_off |= bool(self.switched_off)
-        return output
+                self.uncovered |= names
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
         packed, self.packed = self.packed, True
@@ -201,6 +208,16 @@ def _tensors(tree: Any) -> list[Tensor]:
         elif isinstance(item, (tuple, list)):
             waiting.extend(reversed(item))
     return found
+
+
+def _rule_failed(func: Any, error: Exception) -> ConfigurationError:
+    name = getattr(func, "__qualname__", None) or repr(func)
+    return ConfigurationError(
+        f"The rule of {name} failed: {error}",
+        expected="a rule that returns a Call or None",
+        got=type(error).__name__,
+        fix="Correct the rule that was given to laplace_plus.curvature.register_rule.",
+    )
 
 
 class Capture:
@@ -329,35 +346,32 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
     new = (wanted if recorder.may_be_cut_off else unseen) - known.keys()
     if new:
         leaves = {name: network.parameters[name].clone().requires_grad_() for name in new}
-        reached: set[str] = set()
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the passes that count give the same warnings
             outputs = network(inputs, leaves)
+            found = [None] * len(new)
             if outputs.requires_grad:
-                gradients = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
-                reached = {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+                found = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+        reached = {name: gradient is not None for name, gradient in zip(leaves, found, strict=True)}
         used = (touched | recorder.switched_off) & new
-        lost = [name for name in network.parameter_names if name in used - reached]
+        lost = [repr(name) for name in network.parameter_names if name in used and not reached[name]]
+        listed = ", ".join(lost[:4]) + (" …" if len(lost) > 4 else "")
+        if recorder.may_be_cut_off and lost and not any((*reached.values(), *known.values())):
+            raise UnsupportedError(
+                "No gradient of the outputs reaches the selected parameters.",
+                expected="a forward pass that can be differentiated in evaluation mode",
+                got=f"gradients that are switched off, or tensors that are detached, behind {listed}",
+                fix="Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select parameters behind "
+                "them.",
+            )
         if recorder.may_be_cut_off and lost:
-            _report_cut_off(lost, some=bool(reached) or any(known.values()))
-        known.update({name: name in reached for name in new})
+            warnings.warn(
+                f"No gradient of the outputs reaches {listed}, which the network uses: it switches gradients off or "
+                "detaches tensors. These parameters keep the prior.",
+                stacklevel=3,
+            )
+        known.update(reached)
     return frozenset(name for name in unseen if known[name])
-
-
-def _report_cut_off(names: list[str], *, some: bool) -> None:
-    listed = ", ".join(map(repr, names[:4])) + (" …" if len(names) > 4 else "")
-    if not some:
-        raise UnsupportedError(
-            "No gradient of the outputs reaches the selected parameters.",
-            expected="a forward pass that can be differentiated in evaluation mode",
-            got=f"gradients that are switched off, or tensors that are detached, behind {listed}",
-            fix="Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select parameters behind them.",
-        )
-    warnings.warn(
-        f"No gradient of the outputs reaches {listed}, which the network uses: it switches gradients off or detaches "
-        "tensors. These parameters keep the prior.",
-        stacklevel=4,
-    )
 
 
 def _feature_axis(network: Network, raw: Tensor) -> int:
@@ -439,15 +453,14 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
             size = call.output_shape[axis]
             if size == n if exact else size % n == 0:
                 candidates[-1] += [ExampleAxis(axis, False), ExampleAxis(axis, True)]
-    n_witnesses, unreached, settled = [0] * len(calls), [False] * len(calls), [False] * len(calls)
+    n_witnesses, settled = [0] * len(calls), [False] * len(calls)
     # Deterministic, and generic enough that no gradient vanishes by symmetry.
     pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
     patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
-    seen: set[int] = set()
+    n_probes = min((n + 1) // 2, _MAX_PROBES)
     # Two examples are enough, unless all units of some layer happen to be inactive for them.
-    for first in range(min((n + 1) // 2, _MAX_PROBES)):
+    for first in range(n_probes):
         examples = sorted({first, n - 1 - first})
-        seen.update(examples)
         probes = outputs.new_zeros(len(examples), *outputs.shape)
         for row, example in enumerate(examples):
             probes[row, example] = patterns[row]
@@ -461,18 +474,17 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
                     reached[example] = False
                     if reached.any():
                         candidates[number].remove(where)
-            settled[number] = n_witnesses[number] >= 2 or not candidates[number] or unreached[number]
-        if all(settled):
-            break
-        if first == 0:
+            settled[number] |= n_witnesses[number] >= 2 or not candidates[number]
+        if first == 0 and not all(settled):  # calls that no example's output reaches tell nothing later, either
             everything = patterns[:1, None].expand(1, n, *outputs.shape[1:])
             for number, gradient in enumerate(capture.gradients(everything)):
-                unreached[number] = not bool(gradient.any())
-                settled[number] = settled[number] or unreached[number]
+                settled[number] |= not bool(gradient.any())
+        if all(settled):
+            break
+    complete = 2 * n_probes >= n  # then every example has been tried
     found: list[tuple[ExampleAxis | None, bool]] = []
     for number, own in enumerate(candidates):
-        told = settled[number] or len(seen) == n
-        found.append((own[0] if own and told else None, n_witnesses[number] >= 2))
+        found.append((own[0] if own and (settled[number] or complete) else None, n_witnesses[number] >= 2))
     return found
 
 

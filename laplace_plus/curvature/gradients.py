@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.calls import Call, ExampleAxis
+from laplace_plus.curvature.calls import Call, ExampleAxis, ParameterRows
 from laplace_plus.curvature.capture import Capture, capture_batch, example_axes
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
 from laplace_plus.structured.gradients import (
@@ -40,6 +40,9 @@ _COTANGENT_BYTES = 512 * 2**20
 
 _QUICK_BYTES = 128 * 2**20
 """Memory for the graph of a micro-batch on a CPU: larger graphs leave the caches for longer and are not quicker."""
+
+
+_KEY, _NAME, _START = attrgetter("key"), attrgetter("name"), attrgetter("name", "start")
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,7 @@ class Gradients:
 
     def __init__(self, network: Network, capture: Capture, structure_layouts: Sequence[Layout] | None = None):
         self.network, self.capture, self._structure_layouts = network, capture, structure_layouts or ()
-        self.axes: list[ExampleAxis | None] = []
-        if isinstance(capture.inputs, Tensor) and len(capture.inputs) == capture.n_examples and not capture.pointwise:
-            for call in capture.calls:
-                self.axes.append(network.example_axes.get(call.label))
-        if not self.axes or None in self.axes:
-            self.axes = example_axes(network, capture)
+        self.axes = example_axes(network, capture)
         calls: list[Any] = []
         for call, axis in zip(capture.calls, self.axes, strict=True):
             calls.append((type(call), call.rows, call.packed, axis))
@@ -85,11 +83,7 @@ class Gradients:
         if key not in network.layouts:
             network.layouts[key] = _plans(network, capture.calls, self.axes)
         self._plans: list[_Plan] = network.layouts[key]
-        self.layouts: list[Layout] = []
-        self._keys: set[str] = set()
-        for plan in self._plans:
-            self.layouts.append(plan.layout)
-            self._keys.add(plan.layout.key)
+        self.layouts: list[Layout] = list(map(attrgetter("layout"), self._plans))
 
     def blocks(
         self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
@@ -103,10 +97,9 @@ class Gradients:
             layouts: Other blocks than the layers' own; by default the structure's, if it was given.
         """
         layouts = self._structure_layouts if layouts is None else layouts
-        for layout in layouts:
-            if layout.key not in self._keys:
-                yield from self._regrouped(cotangents, layouts)
-                return
+        if not set(map(_KEY, layouts)).issubset(map(_KEY, self.layouts)):
+            yield from self._regrouped(cotangents, layouts)
+            return
         gradients = self.capture.gradients(cotangents)
         general: dict[str, Tensor] | None = None
         for plan in self._plans:
@@ -117,9 +110,7 @@ class Gradients:
                     raise _written_into(call)
                 assert axis is not None
                 use = call.gradients(gradients[number], self.capture.output_shape[0], axis)
-                if self.capture.pointwise and isinstance(
-                    use, OuterGradients
-                ):  # every position is an example of its own
+                if self.capture.pointwise and isinstance(use, OuterGradients):  # each position is an example
                     left, right = use.sides(slice(0, use.n_examples))
                     use = OuterGradients(right.flatten(0, 1)[:, None], left.flatten(1, 2)[:, :, None])
                 uses.append(use)
@@ -155,8 +146,7 @@ class Gradients:
                 elif len(chosen):
                     subset = SelectedGradients(gradients, chosen.to(gradients.device))
                     parts.append((subset, positions.flatten()[chosen][None, None]))
-            joined = JoinedGradients(parts, layout.n_entries)
-            yield layout, joined if layout.shape[:2] == (1, 1) else _Reshaped(joined, layout.shape)
+            yield layout, JoinedGradients(parts, layout.n_entries, layout.shape)
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
@@ -174,72 +164,35 @@ class Gradients:
         for plan in self._plans:
             if not plan.members:
                 each += 4 * self.capture.n_examples * plan.layout.n_entries
-        step = max(1, min(_COTANGENT_BYTES, _memory.budget(self.network.device) // 2) // max(1, each))
-        for start in range(0, n_cotangents, step):
-            yield slice(start, min(start + step, n_cotangents))
-
-
-@dataclass
-class _Reshaped(ExampleGradients):
-    """Gradients ``[1, 1, n]`` as ``[G, o, i]`` matrices."""
-
-    source: ExampleGradients
-    shape: tuple[int, int, int]
-
-    def __post_init__(self) -> None:
-        self.n_cotangents, self.n_examples = self.source.n_cotangents, self.source.n_examples
-        self.dtype, self.device = self.source.dtype, self.source.device
-
-    @override
-    def dense(self, examples: slice) -> Tensor:
-        return self.source.dense(examples).flatten(2).unflatten(2, self.shape)
-
-    @override
-    def select(self, directions: Tensor) -> _Reshaped:
-        return _Reshaped(self.source.select(directions), self.shape)
-
-    @override
-    def in_dtype(self, dtype: torch.dtype) -> _Reshaped:
-        return _Reshaped(self.source.in_dtype(dtype), self.shape)
+        return _memory.slices(n_cotangents, each, min(_COTANGENT_BYTES, _memory.budget(self.network.device) // 2))
 
 
 def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> list[_Plan]:
     """The blocks, in the order of their first use; last come the parameters without calls."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[ParameterRows, ...], list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault(call.rows, []).append(number)
-    claims: dict[str, list[tuple[Any, ...]]] = {}
-    for rows in groups:
-        for part in rows:
-            claims.setdefault(part.name, []).append(rows)
     general: set[str] = set()  # parameters with some use that does not fit the others take the general path altogether
     for rows, members in groups.items():
-        first, clean = calls[members[0]], True
+        kinds, names, starts = set(), set(map(_NAME, rows)), set(map(_START, rows))
         for number in members:
-            call = calls[number]
-            clean = clean and axes[number] is not None and type(call) is type(first) and call.packed == first.packed
-        for part in rows:
-            for other in claims[part.name]:
-                # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
-                if other == rows:
-                    continue
-                clean = clean and len(other) == len(rows)
-                for theirs in other:
-                    clean = clean and (theirs.name != part.name or theirs.start != part.start)
+            kinds.add((type(calls[number]), calls[number].packed, axes[number] is None))
+        clean = len(kinds) == 1 and axes[members[0]] is not None
+        for other in groups:
+            # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
+            if other != rows and not names.isdisjoint(map(_NAME, other)):
+                clean = clean and len(other) == len(rows) and starts.isdisjoint(map(_START, other))
         if not clean:
-            for part in rows:
-                general.add(part.name)
+            general |= names
     plans: list[_Plan] = []
     covered: set[str] = set()
     for rows, members in groups.items():
-        names: tuple[str, ...] = ()
-        key = ""
+        names, key = set(map(_NAME, rows)), ""
         for part in rows:
-            names += (part.name,) if part.name not in names else ()
             key += ("+" if key else "") + (f"{part.name}[{part.start}:]" if part.start else part.name)
         if general.isdisjoint(names):
-            plans.append(_plan(network, key, names, calls[members[0]], tuple(members)))
-            covered.update(names)
+            plans.append(_plan(network, key, tuple(dict.fromkeys(map(_NAME, rows))), calls[members[0]], tuple(members)))
+            covered |= names
     for name in network.parameter_names:
         if name not in covered:
             plans.append(_plan(network, name, (name,), None, ()))
@@ -266,13 +219,12 @@ def _plan(network: Network, key: str, names: tuple[str, ...], call: Call | None,
             items.append(item)
             if item.mask is None:
                 empty[item.name] = torch.empty((), dtype=torch.bool).expand(item.shape)
-    offsets = network.offsets
     if call is not None:
         call = replace(call, value=call.value.new_empty(0))  # the captured input must not be kept alive
         if len(empty) == len(items):
-            shape = call.index(empty).shape
-            return _Plan(Layout(key, names, rule, partial(_index, call, items, offsets), shape), members, None)
-    index = _index(call, items, offsets)
+            index_later = partial(_index, call, items, network.offsets)
+            return _Plan(Layout(key, names, rule, index_later, call.index(empty).shape), members, None)
+    index = _index(call, items, network.offsets)
     if call is not None and bool((index >= 0).all()):
         return _Plan(Layout(key, names, rule, index), members, None)
     chosen = (index.flatten() >= 0).nonzero().squeeze(-1)
@@ -291,15 +243,13 @@ def _index(call: Call | None, items: Sequence[Selected], offsets: dict[str, int]
     return positions[items[0].name].flatten()[None, None] if call is None else call.index(positions)
 
 
-def _sum(uses: list[ExampleGradients]) -> ExampleGradients:
+def _sum(uses: list[Any]) -> ExampleGradients:
     """The gradient of a weight that is used several times."""
-    outer = [use for use in uses if isinstance(use, OuterGradients)]
-    hot = [use for use in uses if isinstance(use, EmbeddingGradients)]
-    if len(outer) == len(uses):
-        return concatenate(outer)
-    if len(hot) == len(uses):
-        index, left = torch.cat([use.index for use in hot], 1), torch.cat([use.left for use in hot], 2)
-        return EmbeddingGradients(index, left, hot[0].n_columns)
+    if all(isinstance(use, OuterGradients) for use in uses):
+        return concatenate(uses)
+    if all(isinstance(use, EmbeddingGradients) for use in uses):
+        index, left = torch.cat([use.index for use in uses], 1), torch.cat([use.left for use in uses], 2)
+        return EmbeddingGradients(index, left, uses[0].n_columns)
     return DenseGradients(torch.stack([use.dense(slice(None)) for use in uses]).sum(0))
 
 
@@ -340,19 +290,12 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         if each * size > quick and network.can_cut is None:
             network.can_cut = _runs_apart(network, batch)
         if each * size > quick and network.can_cut:
-            if each > allowed:
-                raise ConfigurationError(
-                    "The memory budget does not hold the gradients of one output for one example.",
-                    expected=f"at least {_memory.in_words(each)}, which they take",
-                    got=f"{_memory.in_words(allowed)}",
-                    fix="Raise memory_budget, or select fewer parameters.",
-                )
+            _memory.require_room(each, "the gradients of one output for one example", network.device)
             step = max(1, quick // each)
     if step >= size:
         yield batch, Gradients(network, capture_batch(network, batch))
         return
-    for start in range(0, size, step):
-        some = slice(start, min(size, start + step))
+    for some in _memory.slices(size, 1, step):
         part = Batch(batches.cut(batch.inputs, some), batch.target[some])
         yield part, Gradients(network, capture_batch(network, part))
 

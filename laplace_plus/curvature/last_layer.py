@@ -95,7 +95,7 @@ def last_layer_curvature(
     elif isinstance(structure, KroneckerStructure):
         right = (inputs.T @ inputs)[None].to(dtype)
         count = torch.tensor(float(len(inputs)), dtype=torch.float64)
-        if structure.keeps_diagonal(layout.shape[1]):
+        if layout.shape[1] > structure.dense_outputs:
             block = DiagonalOutputBlock(hessian.diagonal.sum(0)[None, None].to(dtype), right, count)
         else:
             block = KroneckerBlock(hessian.sum()[None, None].to(dtype), right, count)

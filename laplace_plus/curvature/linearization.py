@@ -16,7 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from laplace_plus.batches import Batch
 from laplace_plus.differentiability import differentiable_kernels
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 
 ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
@@ -209,6 +211,18 @@ def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Ten
         return point, network(inputs, network.substitute(point)).to(point.dtype)
 
 
+def loss_gradient(network: Network, likelihood: Likelihood, batch: Batch, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient ``[P]`` of a batch's negative log-likelihood at ``vector``, with its graph, and the leaf of that."""
+    point, outputs = evaluate(network, vector, batch.inputs)
+    with torch.enable_grad():
+        rows, targets, weight = likelihood.rows(outputs, batch.target)
+        loss = -(likelihood.log_density(rows, targets) * weight).sum()
+        if not loss.requires_grad:  # the selected parameters are not used
+            return torch.zeros_like(point), point
+        (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
+    return gradient, point
+
+
 def _random_like(tensor: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
@@ -217,6 +231,3 @@ def _random_like(tensor: Tensor) -> Tensor:
 def _tolerance(tensor: Tensor) -> float:
     """Tolerance for comparing two modes: errors show in the first digits, and half precision has only three."""
     return max(1e-3, torch.finfo(tensor.dtype).eps ** 0.5)
-
-
-# -- roots of the outputs' curvature -----------------------------------------------------------------------------------

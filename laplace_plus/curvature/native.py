@@ -15,12 +15,12 @@ from laplace_plus.curvature.base import KINDS, Backend
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.gradients import Gradients, micro_batches
 from laplace_plus.curvature.last_layer import last_layer_curvature
-from laplace_plus.curvature.structures import Curvature, FullStructure, Layout, Structure, whole_layout
-from laplace_plus.differentiability import differentiable_kernels
+from laplace_plus.curvature.linearization import loss_gradient
+from laplace_plus.curvature.structures import Curvature, FullStructure, Structure, whole_layout
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
 
 _STRUCTURES = ("full", "diagonal", "KFAC", "low-rank")
 
@@ -179,24 +179,16 @@ def _hessian(network: Network, likelihood: Likelihood, batch: Batch, structure: 
     """Rows of the summed loss's Hessian by differentiating twice; for small networks (P backward passes)."""
     unit = likelihood.with_noise(1.0) if likelihood.noise_std is not None else likelihood
     gradients = Gradients(network, capture_batch(network, batch))  # also settles which layer is the last one
-    with torch.enable_grad(), differentiable_kernels(network.model):
-        vector = network.vector().requires_grad_()
-        outputs = network(batch.inputs, network.substitute(vector))
-        likelihood.validate(outputs.detach(), batch.target)
-        rows, targets, weight = unit.rows(outputs, batch.target)
-        loss = -(unit.log_density(rows, targets) * weight).sum()
-        (gradient,) = torch.autograd.grad(loss, vector, create_graph=True)
-    total = network.n_parameters
+    capture, total = gradients.capture, network.n_parameters
+    outputs = capture.outputs.view(capture.output_shape)
+    likelihood.validate(outputs, batch.target)
+    gradient, point = loss_gradient(network, unit, batch, network.vector())
     full = isinstance(structure, FullStructure)
-    values = vector.new_zeros(total, total) if full else vector.new_zeros(total)
+    values = point.new_zeros(total, total) if full else point.new_zeros(total)
     for n in range(total if gradient.requires_grad else 0):
-        (row,) = torch.autograd.grad(gradient[n], vector, retain_graph=True)
-        values[n] = row.detach() if full else row[n].detach()
-    values = values.detach()
+        (row,) = torch.autograd.grad(gradient[n], point, retain_graph=True)
+        values[n] = row if full else row[n]
     if full:
         layout = whole_layout(network)
-        return Curvature([(layout, DenseBlock((values + values.T)[None, None] / 2, layout.shape))]), outputs.detach()
-    blocks: list[tuple[Layout, Block]] = [
-        (layout, DiagonalBlock(layout.gather(values)[None])) for layout in gradients.layouts
-    ]
-    return Curvature(blocks), outputs.detach()
+        return Curvature([(layout, DenseBlock((values + values.T)[None, None] / 2, layout.shape))]), outputs
+    return Curvature([(layout, DiagonalBlock(layout.gather(values)[None])) for layout in gradients.layouts]), outputs

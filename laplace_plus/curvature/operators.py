@@ -29,7 +29,7 @@ from typing_extensions import override
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.gradients import micro_batches
-from laplace_plus.curvature.linearization import Linearization, Pullback, evaluate
+from laplace_plus.curvature.linearization import Linearization, Pullback, loss_gradient
 from laplace_plus.curvature.output_roots import OutputRoot, empirical_root, exact_root, sampled_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
@@ -53,19 +53,17 @@ class NetworkOperator(Operator):
         matvecs: Number of vectors multiplied so far, by the operator or its transpose.
     """
 
-    def __init__(self, stream: Stream):
+    def __init__(self, stream: Stream, n_rows: int | None = None):
         self._stream, self.network = stream, stream.network
         self.dtype, self.device = stream.network.dtype, stream.network.device
+        n_parameters = stream.network.n_parameters
+        self.shape = (n_parameters if n_rows is None else n_rows, n_parameters)
         self.matvecs = 0
 
     @property
     def n_data(self) -> int:
         """Number of examples that the loader yielded."""
         return self._stream.n_data
-
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
 
     @abstractmethod
     def _multiply(self, vectors: Tensor) -> Tensor:
@@ -96,18 +94,23 @@ class NetworkOperator(Operator):
 
 
 class _RowOperator(NetworkOperator):
-    """``Sᵀ J``: rows that each belong to one batch, in the order of the data."""
+    """``Sᵀ J``: rows that each belong to one batch, in the order of the data.
 
-    @abstractmethod
-    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        """S on a batch whose first observation has that number."""
+    ``output_root`` gives S for a batch, its outputs, and the number of its first observation.
+    """
 
-    def _passed(self, vectors: Tensor) -> Iterator[tuple[Linearization, Tensor, OutputRoot, slice]]:
-        """Each batch linearised, its ``J v`` for a few vectors or none, S, and its slice of rows."""
+    def __init__(self, stream: Stream, n_rows: int, output_root: Callable[[Batch, Tensor, int], OutputRoot]):
+        NetworkOperator.__init__(self, stream, n_rows)
+        self._output_root = output_root
+
+    def _passed(self, vectors: Tensor | None) -> Iterator[tuple[Linearization, Tensor, OutputRoot, slice]]:
+        """Each batch linearised, its ``J v`` for some vectors or none, S, and its slice of rows."""
         start = first_row = 0
+        pushed = torch.empty(0)
         for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
-            pushed = line.push(vectors) if len(vectors) else vectors  # the outputs come with it
-            root = self.output_root(batch, line.outputs, first_row)
+            if vectors is not None:  # the outputs come with it
+                pushed = torch.cat([line.push(vectors[some]) for some in self._stream.chunks(len(vectors))])
+            root = self._output_root(batch, line.outputs, first_row)
             if start + root.size > self.shape[0]:
                 raise self._stream.changed(f"more than {self.shape[0]} rows")
             yield line, pushed, root, slice(start, start + root.size)
@@ -117,16 +120,13 @@ class _RowOperator(NetworkOperator):
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
         result = vectors.new_zeros(len(vectors), self.shape[0])
-        first, *others = self._stream.chunks(len(vectors))
-        for line, pushed, root, where in self._passed(vectors[first]):
-            result[first, where] = root.down(pushed).to(result.dtype)
-            for some in others:
-                result[some, where] = root.down(line.push(vectors[some])).to(result.dtype)
+        for _, pushed, root, where in self._passed(vectors):
+            result[:, where] = root.down(pushed).to(result.dtype)
         return result
 
     def _multiply_transposed(self, vectors: Tensor) -> Tensor:
         result = vectors.new_zeros(len(vectors), self.shape[1])
-        for line, _, root, where in self._passed(vectors[:0]):
+        for line, _, root, where in self._passed(None):
             for some in self._stream.chunks(len(vectors)):
                 line.pull.add_to(result[some], root.up(vectors[some, where]).to(result.dtype))
         return result
@@ -144,11 +144,10 @@ class _RowOperator(NetworkOperator):
             for batch in self._stream.batches(type(self).__name__, ordered=True):
                 for part, gradients in micro_batches(self.network, batch):
                     shape, raw = gradients.capture.output_shape, gradients.capture.outputs
-                    root = self.output_root(part, raw.view(shape), first_row)
-                    per_example = root.size // shape[0]
-                    rows = result[start : start + root.size].view(shape[0], per_example, self.shape[1])
-                    for number in range(per_example):
-                        chosen = raw.new_zeros(shape[0], per_example)
+                    root = self._output_root(part, raw.view(shape), first_row)
+                    rows = result[start : start + root.size].view(shape[0], -1, self.shape[1])
+                    for number in range(rows.shape[1]):
+                        chosen = raw.new_zeros(rows.shape[:2])
                         chosen[:, number] = 1
                         cotangent = root.up(chosen.view(1, -1)).to(raw.dtype)
                         values = gradients.whole(cotangent.reshape(1, *raw.shape))[1].dense(slice(0, len(raw)))
@@ -189,12 +188,7 @@ class JacobianOperator(_RowOperator):
         with exact_arithmetic(stream.network):
             for _, outputs in stream.survey(type(self).__name__):
                 check_outputs(outputs)
-        NetworkOperator.__init__(self, stream)
-        self.shape = (stream.n_outputs, stream.network.n_parameters)
-
-    @override
-    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        return OutputRoot(outputs.shape)
+        _RowOperator.__init__(self, stream, stream.n_outputs, lambda batch, outputs, _: OutputRoot(outputs.shape))
 
 
 class CurvatureOperator(NetworkOperator):
@@ -231,21 +225,16 @@ class CurvatureOperator(NetworkOperator):
     ):
         self.likelihood = resolve_likelihood(likelihood)
         stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
-        NetworkOperator.__init__(self, stream)
         with exact_arithmetic(stream.network):
             n_seen = 0
             for batch, outputs in stream.survey(type(self).__name__):
                 self.likelihood.validate(outputs, batch.target)
                 self._look_at(batch, outputs, n_seen)
                 n_seen += len(outputs)
-        self.shape = (stream.network.n_parameters, stream.network.n_parameters)
+        NetworkOperator.__init__(self, stream)  # the survey has settled which layer is the last one
 
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
         """Called for each batch of the first pass, after ``n_seen`` examples."""
-
-    @override
-    def _transpose(self) -> Operator:
-        return self
 
 
 class _SandwichOperator(CurvatureOperator):
@@ -290,13 +279,8 @@ class RootOperator(_RowOperator):
     """
 
     def __init__(self, curvature: _SandwichOperator):
-        NetworkOperator.__init__(self, curvature._stream)
+        _RowOperator.__init__(self, curvature._stream, curvature._n_root, curvature.output_root)
         self.curvature = curvature
-        self.shape = (curvature._n_root, curvature.shape[1])
-
-    @override
-    def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        return self.curvature.output_root(batch, outputs, first_row)
 
 
 class GGNOperator(_SandwichOperator):
@@ -362,25 +346,21 @@ class FisherOperator(_SandwichOperator):
                 raise ConfigurationError(f"{name} is out of range.", expected=f"an integer >= {least}", got=repr(value))
         self.kind, self.n_samples, self.seed = kind, n_samples, seed
         self._ordered = kind == "mc"
-        self._drawn: list[Tensor] = []
-        self._labels: Tensor | None = None  # [M, N, ...]
+        self._drawn: list[Tensor] = []  # of each example, [M, positions, ...]
         _SandwichOperator.__init__(self, network, likelihood, data, chunk_size=chunk_size, progress=progress)
-        if kind == "mc":
-            self._labels = torch.cat(self._drawn, 1)
-            self._drawn = []
+        self._labels = torch.cat(self._drawn, 1) if kind == "mc" else None
+        self._drawn.clear()
 
     @override
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
         if self.kind == "empirical":
-            _SandwichOperator._look_at(self, batch, outputs, n_seen)
+            self._n_root += len(outputs)
             return
         rows, _, _ = self.likelihood.rows(outputs, batch.target)
-        examples = []
         for number, example in enumerate(rows.chunk(len(outputs))):  # so that batches make no difference
             generator = torch.Generator().manual_seed(_mixed(self.seed, n_seen + number))
             draws = [self.likelihood.sample_targets(example, generator=generator) for _ in range(self.n_samples)]
-            examples.append(torch.stack(draws))
-        self._drawn.append(torch.cat(examples, 1))
+            self._drawn.append(torch.stack(draws))
         self._n_root += len(rows) * self.n_samples
 
     @override
@@ -406,7 +386,7 @@ class HessianOperator(CurvatureOperator):
     def _multiply(self, vectors: Tensor) -> Tensor:
         result, point = torch.zeros_like(vectors), self.network.vector()
         for batch in self._stream.batches(type(self).__name__, ordered=False):
-            pull = self._gradient(batch, point)
+            pull = Pullback(*loss_gradient(self.network, self.likelihood, batch, point), self._stream.ad_modes)
             try:
                 if not self._checked:
                     self._check_symmetry(pull)
@@ -417,17 +397,6 @@ class HessianOperator(CurvatureOperator):
             except RuntimeError as error:
                 raise self._refusal(f"one that has none: {error}") from error
         return result
-
-    def _gradient(self, batch: Batch, vector: Tensor) -> Pullback:
-        """The gradient of a batch's loss, ready to be differentiated once more."""
-        point, outputs = evaluate(self.network, vector, batch.inputs)
-        with torch.enable_grad():
-            rows, targets, weight = self.likelihood.rows(outputs, batch.target)
-            loss = -(self.likelihood.log_density(rows, targets) * weight).sum()
-            if not loss.requires_grad:  # the selected parameters are not used
-                return Pullback(torch.zeros_like(point), point, self._stream.ad_modes)
-            (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
-        return Pullback(gradient, point, self._stream.ad_modes)
 
     def _check_symmetry(self, pull: Pullback) -> None:
         """Refuse second derivatives that are not symmetric, as those of some of torch's fused operations are."""
@@ -494,6 +463,6 @@ def _mixed(seed: int, index: int) -> int:
     """A 63-bit seed for one example, by the last step of splitmix64 (Steele, Lea and Flood, 2014)."""
     mask = 2**64 - 1
     z = (seed + 1) * 0xD1B54A32D192ED03 + (index + 1) * 0x9E3779B97F4A7C15 & mask
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> shift) * factor & mask
     return (z ^ z >> 31) >> 1

@@ -5,15 +5,11 @@ They satisfy ``S Sᵀ ≈ Λ`` at the likelihood's current observation noise; ig
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.likelihoods import Likelihood
-
-ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
 
 
 class OutputRoot:

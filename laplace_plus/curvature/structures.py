@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +47,9 @@ class Layout:
         shape: Sequence[int] | None = None,
     ):
         self.key, self.names, self.rule, self._index = key, names, rule, index
-        if isinstance(index, Tensor):
-            shape = index.shape
-        assert shape is not None
-        self.shape: tuple[int, int, int] = (shape[0], shape[1], shape[2])
-        self.n_entries = shape[0] * shape[1] * shape[2]
+        groups, rows, columns = index.shape if isinstance(index, Tensor) else shape or ()
+        self.shape: tuple[int, int, int] = (groups, rows, columns)
+        self.n_entries = groups * rows * columns
 
     @property
     def index(self) -> Tensor:
@@ -135,6 +134,7 @@ class KroneckerStructure(Structure):
             diagonal one above.
         output_factor: Form of a last layer's output factor: ``"dense"``; ``"diagonal"``, without covariances between
             outputs; or ``"auto"``, dense up to ``DENSE_OUTPUTS`` outputs and diagonal beyond.
+        dense_outputs: The largest number of outputs for which that factor is dense.
     """
 
     weight_sharing: Literal["expand", "reduce"] = "expand"
@@ -142,12 +142,11 @@ class KroneckerStructure(Structure):
     dense_limit: int = 512
     output_factor: Literal["auto", "dense", "diagonal"] = "auto"
     name: str = field(default="KFAC", init=False)
+    dense_outputs: float = field(init=False, repr=False, compare=False)
 
-    def keeps_diagonal(self, n_outputs: int) -> bool:
-        """Whether only the diagonal of a factor over this many outputs is kept."""
-        if self.output_factor == "auto":
-            return n_outputs > DENSE_OUTPUTS and not self.eigenvalue_corrected
-        return self.output_factor == "diagonal"
+    def __post_init__(self) -> None:
+        is_large = DENSE_OUTPUTS if self.output_factor == "auto" and not self.eigenvalue_corrected else math.inf
+        object.__setattr__(self, "dense_outputs", 0 if self.output_factor == "diagonal" else is_large)
 
 
 @dataclass(frozen=True)
@@ -173,10 +172,7 @@ class Curvature:
     @property
     def layouts(self) -> list[Layout]:
         """The blocks' layouts."""
-        layouts = []
-        for layout, _ in self.blocks:
-            layouts.append(layout)
-        return layouts
+        return [layout for layout, _ in self.blocks]
 
     def add_(self, other: Curvature) -> Curvature:
         """Add the curvature of further data in place, and return the sum.
@@ -198,10 +194,7 @@ class Curvature:
 
     def corrected(self, weights: Tensor) -> Curvature:
         """The same curvature with the eigenvalues of its Kronecker blocks set to zero, to be measured anew."""
-        blocks: list[tuple[Layout, Block]] = []
-        for layout, block in self:
-            blocks.append((layout, block.with_correction(weights) if isinstance(block, KroneckerBlock) else block))
-        return Curvature(blocks)
+        return Curvature([(lay, b.with_correction(weights) if isinstance(b, KroneckerBlock) else b) for lay, b in self])
 
     def dense(self, weights: Tensor) -> Tensor:
         """The whole matrix written out at component weights ``[K]``, ``[P, P]``; only for small P."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -29,6 +28,9 @@ class OwnedSum(GramSum):
         dtype: The type that products are summed in.
         device: Where.
     """
+
+    is_formed: bool = True
+    is_thin: bool = False
 
     def __init__(
         self, groups: int, size: int, *, owner: int, total: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -63,52 +65,27 @@ class OwnedSum(GramSum):
             )
         return GramSum.matrix(self)
 
-    @property
-    @override
-    def is_formed(self) -> bool:
-        return True
-
-    @property
-    @override
-    def is_thin(self) -> bool:
-        return False
-
-    @override
-    def eigen(self) -> EigenPairs:
-        self.matrix()
-        return GramSum.eigen(self)
-
     @override
     def clone(self) -> OwnedSum:
         total = self.matrix().clone() if self.is_here else None
         return OwnedSum(self.groups, self.size, owner=self.owner, total=total, dtype=self.dtype, device=self.device)
 
-    def hold(self, total: Tensor) -> None:
-        """Keep a copy of the sum for a while, on a rank that does not own it."""
-        self._total = total
-
-    def release(self) -> None:
-        """Let the copy go."""
-        if not self.is_here:
-            self._total = None
-
 
 @contextmanager
 def gathered(group: Group, owned: Sequence[OwnedSum]) -> Iterator[None]:
     """Lend every sum to rank 0 for a while; all ranks enter together."""
-    if owned:
-        with group.together():
-            for part in owned:
-                empty = torch.empty(part.groups, part.size, part.size, dtype=part.dtype, device=part.device)
-                copy = part.matrix() if part.is_here else empty
-                broadcast_(group, [copy], part.owner)
-                if group.rank == 0:
-                    part.hold(copy)
+    with group.together() if owned else nullcontext():
+        for part in owned:
+            empty = torch.empty(part.groups, part.size, part.size, dtype=part.dtype, device=part.device)
+            copy = part.matrix() if part.is_here else empty
+            broadcast_(group, [copy], part.owner)
+            if group.rank == 0:
+                part._total = copy
     try:
         yield
     finally:
         for part in owned:
-            part.release()
+            part._total = part._total if part.is_here else None
 
 
 def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None = None) -> list[int]:
@@ -128,13 +105,11 @@ def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None =
         >>> assign([1, 8, 2, 7], 2)
         [0, 0, 1, 1]
     """
-    ranks = [(0.0 if loads is None else loads[rank], rank) for rank in range(n_ranks)]
-    heapq.heapify(ranks)
+    load = [0.0] * n_ranks if loads is None else list(loads)
     owners = [0] * len(costs)
     for task in sorted(range(len(costs)), key=lambda task: (-costs[task], task)):
-        load, rank = heapq.heappop(ranks)
-        owners[task] = rank
-        heapq.heappush(ranks, (load + costs[task], rank))
+        owners[task] = load.index(min(load))
+        load[owners[task]] += costs[task]
     return owners
 
 
@@ -154,22 +129,21 @@ def balanced_eigen(group: Group, sums: Sequence[GramSum]) -> list[EigenPairs]:
     owners = [part.owner if isinstance(part, OwnedSum) else -1 for part in sums]
     costs = [float(part.groups * part.size**3) for part in sums]
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(group.size)]
-    thin = [number for number, part in enumerate(sums) if part.is_thin]
-    free = [number for number, owner in enumerate(owners) if owner < 0 and number not in thin]
+    free = [number for number, part in enumerate(sums) if owners[number] < 0 and not part.is_thin]
     for number, owner in zip(free, assign([costs[n] for n in free], group.size, loads), strict=True):
         owners[number] = owner
-    own = [number for number, owner in enumerate(owners) if owner in (group.rank, -1)]
-    pairs = {number: sums[number].eigen() for number in own}
+    pairs = []
     messages: list[list[Tensor]] = [[] for _ in range(group.size)]
-    for number, part in enumerate(sums):
-        if owners[number] < 0:
-            continue
-        if number not in pairs:
+    for part, owner in zip(sums, owners, strict=True):
+        if owner in (group.rank, -1):
+            pair = part.eigen()
+        else:
             values = torch.empty(part.groups, part.size, dtype=part.dtype, device=part.device)
-            pairs[number] = EigenPairs(values, values.new_empty(part.groups, part.size, part.size))
-        pair = pairs[number]
-        pairs[number] = EigenPairs(pair.values.contiguous(), pair.vectors.contiguous())
-        messages[owners[number]] += [pairs[number].values, pairs[number].vectors]
+            pair = EigenPairs(values, values.new_empty(part.groups, part.size, part.size))
+        if owner >= 0:
+            pair = EigenPairs(pair.values.contiguous(), pair.vectors.contiguous())
+            messages[owner] += [pair.values, pair.vectors]
+        pairs.append(pair)
     for rank, tensors in enumerate(messages):
         broadcast_(group, tensors, rank)
-    return [pairs[number] for number in range(len(sums))]
+    return pairs

@@ -36,13 +36,8 @@ Distributed = bool | Ranks | Any | None
 """What a user may pass as ``distributed=``: None, a bool, a ``torch.distributed.ProcessGroup``, or :class:`Ranks`."""
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a rank tells the others at a meeting."""
-
-    stage: str
-    payload: Any
-    error: str | None
+_Report = tuple[str, Any, str | None]
+"""What a rank tells the others at a meeting: its stage, a payload, and its error."""
 
 
 def resolve_group(distributed: Distributed) -> Group | None:
@@ -60,27 +55,24 @@ def resolve_group(distributed: Distributed) -> Group | None:
         if group is not None:
             group.shard_factors = distributed.shard_factors
         return group
-    if distributed is False:
-        return None
     ready = dist.is_available() and dist.is_initialized()
-    if distributed is None:
-        return Group(dist.group.WORLD) if ready and dist.get_world_size() > 1 else None
-    if distributed is True:
-        if not ready:
-            raise ConfigurationError(
-                "torch.distributed is not initialised.",
-                expected="torch.distributed to be initialised",
-                got="distributed=True in a process on its own",
-                fix="Launch with torchrun and call torch.distributed.init_process_group() first.",
-            )
-        return Group(dist.group.WORLD) if dist.get_world_size() > 1 else None
-    if not ready or not isinstance(distributed, dist.ProcessGroup) or dist.get_rank(distributed) < 0:
+    if distributed is False or (distributed is None and not ready):
+        return None
+    if distributed is True and not ready:
+        raise ConfigurationError(
+            "torch.distributed is not initialised.",
+            expected="torch.distributed to be initialised",
+            got="distributed=True in a process on its own",
+            fix="Launch with torchrun and call torch.distributed.init_process_group() first.",
+        )
+    group = dist.group.WORLD if distributed is None or distributed is True else distributed
+    if not ready or not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ConfigurationError(
             "distributed= is not a group of ranks.",
             expected="None, True, False, Ranks(…) or a process group that this rank belongs to",
             got=repr(distributed),
         )
-    return Group(distributed) if dist.get_world_size(distributed) > 1 else None
+    return Group(group) if dist.get_world_size(group) > 1 else None
 
 
 class Group:
@@ -110,8 +102,8 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nobody, ()
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(None), ()
 
     def is_alive(self) -> bool:
         """Whether ``torch.distributed`` still knows these ranks."""
@@ -136,7 +128,7 @@ class Group:
             yield
         except Exception as error:
             if not self._over:  # else the others know: the meeting itself ended it
-                self._meet(_Report("", None, f"{type(error).__name__}: {error}"))
+                self._meet(("", None, f"{type(error).__name__}: {error}"))
             raise
         self.exchange("the end")
 
@@ -154,21 +146,22 @@ class Group:
             DistributedError: Another rank failed, or does not answer within the process group's timeout, or the ranks
                 are not at the same stage.
         """
-        reports = self._meet(_Report(stage, payload, None))
-        failed = [rank for rank, report in enumerate(reports) if report.error is not None]
+        reports = self._meet((stage, payload, None))
+        failed = [(rank, error) for rank, (_, _, error) in enumerate(reports) if error is not None]
         if failed:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            raise DistributedError(f"Rank {failed[0]}{others} failed. {reports[failed[0]].error}")
-        lost = next((rank for rank, report in enumerate(reports) if report.stage != reports[0].stage), None)
-        if lost is not None:
-            self._over = True
-            raise DistributedError(
-                "The ranks do not make the same calls.",
-                expected=f"all ranks to be at the same point, as rank 0 is at {reports[0].stage}",
-                got=f"rank {lost} at {reports[lost].stage}",
-                fix="Call the same methods in the same order on every rank, or pass distributed=False.",
-            )
-        return [report.payload for report in reports]
+            raise DistributedError(f"Rank {failed[0][0]}{others} failed. {failed[0][1]}")
+        first = reports[0][0]
+        for rank, (other, _, _) in enumerate(reports):
+            if other != first:
+                self._over = True
+                raise DistributedError(
+                    "The ranks do not make the same calls.",
+                    expected=f"all ranks to be at the same point, as rank 0 is at {first}",
+                    got=f"rank {rank} at {other}",
+                    fix="Call the same methods in the same order on every rank, or pass distributed=False.",
+                )
+        return [own for _, own, _ in reports]
 
     def _meet(self, mine: _Report) -> list[_Report]:
         reports: list[Any] = [None] * self.size
@@ -183,26 +176,14 @@ class Group:
                 fix="Call it on every rank; raise init_process_group(timeout=…) where shards differ much in size; or "
                 "pass distributed=False to work on this rank alone.",
             ) from error
-        self._over = any(report.error is not None for report in reports)
+        self._over = any(error is not None for _, _, error in reports)
         return reports
 
     def check_agreement(self, description: Mapping[str, str]) -> None:
         """Raise :class:`DistributedError`, naming rank and entry, unless all ranks describe themselves alike."""
         reports = self.exchange("the comparison of settings", dict(description))
         for rank, other in enumerate(reports):
-            self._compare(reports[0], other, rank)
-
-    @staticmethod
-    def _compare(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
-        """Raise :class:`DistributedError` for the first entry in which a rank's description differs from rank 0's."""
-        for name in {**first, **other}:
-            if first.get(name) != other.get(name):
-                raise DistributedError(
-                    f"Rank {rank} disagrees with rank 0 on {name}.",
-                    expected=f"{first.get(name, 'none')} (rank 0)",
-                    got=f"{other.get(name, 'none')} (rank {rank})",
-                    fix="Give every rank the same network, settings and calls; only the data of a fit differ.",
-                )
+            _compare(reports[0], other, rank)
 
     def lead(self, name: str, work: Callable[[], object], description: Mapping[str, str]) -> None:
         """Rank 0 works while the others wait, through the group's store: rank 0 waits for nobody.
@@ -239,7 +220,7 @@ class Group:
         answer: dict[str, Any] = json.loads(store.get(key))
         if "error" in answer:
             raise DistributedError(f"Rank 0 failed. {answer['error']}")
-        self._compare(answer["description"], description, self.rank)
+        _compare(answer["description"], description, self.rank)
 
     # -- where tensors travel ------------------------------------------------------------------------------------------
 
@@ -258,5 +239,14 @@ _WAIT = timedelta(minutes=30)
 """Time that other ranks wait for rank 0: torch's default timeout of process groups on the CPU."""
 
 
-def _nobody() -> None:
-    """A group becomes None when it is pickled to another process."""
+def _compare(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
+    """Raise :class:`DistributedError` for the first entry in which a rank's description differs from rank 0's."""
+    for name in {**first, **other}:
+        mine, theirs = first.get(name, "none"), other.get(name, "none")
+        if mine != theirs:
+            raise DistributedError(
+                f"Rank {rank} disagrees with rank 0 on {name}.",
+                expected=f"{mine} (rank 0)",
+                got=f"{theirs} (rank {rank})",
+                fix="Give every rank the same network, settings and calls; only the data of a fit differ.",
+            )

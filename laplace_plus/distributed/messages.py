@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,19 +11,16 @@ from torch import Tensor
 from laplace_plus.distributed.group import Group
 
 
-def _through(
-    group: Group, tensors: Sequence[Tensor], send: Callable[[Tensor], object], *, gives: bool = True, takes: bool = True
-) -> None:
+def _through(group: Group, tensors: Iterable[Tensor], send: Callable[[Tensor], object], *, takes: bool = True) -> None:
     """Pack tensors of each type into one, ``send`` these once every rank has got so far, and unpack them in place."""
+    by_dtype: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(str(tensor.dtype), []).append(tensor)
     buckets: list[tuple[Tensor, list[Tensor]]] = []
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        chosen = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.numel()]
-        if chosen:
-            device = group.transport(chosen[0].device)
-            flat = torch.empty(sum(tensor.numel() for tensor in chosen), dtype=dtype, device=device)
-            if gives:
-                torch.cat([tensor.flatten().to(device) for tensor in chosen], out=flat)
-            buckets.append((flat, chosen))
+    for _, chosen in sorted(by_dtype.items()):
+        device = group.transport(chosen[0].device)
+        buckets.append((torch.cat([tensor.flatten().to(device) for tensor in chosen]), chosen))
     # Whatever can go wrong on one rank alone has gone wrong by now.
     group.exchange("a message", [(str(flat.dtype), len(flat)) for flat, _ in buckets])
     for flat, _ in buckets:
@@ -42,7 +39,7 @@ def sum_(group: Group, tensors: Iterable[Tensor]) -> None:
         group: The ranks.
         tensors: Of the same shapes and types, in the same order, on every rank; changed in place.
     """
-    _through(group, list(tensors), lambda flat: dist.all_reduce(flat, group=group.process_group))
+    _through(group, tensors, lambda flat: dist.all_reduce(flat, group=group.process_group))
 
 
 def broadcast_(group: Group, tensors: Iterable[Tensor], source: int) -> None:
@@ -57,4 +54,4 @@ def broadcast_(group: Group, tensors: Iterable[Tensor], source: int) -> None:
     def send(flat: Tensor) -> None:
         dist.broadcast(flat, group=group.process_group, group_src=source)
 
-    _through(group, list(tensors), send, gives=group.rank == source, takes=group.rank != source)
+    _through(group, tensors, send, takes=group.rank != source)  # the source's own tensors are not written to

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,11 +53,9 @@ def plain_module(model: nn.Module) -> nn.Module:
     if not is_sharded(model):
         return model
     _reshard(model)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(buffer): _whole(buffer) for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = _whole(buffer)
     shells = {}
     for module in model.modules():
         cls: Any = next(cls for cls in type(module).__mro__ if not cls.__module__.startswith(_HOME))
@@ -90,17 +87,15 @@ def sharded_source(model: nn.Module) -> weakref.ref[nn.Module] | None:
 def refresh_(plain: nn.Module, source: weakref.ref[nn.Module] | None) -> None:
     """Copy the weights of a :func:`sharded_source` into its :func:`plain_module`; to be called on all ranks."""
     model = None if source is None else source()
-    if model is None:
-        return
-    _reshard(model)
-    with torch.no_grad():
-        for mine, theirs in zip(_tensors(plain), _tensors(model), strict=True):
-            mine.copy_(_whole(theirs))
+    if model is not None:
+        _reshard(model)
+        with torch.no_grad():
+            for mine, theirs in zip(_tensors(plain), _tensors(model), strict=True):
+                mine.copy_(_whole(theirs))
 
 
-def _tensors(model: nn.Module) -> Iterable[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _origins(cls: type) -> set[str]:
@@ -128,15 +123,13 @@ def _without_communication(attributes: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, dict) and not name.startswith("__"):
-            kept[name] = type(value)((key, entry) for key, entry in value.items() if not _communicates(entry))
-        elif not name.startswith("__composable_api"):
+            value = type(value)((key, entry) for key, entry in value.items() if not _communicates(entry))
+        if not name.startswith("__composable_api"):
             kept[name] = value
     return kept
 
 
 def _communicates(value: Any) -> bool:
-    if isinstance(value, (Tensor, nn.Module)):
-        return False
-    owner = getattr(value, "__self__", None)
-    home = getattr(value, "__module__", None) if owner is None else type(owner).__module__
-    return isinstance(home, str) and home.startswith(_HOME)
+    owner = type(getattr(value, "__self__", value))
+    home = getattr(value, "__module__", None) if owner is type(value) else owner.__module__
+    return not isinstance(value, (Tensor, nn.Module)) and isinstance(home, str) and home.startswith(_HOME)

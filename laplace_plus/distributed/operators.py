@@ -57,11 +57,3 @@ class SummedOperator(Operator):
         result = torch.zeros_like(rows) if self.own is None else self.own(rows).contiguous()
         sum_(self.group, [result])
         return result
-
-    @override
-    def _transpose(self) -> Operator:
-        return self
-
-    @override
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()

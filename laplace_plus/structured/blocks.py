@@ -225,6 +225,9 @@ class Block(ABC):
         """The tensors that hold the block as it is now, whatever their form."""
         return list(self.tensors().values())
 
+    def changed(self) -> None:  # noqa: B027  -- most blocks keep nothing
+        """Forget what was computed from the sums, after something was added to them."""
+
     def n_bytes(self) -> int:
         """Memory that the block takes."""
         return sum(tensor.nbytes for tensor in self.parts())
@@ -455,8 +458,8 @@ class DecomposedBlock(EigenBlock):
         at = torch.ones_like(weights, dtype=self.dtype) if key is None else key
         self._cache = Diagonalised(key, pairs, self.diagonal_of(at, pairs), self.basis_of)
 
+    @override
     def changed(self) -> None:
-        """Forget the eigendecomposition, after something was added to a sum."""
         self._cache = None
 
     def diagonalised(self, weights: Tensor) -> Diagonalised:

@@ -546,7 +546,7 @@ def image_net(*modules: nn.Module) -> nn.Module:
 
 
 BACKPACK_REFUSES = {
-    "tanh between modules": (Functional, (4,)),
+    "'second' called with something else than the output": (Functional, (4,)),
     "'act' used more than once": (Reused, (4,)),
     "something else than the output of the module before": (Skipping, (4,)),
     "2 uses": (Recurrent, (4,)),
@@ -608,7 +608,7 @@ CURVLINOPS_REFUSES = {
     "Unequal padding": (lambda: image_net(nn.Conv2d(2, 3, (4, 3), padding="same")), (2, 5, 5)),
     "'first.weight.*shared": (Recurrent, (4,)),
     "'first.weight'.*shared": (Tied, (4,)),
-    "did not see 'first' at work": (ByFunction, (4,)),
+    "did not see a call of 'first'": (ByFunction, (4,)),
 }
 
 

@@ -44,15 +44,17 @@ class SelectedGradients(ExampleGradients):
 
 @dataclass
 class JoinedGradients(ExampleGradients):
-    """The gradients of several layers side by side, as ``[1, 1, n]`` matrices.
+    """The gradients of several layers side by side, as one matrix for each example.
 
     Attributes:
         layers: Pairs of gradients and the ``[G, o, i]`` positions that their entries take among the n.
         size: n.
+        matrix_shape: The shape ``[G, o, i]`` of the joint matrices, by default ``[1, 1, n]``.
     """
 
     layers: list[tuple[ExampleGradients, Tensor]]
     size: int
+    matrix_shape: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         first = self.layers[0][0]
@@ -60,7 +62,7 @@ class JoinedGradients(ExampleGradients):
         self.dtype = first.dtype
         for gradients, _ in self.layers:
             self.dtype = torch.promote_types(self.dtype, gradients.dtype)
-        self.shape = (1, 1, self.size)
+        self.shape = self.matrix_shape or (1, 1, self.size)
 
     @override
     def dense(self, examples: slice) -> Tensor:
@@ -71,15 +73,15 @@ class JoinedGradients(ExampleGradients):
                 result = torch.zeros(*values.shape[:2], self.size, dtype=self.dtype, device=self.device)
             result[..., positions.flatten().to(self.device)] = values.flatten(2).to(self.dtype)
         assert result is not None
-        return result[:, :, None, None]
+        return result.unflatten(2, self.shape)
 
     @override
     def select(self, cotangents: Tensor) -> JoinedGradients:
-        return JoinedGradients([(layer.select(cotangents), positions) for layer, positions in self.layers], self.size)
+        return replace(self, layers=[(layer.select(cotangents), positions) for layer, positions in self.layers])
 
     @override
     def in_dtype(self, dtype: torch.dtype) -> JoinedGradients:
-        return JoinedGradients([(layer.in_dtype(dtype), positions) for layer, positions in self.layers], self.size)
+        return replace(self, layers=[(layer.in_dtype(dtype), positions) for layer, positions in self.layers])
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class JoinedGradients(ExampleGradients):
         return sum(results[1:], results[0])
 
     def _by_layer(self, values: Tensor) -> Iterator[tuple[ExampleGradients, Tensor]]:
-        """Each layer with its own entries of ``[r, 1, 1, n]`` values."""
+        """Each layer with its own entries of ``[r, G, o, i]`` values."""
         flat = values.flatten(1)
         for gradients, positions in self.layers:
             yield gradients, flat[:, positions.flatten().to(flat.device)].unflatten(1, gradients.shape)

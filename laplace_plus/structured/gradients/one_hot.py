@@ -38,6 +38,11 @@ class EmbeddingGradients(ExampleGradients):
         self.dtype = self.compute_dtype or torch.promote_types(self.left.dtype, torch.float32)
         self.device = self.left.device
         self.shape = (1, self.left.shape[-1], self.n_columns)
+        self.n_positions = self.left.shape[2]
+
+    def left_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The left side ``[V, B, S, 1, o]``, as of :meth:`OuterGradients.left_chunks`."""
+        yield slice(0, self.n_examples), self.left[:, :, :, None]
 
     def compact(self, examples: slice) -> tuple[Tensor, Tensor]:
         """The matrices ``[V, b, 1, o, u]`` over the u columns that occur in these examples, and those columns."""

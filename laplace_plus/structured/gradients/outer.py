@@ -35,10 +35,6 @@ _FEW = 16
 _ENTRY, _NARROW, _WIDE = 10, 3, 32
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 def times(rows: Tensor, matrices: Tensor) -> Tensor:
     """``x_g U_g`` for rows ``[..., G or 1, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
     lead = rows.shape[:-2]
@@ -73,8 +69,8 @@ class OuterGradients(ExampleGradients):
 
     raw_right: Tensor
     raw_left: Tensor
-    expand_right: Callable[[Tensor], Tensor] = _same
-    expand_left: Callable[[Tensor], Tensor] = _same
+    expand_right: Callable[[Tensor], Tensor] = torch.positive  # the tensor itself
+    expand_left: Callable[[Tensor], Tensor] = torch.positive
     compute_dtype: torch.dtype | None = None
     add_right_products: Callable[[Tensor, Tensor], None] | None = None
     left_basis: Tensor | None = None
@@ -140,6 +136,11 @@ class OuterGradients(ExampleGradients):
         require_room(each, "the input and output gradients of one example at one layer", self.device)
         limit = chunk_bytes(self.device, of_caches=_SIDE_CACHES)
         return slices(self.n_examples, max(each, bytes_each), limit)
+
+    def left_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the examples with their left side ``[V, b, S, G, o]`` as it is given, before a change of basis."""
+        for examples in self.side_chunks():
+            yield examples, self.expand_left(self.raw_left[:, examples])
 
     def _written(self, examples: slice, *, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """The matrices of some examples, some rows at a time: pairs of the rows and ``[b, G, V, r, i]``.
