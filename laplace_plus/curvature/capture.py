@@ -12,6 +12,7 @@ from __future__ import annotations
 import types
 import warnings
 from contextlib import nullcontext, suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -81,9 +82,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.wanted, self.keep_graph, self.n_bytes = wanted, keep_graph, 0
         self.rows: dict[int, ParameterRows] = {}
+        self.alive: list[Tensor] = list(parameters.values())
         for name, tensor in parameters.items():
             self.rows[id(tensor)] = ParameterRows(name, None, 0)
-        self.alive: list[Tensor] = list(parameters.values())
         self.calls: list[Call] = []
         self.counts: dict[str, int] = {}
         self.latest: Tensor | None = None
@@ -97,10 +98,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             return self._attention(args, kwargs)
-        used = []
-        for tensor in _tensors((args, kwargs)):
-            if (rows := self.rows.get(id(tensor))) is not None:
-                used.append(rows)
+        used = list(filter(None, map(self.rows.get, map(id, _tensors((args, kwargs))))))
         call = None
         if used and func in RULES:
             try:
@@ -114,8 +112,7 @@ class _Recorder(TorchFunctionMode):
                 func(*args, **kwargs)  # where the function fails, too, the network is to blame
                 raise _rule_failed(func, error) from error
             # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
-            described = list(map(_NAME, call.rows)) if call is not None else []
-            if not set(described).issuperset(map(_NAME, used)):
+            if call is not None and not set(map(_NAME, call.rows)).issuperset(map(_NAME, used)):
                 call = None
         if call is not None:
             self.last_used = used[-1].name
@@ -300,11 +297,10 @@ class Capture:
             return [positions.movedim(-1, 1 + self.calls[0].feature_axis % (positions.ndim - 1))]
         found: Any = [None] * len(self.calls)
         if self.graph_outputs.requires_grad:
-            edges = []
-            for call in self.calls:
-                edges.append(call.edge)
-            outputs, cotangents, found = self.graph_outputs, cotangents.to(self.graph_outputs.dtype), None
+            edges = list(map(attrgetter("edge"), self.calls))
             options: dict[str, Any] = {"create_graph": self.differentiable, "retain_graph": True, "allow_unused": True}
+            pull = partial(torch.autograd.grad, self.graph_outputs, edges, **options)
+            cotangents, found = cotangents.to(self.graph_outputs.dtype), None
             with warnings.catch_warnings():
                 # The user knows about hooks, and cannot change that torch loops over some operations.
                 warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -313,10 +309,9 @@ class Capture:
                 try:
                     if len(cotangents) > 1 and not self.differentiable:
                         with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
-                            found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
+                            found = pull(cotangents, is_grads_batched=True)
                     if found is None:
-                        rows = [torch.autograd.grad(outputs, edges, one, **options) for one in cotangents]
-                        columns = zip(*rows, strict=True)
+                        columns = zip(*map(pull, cotangents), strict=True)
                         found = [None if column[0] is None else torch.stack(column) for column in columns]
                 except UserWarning as warning:
                     if _NO_DERIVATIVE not in str(warning):
@@ -416,21 +411,18 @@ def example_axes(network: Network, capture: Capture) -> list[ExampleAxis | None]
     for leaf in [inputs] if isinstance(inputs, Tensor) else batches.flatten(inputs)[0]:
         if isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.ndim):
             comes_first.append(isinstance(leaf, Tensor) and leaf.shape[0] == capture.n_examples)
-    axes: list[ExampleAxis | None] = []
-    for call in calls:
-        axes.append(known.get(call.label))
+    labels = list(map(attrgetter("label"), calls))
+    axes: list[ExampleAxis | None] = list(map(known.get, labels))
     if all(comes_first) and None not in axes:
         return axes
-    # One example tells nothing: put it beside a copy of itself.
+    # One example tells nothing: put it beside a copy of itself. Without one, it is treated as in other batches.
     probed = capture if capture.n_examples > 1 else _doubled(network, capture)
-    if probed is None:  # then it is treated as in other batches
-        return axes
-    for number, (axis, is_sure) in enumerate(_search(probed, exact=not any(comes_first))):
-        label = calls[number].label
-        axes[number] = known.get(label, axis) if all(comes_first) else axis
+    found = [] if probed is None else _search(probed, exact=not any(comes_first))
+    for number, (axis, is_sure) in enumerate(found):
+        axes[number] = known.get(labels[number], axis) if all(comes_first) else axis
         # Learnt once: a later, malformed input must not change it.
         if axis is not None and is_sure:
-            known.setdefault(label, axis)
+            known.setdefault(labels[number], axis)
     return axes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -90,21 +90,13 @@ class Pullback:
 
     def one(self, cotangent: Tensor) -> Tensor:
         """``[*outputs.shape] -> [P]``, by a plain backward pass."""
-        if not self._outputs.requires_grad:
-            return torch.zeros_like(self._point)
-        return self._gradients(cotangent, mapped=False)
+        has_graph = self._outputs.requires_grad
+        return self._gradients(cotangent, mapped=False) if has_graph else torch.zeros_like(self._point)
 
     def _gradients(self, cotangents: Tensor, mapped: bool = True) -> Tensor:
-        (gradients,) = torch.autograd.grad(
-            self._outputs,
-            self._point,
-            cotangents,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-            is_grads_batched=mapped,
-        )
-        return gradients.detach()
+        options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        found = torch.autograd.grad(self._outputs, self._point, cotangents, is_grads_batched=mapped, **options)
+        return found[0].detach()
 
     def _agrees(self, cotangents: Tensor, gradients: Tensor) -> bool:
         weights = torch.linspace(0.5, 1.5, len(cotangents), dtype=cotangents.dtype, device=cotangents.device)
@@ -144,24 +136,23 @@ class Linearization:
             return vectors.new_zeros(len(vectors), *self.outputs.shape)
         seen: list[Tensor] = []
 
-        def forward(vector: Tensor) -> tuple[Tensor, Tensor]:
-            with differentiable_kernels(self._network.model):
-                point = self._vector.detach()
-                return torch.func.jvp(self._function, (point,), (vector,))  # type: ignore[return-value]
+        def jvp(vector: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.func.jvp(self._function, (self._vector.detach(),), (vector,))  # type: ignore[return-value]
 
-        def mapped_forward(vectors: Tensor) -> Tensor:
-            outputs, products = torch.func.vmap(forward)(vectors)
+        def forward(vectors: Tensor, mapped: bool) -> Tensor:
+            with differentiable_kernels(self._network.model):
+                if mapped:
+                    outputs, products = torch.func.vmap(jvp)(vectors)
+                else:
+                    outputs, products = (torch.stack(parts) for parts in zip(*map(jvp, vectors), strict=True))
             seen.append(outputs[0].detach())
             return products
 
-        def looped_forward(vectors: Tensor) -> Tensor:
-            pairs = [forward(vector) for vector in vectors]
-            seen.append(pairs[0][0].detach())
-            return torch.stack([product for _, product in pairs])
-
         modes: list[tuple[ADMode, Callable[[Tensor], Tensor]]]
-        modes = [("mapped forward", mapped_forward)] if len(vectors) > 1 else []
-        for mode, compute in [*modes, ("forward", looped_forward), ("backward twice", self._backward_twice)]:
+        modes = [("forward", partial(forward, mapped=False)), ("backward twice", self._backward_twice)]
+        if len(vectors) > 1:
+            modes.insert(0, ("mapped forward", partial(forward, mapped=True)))
+        for mode, compute in modes:
             products = self._ad_modes.attempt(mode, compute, vectors, self._adjoint)
             if products is not None:
                 if mode != "backward twice" and self._known is None:
@@ -183,9 +174,8 @@ class Linearization:
 
     def _backward_twice(self, vectors: Tensor) -> Tensor:
         pulled, cotangent = self._linear_pullback
-        return torch.stack(
-            [torch.autograd.grad(pulled, cotangent, vector, retain_graph=True)[0].detach() for vector in vectors]
-        )
+        products = [torch.autograd.grad(pulled, cotangent, vector, retain_graph=True)[0] for vector in vectors]
+        return torch.stack(products).detach()
 
     def _row_by_row(self, vectors: Tensor) -> Tensor:
         """One backward pass for each output, without forward or second derivatives."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from laplace_plus import batches
+from laplace_plus._memory import slices
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.linearization import ADModes, Linearization
@@ -122,8 +123,7 @@ class Stream:
 
     def chunks(self, total: int) -> Iterator[slice]:
         """Slices of ``chunk_size`` of so many vectors."""
-        for start in range(0, total, self.chunk_size):
-            yield slice(start, min(start + self.chunk_size, total))
+        return slices(total, 1, self.chunk_size)
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)

@@ -21,7 +21,7 @@ from laplace_plus.curvature import (
     register_rule,
     register_structure,
 )
-from laplace_plus.errors import CheckpointError, ConfigurationError, UnsupportedError
+from laplace_plus.errors import CheckpointError, ConfigurationError, InputError, UnsupportedError
 from laplace_plus.structured import DenseBlock
 
 
@@ -204,3 +204,33 @@ def test_a_rule_gives_a_function_of_ones_own_its_kronecker_factors():
     torch.testing.assert_close(posterior.predictive(x).mean, expected.predictive(x).mean)
     with pytest.raises(ConfigurationError, match="rule already"):
         register_rule(doubled_linear, lambda find, *args: None)
+
+
+def halved_linear(x, weight):
+    if has_torch_function((x, weight)):
+        return handle_torch_function(halved_linear, (x, weight), x, weight)
+    return x / 2 @ weight.T
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return halved_linear(x, self.weight)
+
+
+def test_an_error_in_a_rule_names_the_rule():
+    results = iter([ZeroDivisionError("not by zero"), 3, "no call"])
+
+    def rule(find, x, weight):
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    register_rule(halved_linear, rule)
+    _, x, y = problem()
+    posterior = lp.KFAC(nn.Sequential(Halved(3, 4, bias=False), nn.Linear(4, 2)).double(), "classification")
+    for text in ("not by zero", "it returned 3", "it returned 'no call'"):
+        with pytest.raises(ConfigurationError, match=f"The rule of halved_linear failed: {text}"):
+            posterior.fit([(x[:1], y[:1])])
+    with pytest.raises(InputError, match="failed on a batch"):  # the function itself fails: the batch is to blame
+        lp.KFAC(nn.LayerNorm(3).double(), "regression").fit([(x[:, :2], x[:, :2])])
