@@ -196,9 +196,10 @@ class KroneckerAccumulation(Accumulation):
         kind: Any = DiagonalOutputBlock if diagonal else KroneckerBlock
         left = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
         block, is_new = self.block(layout, kind, partial(kind, left, right, nothing))
-        parts = [gradients] if k == 1 else self.by_component(gradients, components)
+        parts: list[Any] = [gradients] if k == 1 else self.by_component(gradients, components)
         for total, part in zip(block.left if diagonal else block.left_sums, parts, strict=True):
-            for _, left in part.left_chunks():  # type: ignore[union-attr]
+            for examples in part.side_chunks():
+                left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, G, o]
                 if self.structure.weight_sharing == "reduce":
                     left = left.sum(2, keepdim=True, dtype=total.dtype)
                 if isinstance(total, Tensor):
@@ -293,7 +294,8 @@ class _Inputs:
 
     def note(self, gradients: OuterGradients | EmbeddingGradients) -> None:
         """Take some cotangents into account."""
-        for examples, left in gradients.left_chunks():
+        for examples in gradients.side_chunks():
+            left = gradients.expand_left(gradients.raw_left[:, examples])  # [V, b, S, G, o]
             reached = (left != 0).flatten(3).any(-1).any(0)  # [b, S]
             self.is_reached[examples] |= (reached & ~self.tokens[examples]).any(1)
 

@@ -88,6 +88,8 @@ class Call(ABC):
     packed: bool = False
 
     rule: ClassVar[str] = MATRIX
+    groups = 1
+    transposed = False
 
     # Set when the call is recorded: the number of writes to the input so far, a name that the same call has in every
     # batch, the position of the output in the autograd graph, and the output's shape with an empty tensor of its type.
@@ -104,9 +106,17 @@ class Call(ABC):
             return () if self.bias is None else (self.bias,)
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    @abstractmethod
     def index(self, positions: dict[str, Tensor]) -> Tensor:
-        """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``."""
+        """Arrange per-parameter index tensors (shaped like the parameters) as the array ``[G, o, i]``.
+
+        By default the weight's first axis (``transposed``: its last) are the rows, and the bias is the last column.
+        """
+        columns = []
+        for rows in self.rows:
+            own = positions[rows.name][rows.start :][: rows.count]
+            own = own.reshape(len(own), -1)
+            columns.append(own.T if self.transposed and rows is self.weight else own)
+        return torch.cat(columns, 1).unflatten(0, (self.groups, -1))
 
     @abstractmethod
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
@@ -117,15 +127,6 @@ class Call(ABC):
             n_examples: B.
             where: Position of the examples in the output.
         """
-
-    def columns(self, positions: dict[str, Tensor], *, transposed: bool = False) -> Tensor:
-        """Index tensors of the weight, as a matrix (transposed if asked for), and of the bias, as its last column."""
-        columns = []
-        for rows in self.rows:
-            own = positions[rows.name][rows.start :][: rows.count]
-            own = own.reshape(len(own), -1)
-            columns.append(own.T if transposed and rows is self.weight else own)
-        return torch.cat(columns, 1)
 
     def by_example(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> tuple[Tensor, Tensor]:
         """The input ``[B, r, …]`` and the gradient ``[V, B, r, …]`` with the examples in front."""
@@ -138,15 +139,7 @@ class LinearCall(Call):
 
     transposed: bool = False
     weight_shape: torch.Size = torch.Size()
-
-    def _groups(self) -> int:
-        """Number of projections that are packed in the weight: 3 for attention's query, key and value."""
-        return max(1, self.weight_shape[0] // self.weight_shape[1])
-
-    @override
-    def index(self, positions: dict[str, Tensor]) -> Tensor:
-        groups = self._groups() if self.packed else 1
-        return self.columns(positions, transposed=self.transposed).unflatten(0, (groups, -1))
+    groups: int = 1
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
@@ -156,8 +149,7 @@ class LinearCall(Call):
             value, left = self.by_example(gradient, n_examples, where)
             value, left = value.flatten(1, -2), left.flatten(2, -2)  # [B, S, i], [V, B, S, O]
         width = 1 if self.weight is None else value.shape[2] + (self.bias is not None)
-        groups = self._groups() if self.packed else 1
-        left = left.unflatten(-1, (groups, -1))
+        left = left.unflatten(-1, (self.groups, -1))
         return OuterGradients(value, left, expand_right=self._expand, right_sizes=(value.shape[1], 1, width))
 
     def _expand(self, value: Tensor) -> Tensor:
@@ -177,10 +169,6 @@ class ConvolutionCall(Call):
     padding: tuple[tuple[int, int], ...] = ()
     dilation: tuple[int, ...] = ()
     groups: int = 1
-
-    @override
-    def index(self, positions: dict[str, Tensor]) -> Tensor:
-        return self.columns(positions).unflatten(0, (self.groups, -1))
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
@@ -242,10 +230,7 @@ class EmbeddingCall(Call):
     padding: int | None = None
 
     rule: ClassVar[str] = EMBEDDING
-
-    @override
-    def index(self, positions: dict[str, Tensor]) -> Tensor:
-        return self.columns(positions, transposed=True)[None]
+    transposed = True
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:

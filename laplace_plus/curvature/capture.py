@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, ParameterRows, by_example
+from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 from laplace_plus.selection import layer_of
@@ -160,6 +160,8 @@ class _Recorder(TorchFunctionMode):
         self.counts[label] = self.counts.get(label, 0) + 1
         call.label, call.packed, call.edge = f"{label}#{self.counts[label]}", self.packed, get_gradient_edge(output)
         call.output_shape, call.output_like = output.shape, output.detach().new_empty(0)
+        if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
+            call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
         if not self.keep_graph:
             call.value = call.value.detach()
         self.calls.append(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,16 +37,8 @@ class Native(Backend):
     )
 
     @override
-    def curvature(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        batch: Batch,
-        structure: Structure,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Curvature, Tensor]:
-        return self.accumulate(None, network, likelihood, batch, structure, generator=generator)
+    def curvature(self, *args: Any, **options: Any) -> tuple[Curvature, Tensor]:
+        return self.accumulate(None, *args, **options)
 
     @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:

@@ -9,6 +9,7 @@ from inspect import Parameter, signature
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from laplace_plus import io
@@ -185,7 +186,8 @@ class Posterior(Stored, ABC):
             NonFiniteError: NaN or Inf in parameters or outputs.
             UnsupportedError: A curvature that the backend cannot compute.
         """
-        group = resolve_group(distributed)
+        is_alone = distributed is None and not (dist.is_available() and dist.is_initialized())
+        group = None if is_alone else resolve_group(distributed)
         with nullcontext() if group is None else group.together():
             if self.network.sharded is not None:
                 self.network.refresh()

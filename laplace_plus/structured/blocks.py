@@ -462,6 +462,18 @@ class DecomposedBlock(EigenBlock):
     def changed(self) -> None:
         self._cache = None
 
+    @override
+    def parts(self) -> list[Tensor]:
+        # Those of sums as they are: an upper triangle may not be filled in.
+        found, waiting = [], list(vars(self).values())
+        while waiting:
+            item = waiting.pop(0)
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, (list, GramSum)):
+                waiting[:0] = item if isinstance(item, list) else vars(item).values()
+        return found
+
     def diagonalised(self, weights: Tensor) -> Diagonalised:
         """The diagonal form; with one component, at a weight of one."""
         if self._cache is None or (self.n_components > 1 and not self.is_diagonalised(weights)):

@@ -115,10 +115,6 @@ class DenseBlock(DecomposedBlock):
         return stored(self.sums, "matrix")
 
     @override
-    def parts(self) -> list[Tensor]:
-        return [tensor for own in self.sums for tensor in own.parts()]
-
-    @override
     def clone(self) -> DenseBlock:
         return DenseBlock([own.clone() for own in self.sums], self.shape)
 

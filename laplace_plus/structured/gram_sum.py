@@ -151,10 +151,6 @@ class GramSum:
         result._rows = list(self._rows)  # rows are never written to
         return result
 
-    def parts(self) -> list[Tensor]:
-        """The tensors that hold the sum as it is now; a matrix's upper triangle may not be filled in."""
-        return [*self._rows, *([] if self._total is None else [self._total])]
-
     def _lower(self) -> Tensor:
         if self._total is None:
             self._total = torch.zeros(self.groups, self.size, self.size, dtype=self.dtype, device=self.device)

@@ -142,13 +142,6 @@ class KroneckerBlock(DecomposedBlock):
         return result
 
     @override
-    def parts(self) -> list[Tensor]:
-        result = [] if self.corrected is None else [self.corrected]
-        for own in (*self.left_sums, self.right_sum):
-            result += [own] if isinstance(own, Tensor) else own.parts()
-        return result
-
-    @override
     def clone(self) -> KroneckerBlock:
         corrected = None if self.corrected is None else self.corrected.clone()
         left, right = [own.clone() for own in self.left_sums], self.right_sum.clone()
@@ -306,10 +299,6 @@ class DiagonalOutputBlock(DecomposedBlock):
     @override
     def tensors(self) -> dict[str, Tensor]:
         return {"left": self.left, "right": self.right_sum.matrix(), "count": self.count}
-
-    @override
-    def parts(self) -> list[Tensor]:
-        return [self.left, *self.right_sum.parts()]
 
     @override
     def clone(self) -> DiagonalOutputBlock:

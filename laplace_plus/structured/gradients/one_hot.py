@@ -39,10 +39,12 @@ class EmbeddingGradients(ExampleGradients):
         self.device = self.left.device
         self.shape = (1, self.left.shape[-1], self.n_columns)
         self.n_positions = self.left.shape[2]
+        # As of OuterGradients.
+        self.raw_left, self.expand_left = self.left[:, :, :, None], torch.positive
 
-    def left_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The left side ``[V, B, S, 1, o]``, as of :meth:`OuterGradients.left_chunks`."""
-        yield slice(0, self.n_examples), self.left[:, :, :, None]
+    def side_chunks(self) -> Iterator[slice]:
+        """A slice of all examples, as of :meth:`OuterGradients.side_chunks`."""
+        return iter([slice(0, self.n_examples)])
 
     def compact(self, examples: slice) -> tuple[Tensor, Tensor]:
         """The matrices ``[V, b, 1, o, u]`` over the u columns that occur in these examples, and those columns."""

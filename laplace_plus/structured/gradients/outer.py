@@ -137,11 +137,6 @@ class OuterGradients(ExampleGradients):
         limit = chunk_bytes(self.device, of_caches=_SIDE_CACHES)
         return slices(self.n_examples, max(each, bytes_each), limit)
 
-    def left_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of the examples with their left side ``[V, b, S, G, o]`` as it is given, before a change of basis."""
-        for examples in self.side_chunks():
-            yield examples, self.expand_left(self.raw_left[:, examples])
-
     def _written(self, examples: slice, *, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """The matrices of some examples, some rows at a time: pairs of the rows and ``[b, G, V, r, i]``.
 
