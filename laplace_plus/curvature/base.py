@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature.structures import Curvature, Structure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.network import Network
 
 Kind = Literal["ggn", "ggn_mc", "empirical_fisher", "hessian"]
 """Exact generalised Gauss-Newton, its Monte-Carlo estimate, empirical Fisher, or the Hessian."""
 
-KINDS: tuple[Kind, ...] = ("ggn", "ggn_mc", "empirical_fisher", "hessian")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Backend(ABC):
@@ -43,12 +44,9 @@ class Backend(ABC):
     supported: ClassVar[frozenset[tuple[str, str]]]
 
     def __init__(self, kind: Kind = "ggn", *, n_samples: int = 1):
-        if kind not in KINDS:
-            raise ConfigurationError("Unknown curvature.", expected=", ".join(KINDS), got=repr(kind))
-        if n_samples < 1:
-            raise ConfigurationError("Too few Monte-Carlo samples.", expected="n_samples >= 1", got=str(n_samples))
-        self.kind = kind
-        self.n_samples = n_samples
+        require_choice("curvature", kind, Kind)
+        require_count("n_samples", n_samples, 1)
+        self.kind, self.n_samples = kind, n_samples
 
     @abstractmethod
     def curvature(
@@ -105,12 +103,8 @@ class Backend(ABC):
         Raises:
             UnsupportedError: The backend has no eigenvalue correction.
         """
-        raise UnsupportedError(
-            f"The {self.name} backend has no eigenvalue correction.",
-            expected="a backend with EKFAC",
-            got=self.name,
-            fix='Use backend="native".',
-        )
+        what = f"The {self.name} backend has no eigenvalue correction."
+        raise UnsupportedError(what, expected="a backend with EKFAC", got=self.name, fix='Use backend="native".')
 
     def operator(
         self,
@@ -132,11 +126,16 @@ class Backend(ABC):
         """Refuse by name what the backend cannot do."""
         if (self.kind, structure.name) not in self.supported:
             can = sorted(kind for kind, name in self.supported if name == structure.name)
+            fix = f'The native backend can: backend=Native(kind="{self.kind}").'
+            if self.kind == "hessian" and structure.name == "KFAC":
+                fix = 'Use lp.Full or lp.Diagonal with Native(kind="hessian"), or KFAC with kind="ggn".'
+            elif structure.name not in ("full", "diagonal", "KFAC", "low-rank"):
+                fix = "Tell the native backend about it with laplace_plus.curvature.register_structure."
             raise UnsupportedError(
                 f"The {self.name} backend cannot compute a {structure.name} {self.kind} curvature.",
                 expected=f"for {structure.name}: {', '.join(can) or 'nothing'}",
                 got=self.kind,
-                fix=_alternative(self.kind, structure.name),
+                fix=fix,
             )
         if self.kind in ("empirical_fisher", "hessian") and likelihood.n_noise > 1:
             raise UnsupportedError(
@@ -157,14 +156,6 @@ class Backend(ABC):
     def config(self) -> dict[str, Any]:
         """What rebuilds the backend, in JSON's terms."""
         return {"name": self.name, "kind": self.kind, "n_samples": self.n_samples}
-
-
-def _alternative(kind: str, structure: str) -> str:
-    if kind == "hessian" and structure == "KFAC":
-        return 'A Hessian has no Kronecker form: use lp.Full or lp.Diagonal with Native(kind="hessian"), or kind="ggn".'
-    if structure not in ("full", "diagonal", "KFAC", "low-rank"):
-        return "Tell the native backend about it with laplace_plus.curvature.register_structure."
-    return f'The native backend can: backend=Native(kind="{kind}").'
 
 
 _backends: dict[str, type[Backend] | Callable[[], type[Backend]]] = {}
@@ -224,5 +215,4 @@ def backend_from_config(config: dict) -> Backend:
     Raises:
         ConfigurationError: No such backend.
     """
-    options = {key: value for key, value in config.items() if key != "name"}
-    return backend_class(config["name"])(**options)
+    return backend_class(config["name"])(**{key: value for key, value in config.items() if key != "name"})

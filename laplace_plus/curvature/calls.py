@@ -268,10 +268,8 @@ class NormalisationCall(Call):
             value, gradient = value.movedim(2, -1), gradient.movedim(3, -1)
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         value, gradient = value.flatten(1, -2).to(dtype), gradient.flatten(2, -2).to(dtype)  # [B, S, C], [V, B, S, C]
-        columns = [(gradient * value).sum(2)] if self.weight is not None else []
-        if self.bias is not None:
-            columns.append(gradient.sum(2))
-        return DenseGradients(torch.stack(columns, -1)[:, :, :, None])
+        sums = [(gradient * value).sum(2) if rows is self.weight else gradient.sum(2) for rows in self.rows]
+        return DenseGradients(torch.stack(sums, -1)[:, :, :, None])
 
 
 @dataclass
@@ -357,28 +355,26 @@ def _convolution(
     )
 
 
-def _embedding(
-    find: Finder,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Call | None:
-    if max_norm is not None or scale_grad_by_freq or weight.ndim != 2:
+def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults."""
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _embedding(find: Finder, *args: Any, **kwargs: Any) -> Call | None:
+    given = _arguments(F.embedding, args, kwargs)
+    value, weight, padding = given["input"], given["weight"], given["padding_idx"]
+    if given["max_norm"] is not None or given["scale_grad_by_freq"] or weight.ndim != 2:
         return None
-    n_rows = weight.shape[0]
-    padding = None if padding_idx is None else padding_idx % n_rows
-    return EmbeddingCall(find(weight), None, input, -1, tuple(range(input.ndim)), n_rows=n_rows, padding=padding)
+    n_rows, axes = len(weight), tuple(range(value.ndim))
+    padding = None if padding is None else padding % n_rows
+    return EmbeddingCall(find(weight), None, value, -1, axes, n_rows=n_rows, padding=padding)
 
 
 def _normalisation(function: Callable[..., Tensor], find: Finder, *args: Any, **kwargs: Any) -> Call | None:
     """Any of torch's normalisations: over the trailing ``normalized_shape``, or with the channels along axis 1."""
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _arguments(function, args, kwargs)
     if "running_mean" in given and (given["training"] or given["running_mean"] is None):
         return None
     value = function(**given | dict.fromkeys(given.keys() & {"weight", "bias"}))
@@ -391,7 +387,7 @@ def _broadcast(scales: bool, find: Finder, *args: Any, **kwargs: Any) -> Call | 
     """``x + p``, ``p + x``, ``x * p`` or ``p * x`` with a parameter p that does not depend on the example."""
     if len(args) != 2 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
         return None
-    (value, parameter) = args if find(args[1]) is not None else args[::-1]
+    value, parameter = args if find(args[1]) is not None else args[::-1]
     if find(value) is not None or not value.is_floating_point():
         return None
     return _broadcast_call(find, parameter, value, torch.broadcast_shapes(value.shape, parameter.shape), scales)

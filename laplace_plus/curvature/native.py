@@ -22,6 +22,9 @@ from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.structured import DenseBlock, DiagonalBlock, KroneckerBlock
 
+Observed = tuple[Tensor, Tensor, Tensor]
+"""What :meth:`Likelihood.rows` returns."""
+
 _STRUCTURES = ("full", "diagonal", "KFAC", "low-rank")
 
 
@@ -69,7 +72,7 @@ class Native(Backend):
             outputs = capture.outputs.view(capture.output_shape)
             all_outputs.append(outputs)
             likelihood.validate(outputs, part.target)
-            rows, targets, weight = likelihood.rows(outputs, part.target)
+            observed = rows, _, weight = likelihood.rows(outputs, part.target)
             if self.kind == "ggn" and likelihood.n_noise == 1 and (capture.pointwise or structure.name == "full"):
                 direct = last_layer_curvature(gradients, structure, likelihood, rows, weight)
                 if direct is not None:
@@ -78,7 +81,7 @@ class Native(Backend):
             # An example with nothing but ignored targets does not count.
             used = weight.view(capture.n_examples, -1).bool().any(1)
             sums = ACCUMULATIONS[type(structure)](gradients, structure, likelihood.n_noise, used, total)
-            for cotangents, components in self._cotangents(likelihood, rows, targets, weight, gradients, generator):
+            for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
                 sums.add(cotangents, components)
             total = sums.finish()
         assert total is not None
@@ -97,8 +100,8 @@ class Native(Backend):
         blocks, count = {layout.key: block for layout, block in curvature}, 0
         for part, gradients in micro_batches(network, batch):
             capture = gradients.capture
-            rows, targets, weight = likelihood.rows(capture.outputs.view(capture.output_shape), part.target)
-            for cotangents, components in self._cotangents(likelihood, rows, targets, weight, gradients, generator):
+            observed = likelihood.rows(capture.outputs.view(capture.output_shape), part.target)
+            for cotangents, components in self._cotangents(likelihood, observed, gradients, generator):
                 for layout, own in gradients.blocks(cotangents):
                     block = blocks[layout.key]
                     if isinstance(block, KroneckerBlock):
@@ -107,27 +110,19 @@ class Native(Backend):
         return count
 
     def _cotangents(
-        self,
-        likelihood: Likelihood,
-        rows: Tensor,
-        targets: Tensor,
-        weight: Tensor,
-        gradients: Gradients,
-        generator: torch.Generator | None,
+        self, likelihood: Likelihood, observed: Observed, gradients: Gradients, generator: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of cotangents ``[V, B, *, C]`` with the component ``[V]`` that each belongs to.
 
         Over all chunks, the cotangents' outer products sum to (for Monte Carlo: in expectation) the likelihood's
         Hessian at unit noise.
         """
-        capture = gradients.capture
+        capture, (rows, targets, weight) = gradients.capture, observed
         shape = capture.outputs.shape  # [B, *, C], pointwise [B', C]
         if self.kind == "ggn":
             root = likelihood.output_root(rows, targets) * weight[:, None, None].to(rows.dtype)
             n_columns = root.shape[-1]
-            groups = torch.zeros(n_columns, dtype=torch.long)
-            if likelihood.n_noise > 1:
-                groups = likelihood.output_groups(n_columns).cpu()
+            groups = likelihood.output_groups(n_columns).cpu()
             by_position = root.unflatten(0, (shape[0], -1))  # [B, M, C, V]
             n_positions = by_position.shape[1]
             for chunk in gradients.cotangent_chunks(n_positions * n_columns):

@@ -33,10 +33,11 @@ from laplace_plus.curvature.linearization import Linearization, Pullback, loss_g
 from laplace_plus.curvature.output_roots import OutputRoot, empirical_root, exact_root, sampled_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.likelihoods.base import check_outputs
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import attach
 from laplace_plus.linalg.operators import Operator, Transposed
 from laplace_plus.network import Network, exact_arithmetic
@@ -339,11 +340,9 @@ class FisherOperator(_SandwichOperator):
         chunk_size: int = CHUNK_SIZE,
         progress: bool = False,
     ):
-        if kind not in ("mc", "empirical"):
-            raise ConfigurationError("Unknown Fisher information.", expected='"mc" or "empirical"', got=repr(kind))
-        for name, value, least in (("n_samples", n_samples, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name} is out of range.", expected=f"an integer >= {least}", got=repr(value))
+        require_choice("Fisher information", kind, Literal["mc", "empirical"])
+        require_count("n_samples", n_samples, 1)
+        require_count("seed", seed, 0)
         self.kind, self.n_samples, self.seed = kind, n_samples, seed
         self._ordered = kind == "mc"
         self._drawn: list[Tensor] = []  # of each example, [M, positions, ...]

@@ -17,7 +17,8 @@ from laplace_plus._memory import slices
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.linearization import ADModes, Linearization
-from laplace_plus.errors import ConfigurationError, DataError, ModelChangedError, NonFiniteError
+from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
+from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network import Network
 
 CHUNK_SIZE = 16
@@ -52,10 +53,7 @@ class Stream:
     def __init__(
         self, network: Network | nn.Module, arrange: Any, data: Iterable[Any], chunk_size: int, progress: bool
     ):
-        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-            raise ConfigurationError(
-                "chunk_size must be a positive integer.", expected="chunk_size >= 1", got=repr(chunk_size)
-            )
+        require_count("chunk_size", chunk_size, 1)
         if isinstance(data, Iterator):
             raise DataError(
                 "The data can be run over only once.",
@@ -196,8 +194,8 @@ def _irregular(start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def _not_finite(batch: Batch, outputs: Tensor, number: int) -> NonFiniteError:
-    leaves = [leaf for leaf in batches.flatten(batch.inputs)[0] if isinstance(leaf, Tensor)]
-    bad = [leaf for leaf in leaves if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all())]
+    floats = [x for x in batches.flatten(batch.inputs)[0] if isinstance(x, Tensor) and x.is_floating_point()]
+    bad = [leaf for leaf in floats if not bool(torch.isfinite(leaf).all())]
     wrong, where = (bad[0], "inputs") if bad else (outputs, "network's outputs")
     return NonFiniteError(
         f"In batch {number} of the data, the {where} hold NaN or infinity.",
