@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,29 +73,17 @@ def split(item: Any) -> Batch:
     """
     inputs: Any = None
     target: Any = None
-    problem = "A batch has no target."
     if isinstance(item, Mapping):
-        problem = "A batch is a mapping without a target."
-        for key in TARGET_KEYS:
-            if key in item:
-                target, inputs = item[key], {name: value for name, value in item.items() if name != key}
-                problem = "" if inputs else "A batch has a target but no inputs."
-                break
+        key = next((key for key in TARGET_KEYS if key in item), None)
+        inputs, target = {name: value for name, value in item.items() if name != key}, item.get(key)
     elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
-        problem, inputs, target = "", item[0] if len(item) == 2 else tuple(item[:-1]), item[-1]
-    if problem:
+        inputs, target = item[0] if len(item) == 2 else tuple(item[:-1]), item[-1]
+    if not isinstance(target, Tensor) or (isinstance(inputs, dict) and not inputs):
         raise DataError(
-            problem,
+            "A batch has no inputs, or no tensor as its target.",
             expected=f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}",
-            got=f"the keys {_names(item)}" if isinstance(item, Mapping) else describe(item),
-            fix="let the loader yield (inputs, target), or rename the target's key",
-        )
-    if not isinstance(target, Tensor):
-        raise DataError(
-            "A batch's target is not a tensor.",
-            expected="a tensor of shape [B, ...]",
-            got=describe(target),
-            fix="yield batches rather than single examples (a DataLoader collates them), with the target as last entry",
+            got=describe(item),
+            fix="let the loader yield batches (a DataLoader collates examples), or rename the target's key",
         )
     return Batch(inputs, target)
 
@@ -122,45 +111,36 @@ def iterate(
         DataError: If ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), if a
             batch is of no known form, or if its structure differs from the first one's.
     """
-    problem, fix = "", "pass a DataLoader, or a list of batches: [(x, y)]"
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        problem = "A dataset yields single examples, not batches."
-        fix = "wrap it in a DataLoader: DataLoader(dataset, batch_size=...)"
-    elif isinstance(data, (Tensor, Mapping)) or (isinstance(data, (tuple, list)) and any(map(torch.is_tensor, data))):
-        problem = "One batch was given in place of a loader."  # a bare tensor is never a batch
-    elif isinstance(data, (str, bytes)):
-        problem = "Text is not data."
-    elif not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        problem = "The data cannot be iterated over."
-    if problem:
-        raise DataError(problem, expected="an iterable of batches", got=describe(data), fix=fix)
+    is_dataset = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+    is_batch = isinstance(data, (Tensor, Mapping)) or (
+        isinstance(data, (tuple, list)) and any(map(torch.is_tensor, data))
+    )
+    is_iterable = isinstance(data, Iterable) or hasattr(data, "__getitem__")
+    if is_dataset or is_batch or not is_iterable or isinstance(data, (str, bytes)):
+        raise DataError(
+            "The data are not an iterable of batches.",
+            expected="a DataLoader, or a list of batches: [(x, y)]",
+            got=f"one batch, {describe(data)}" if is_batch else describe(data),
+            fix="put a single batch into a list; wrap a dataset in a DataLoader: DataLoader(dataset, batch_size=...)",
+        )
     if progress:
         data = progress_bar(data, enabled=True, description=description)
     first: Any = None
     for index, item in enumerate(data):
         batch = split(item)
         inputs, target = batch.inputs, batch.target
-        if target.ndim == 0:
+        if target.ndim == 0 or (batch_size(inputs) == 0) != (len(target) == 0):
             raise DataError(
-                f"Batch {index} is a single example.",
-                expected="a target of shape [B, ...]",
-                got="a target without dimensions",
-                fix="wrap the dataset in a DataLoader, or add a batch dimension to inputs and target",
+                f"Batch {index} does not pair examples with targets.",
+                expected="as many inputs as targets [B, ...]",
+                got=f"{describe(inputs)} with the target {describe(target)}",
+                fix="wrap a dataset of single examples in a DataLoader, and check the function that collates",
             )
-        n_inputs, n_targets = batch_size(inputs), len(target)
-        if (n_inputs == 0) != (n_targets == 0):
-            raise DataError(
-                f"Batch {index} is half empty.",
-                expected="as many inputs as targets",
-                got=f"{n_inputs} inputs and {n_targets} targets",
-                fix="check the function that collates the batch",
-            )
-        if n_targets == 0:
+        if len(target) == 0:
             continue
         structure = str(inputs.dtype) if isinstance(inputs, Tensor) else _structure(inputs)
-        if first is None:
-            first = structure
-        elif structure != first:
+        first = structure if first is None else first
+        if structure != first:
             raise DataError(
                 f"The inputs of batch {index} have another structure than those before.",
                 expected=first.replace("torch.", ""),
@@ -210,8 +190,7 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
     """
     forward = source.forward if isinstance(source, nn.Module) else source
     candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    keyed = isinstance(inputs, Mapping)
-    if keyed:
+    if isinstance(inputs, Mapping):
         if all(isinstance(key, str) for key in inputs):
             candidates.append(((), dict(inputs)))
     elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
@@ -220,24 +199,18 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
         signature = inspect.signature(forward)
     except (TypeError, ValueError):  # compiled code may have none
         return candidates[0] if candidates else ((inputs,), {})
-    named = []
-    for name, parameter in signature.parameters.items():
-        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            named.append(name)
-    if not keyed or not set(named) & set(inputs):
+    if not (isinstance(inputs, Mapping) and signature.parameters.keys() & inputs.keys()):
         candidates.append(((inputs,), {}))
     for args, kwargs in candidates:
-        try:
+        with suppress(TypeError):
             signature.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        return args, kwargs
+            return args, kwargs
     owner = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
     shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
     raise DataError(
         f"The inputs do not fit {owner}.",
         expected=f"inputs for the parameters ({', '.join(shown)})",
-        got=f"the keys {_names(inputs)}" if keyed else describe(inputs),
+        got=describe(inputs),
         fix="let the loader yield just the inputs that the network takes, under the names of its parameters",
     )
 
@@ -274,16 +247,12 @@ def output_tensor(raw: Any) -> Tensor:
     """
     if isinstance(raw, Tensor):
         return raw
-    found: Any = None
-    if isinstance(raw, Mapping):
-        found = next((raw[key] for key in ("logits", "out") if isinstance(raw.get(key), Tensor)), None)
-    if found is None:
-        found = getattr(raw, "logits", None)
+    found = raw.get("logits", raw.get("out")) if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if not isinstance(found, Tensor):
         raise OutputError(
             "The network's output is not one tensor.",
             expected='a tensor, an object with .logits, or a mapping with "logits" or "out"',
-            got=f"a mapping with the keys {_names(raw)}" if isinstance(raw, Mapping) else describe(raw),
+            got=describe(raw),
             fix="wrap the network in a module whose forward returns the output that the likelihood is about",
         )
     return found
@@ -300,8 +269,7 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
 
     Returns:
         The leaves, tensors and others (``None`` is a leaf), and a function that builds the same tree from as many new
-        leaves. Named tuples keep their type, mappings become plain dictionaries. The function raises ``DataError`` when
-        it is given another number of leaves.
+        leaves. Named tuples keep their type, mappings become plain dictionaries.
 
     Example:
         >>> leaves, rebuild = flatten({"a": (1, 2), "b": [3]})
@@ -309,19 +277,10 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         ([1, 2, 3], {'a': (10, 20), 'b': [30]})
     """
     leaves: list[Any] = []
-
-    def collect(leaf: Any) -> Any:
-        leaves.append(leaf)
-        return leaf
-
-    skeleton = _map(collect, inputs)
-    n_leaves = len(leaves)
+    skeleton = _map(leaves.append, inputs)
 
     def rebuild(new_leaves: Iterable[Any]) -> Any:
-        values = list(new_leaves)
-        if len(values) != n_leaves:
-            raise DataError("A tree cannot be rebuilt.", expected=f"{n_leaves} leaves", got=str(len(values)))
-        remaining = iter(values)
+        remaining = iter(new_leaves)
         return _map(lambda _: next(remaining), skeleton)
 
     return leaves, rebuild
@@ -442,7 +401,3 @@ def _structure(tree: Any) -> str:
 
 def _is_sequence(tree: Any) -> bool:
     return isinstance(tree, (tuple, list)) and not isinstance(tree, PackedSequence)
-
-
-def _names(mapping: Any) -> str:
-    return ", ".join(repr(key) for key in mapping) or "(none)"

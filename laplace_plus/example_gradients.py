@@ -10,7 +10,8 @@ differentiated within the whole batch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,74 +26,64 @@ Function = Callable[[Any, dict[str, Tensor]], Tensor]
 def per_example_gradients(
     network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """See :meth:`laplace_plus.network.Network.per_example_gradients`."""
-    with torch.enable_grad():
-        leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
-        together = network(inputs, leaves)
+    """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each chosen parameter.
+
+    Args:
+        network: The outputs of inputs and parameters.
+        inputs: A batch's inputs.
+        chosen: Parameters to differentiate in, by name.
+        cotangents: ``[V, B, *, C]``.
+    """
+    leaves, rebuild = batches.flatten(inputs)
+    size = cotangents.shape[1]
+    is_mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
+    examples = [leaf for leaf, use in zip(leaves, is_mapped, strict=True) if use]
+    differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+    def single(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
+        rows = iter(example)
+        full = [next(rows)[None] if use else leaf for leaf, use in zip(leaves, is_mapped, strict=True)]
+        return network(rebuild(full), parameters)[0]
+
+    def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+        value, vjp = torch.func.vjp(lambda p: single(p, example), parameters)  # type: ignore[misc]
+        return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
+
+    def mapped() -> dict[str, Tensor]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)(chosen, examples, cotangents)
+
+    def looped() -> dict[str, Tensor]:
+        each = (_values(partial(single, example=[one[n] for one in examples]), chosen) for n in range(size))
+        return _one_by_one(each, chosen, cotangents, differentiable=differentiable)
+
+    together, parameters = _values(lambda p: network(inputs, p), chosen)
     # Fixed, and different for every cotangent and example.
     weights = [torch.linspace(0.5, 1.5, n, device=cotangents.device) for n in cotangents.shape[:2]]
     combination = torch.outer(*weights).to(cotangents.dtype)  # [V, B]
     combined = torch.einsum("vb,vb...->b...", combination, cotangents)
-    expected = _gradients(together, leaves, combined, retain_graph=True)
-    for attempt in (_mapped_gradients, _looped_gradients):
+    expected = _gradients(together, parameters, combined, retain_graph=True)
+    for attempt in (mapped, looped):
         try:
-            result = attempt(network, inputs, chosen, cotangents)
+            result = attempt()
         except Exception:  # noqa: BLE001, S112  -- whatever goes wrong with single examples, the batch went through
             continue
         if _agree(result, combination, expected):
             return result
     with torch.enable_grad():
         separate = together.unbind()
-    pairs = [(value, leaves) for value in separate]
-    return _one_by_one(pairs, chosen, cotangents, differentiable=_requires_grad(inputs))
+    pairs = [(value, parameters) for value in separate]
+    return _one_by_one(pairs, chosen, cotangents, differentiable=differentiable)
 
 
-def _single_outputs(
-    network: Function, inputs: Any, size: int
-) -> tuple[Callable[[dict[str, Tensor], list[Tensor]], Tensor], list[Tensor]]:
-    """The network as a function of parameters and one example, and the leaves with one entry for each example."""
-    leaves, rebuild = batches.flatten(inputs)
-    mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
-
-    def outputs(parameters: dict[str, Tensor], example: list[Tensor]) -> Tensor:
-        rows = iter(example)
-        full = [next(rows)[None] if use else leaf for leaf, use in zip(leaves, mapped, strict=True)]
-        return network(rebuild(full), parameters)[0]
-
-    return outputs, [leaf for leaf, use in zip(leaves, mapped, strict=True) if use]
-
-
-def _mapped_gradients(
-    network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
-) -> dict[str, Tensor]:
-    outputs, examples = _single_outputs(network, inputs, cotangents.shape[1])
-
-    def pullback(parameters: dict[str, Tensor], example: list[Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-        value, vjp = torch.func.vjp(lambda p: outputs(p, example), parameters)  # type: ignore[misc]
-        return torch.func.vmap(lambda c: vjp(c.to(value.dtype))[0])(cotangent)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        return torch.func.vmap(pullback, in_dims=(None, 0, 1), out_dims=1)(chosen, examples, cotangents)
-
-
-def _looped_gradients(
-    network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
-) -> dict[str, Tensor]:
-    outputs, examples = _single_outputs(network, inputs, cotangents.shape[1])
-
-    def values() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        for n in range(cotangents.shape[1]):
-            with torch.enable_grad():
-                leaves = {name: p.clone().requires_grad_() for name, p in chosen.items()}
-                value = outputs(leaves, [example[n] for example in examples])
-            yield value, leaves
-
-    return _one_by_one(values(), chosen, cotangents, differentiable=_requires_grad(inputs))
-
-
-def _requires_grad(inputs: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batches.flatten(inputs)[0])
+def _values(
+    outputs: Callable[[dict[str, Tensor]], Tensor], chosen: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs with a graph, and the copies of the parameters that the graph leads to."""
+    with torch.enable_grad():
+        copies = {name: p.clone().requires_grad_() for name, p in chosen.items()}
+        return outputs(copies), copies
 
 
 def _gradients(value: Tensor, leaves: dict[str, Tensor], cotangent: Tensor, **options: bool) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from laplace_plus._memory import memory_budget
 from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
-from laplace_plus.example_gradients import per_example_gradients
 from laplace_plus.selection import Selected, Selection, select
 
 _STRIDE = 251
@@ -241,22 +240,19 @@ class Network:
         # Nothing is compiled before torch._dynamo is imported, which takes a second.
         with evaluation_mode(model), eager if "torch._dynamo" in sys.modules else nullcontext():
             arguments, keywords = batches.bind(model, inputs)
+            known = parameters or {}
             values: dict[int, Tensor] = {}  # by identity: tied tensors have one value
             for name, parameter in model.named_parameters():
-                values[id(parameter)] = parameter.detach()
-                if parameters and name in parameters:
-                    values[id(parameter)] = parameters[name]
+                values[id(parameter)] = known[name] if name in known else parameter.detach()
             for name, buffer in model.named_buffers():  # copies: some modules write to them even in evaluation mode
-                values[id(buffer)] = parameters[name] if parameters and name in parameters else buffer.clone()
+                values[id(buffer)] = known[name] if name in known else buffer.clone()
             # torch's own tie_weights=True looks tensors up by name. If the model holds a module object twice, torch
             # then replaces its tensors twice, and restores the first replacement instead of the original.
             state: dict[str, Tensor] = {}
             for prefix, module in model.named_modules():  # each object once
-                prefix = f"{prefix}." if prefix else ""
-                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                    state[prefix + name] = values[id(parameter)]
-                for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                    state[prefix + name] = values[id(buffer)]
+                for named in (module.named_parameters, module.named_buffers):
+                    for name, tensor in named(prefix=prefix, recurse=False, remove_duplicate=False):
+                        state[name] = values[id(tensor)]
             enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
             with torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext():
                 try:
@@ -292,19 +288,6 @@ class Network:
             (pulled,) = torch.autograd.grad(outputs, point, dummy, create_graph=True)
             (pushed,) = torch.autograd.grad(pulled, dummy, tangent.to(pulled))
         return pushed.detach()
-
-    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
-        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
-
-        The general path for parameters whose use in the network no rule describes; see
-        :mod:`laplace_plus.example_gradients`.
-
-        Args:
-            inputs: A batch's inputs.
-            names: Parameters to differentiate in.
-            cotangents: ``[V, B, *, C]``.
-        """
-        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
 
     def refresh(self) -> None:
         """Take up the present weights of a model that is :attr:`sharded` over ranks; to be called on all of them."""
@@ -420,31 +403,25 @@ def checksums(tensors: Sequence[Tensor]) -> list[float]:
     large: list[Tensor] = []
     small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        tensor = tensor.detach()
-        for values in [tensor] if tensor.layout == torch.strided else _stored(tensor):
-            if values.numel() > _SMALL:
-                large.append(values.flatten())
+        values = [tensor.detach()]
+        if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
+            coalesced = values[0].to_sparse_coo().coalesce()
+            values = [coalesced.indices(), coalesced.values()]
+        for stored in values:
+            if stored.numel() > _SMALL:
+                large.append(stored.flatten() if stored.is_floating_point() else stored.flatten().double())
             else:
-                small.setdefault(values.device, []).append(values.flatten().double())
+                small.setdefault(stored.device, []).append(stored.flatten().double())
     for several in small.values():
         large.append(torch.cat(several))
     sums = []
     for flat in large:
-        if not flat.is_floating_point():
-            sums.append(float(flat.double().sum()))
-            continue
         columns = len(flat) // _STRIDE
         whole = columns * _STRIDE
         ramp = _ramp(0.5, _STRIDE, flat.dtype, flat.device)
         total = (ramp @ flat[:whole].view(_STRIDE, columns)).double() @ _ramp(1.0, columns, torch.float64, flat.device)
         sums.append(float(total + (flat[whole:] * ramp[: len(flat) - whole]).double().sum()))
     return sums
-
-
-def _stored(tensor: Tensor) -> list[Tensor]:
-    """Indices and values of a sparse tensor, which might not fit in memory as a dense one."""
-    coalesced = tensor.to_sparse_coo().coalesce()
-    return [coalesced.indices().double(), coalesced.values()]
 
 
 @lru_cache(maxsize=64)

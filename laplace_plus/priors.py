@@ -66,24 +66,20 @@ class Groups:
     index: Tensor
 
     def __post_init__(self) -> None:
-        index = self.index
+        index, n = self.index, len(self.names)
         integers = isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.long and len(index) > 0
-        if not integers or sorted(index.unique().tolist()) != list(range(len(self.names))):
-            got = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        if not integers or index.unique().tolist() != list(range(n)):
             raise ConfigurationError(
                 "The groups of a prior do not cover the parameters.",
-                expected=f"the numbers 0 … {len(self.names) - 1} of {len(self.names)} groups, each at least once, [P]",
-                got=got,
+                expected=f"the numbers 0 … {n - 1} of {n} groups, each at least once, [P]",
+                got=f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index),
             )
 
     def check_size(self, n_parameters: int) -> None:
         """Raise :class:`ConfigurationError` unless these are groups of so many entries."""
         if len(self.index) != n_parameters:
-            raise ConfigurationError(
-                "The groups are those of other parameters.",
-                expected=f"an index [{n_parameters}]",
-                got=f"[{len(self.index)}]",
-            )
+            what, expected = "The groups are those of other parameters.", f"an index [{n_parameters}]"
+            raise ConfigurationError(what, expected=expected, got=f"[{len(self.index)}]")
 
     def sizes(self) -> Tensor:
         """How many entries each group has, ``[G]``."""
@@ -130,14 +126,7 @@ class GaussianPrior:
             ConfigurationError: A precision that is not positive and finite, or a shape that is none of the three.
         """
         n, layers = len(layer_index), int(layer_index.max()) + 1
-        precision, mean = _checked_precision(precision, n, layers, flat=flat), as_hyperparameter(mean)
-        mean = mean.squeeze() if mean.numel() == 1 else mean
-        if mean.shape not in ((), (n,)):
-            raise ConfigurationError(
-                "The prior mean has a wrong shape.",
-                expected=f"a scalar or one for each of {n} parameters",
-                got=f"shape {tuple(mean.shape)}",
-            )
+        precision, mean = _checked_precision(precision, n, layers, flat=flat), _checked_shape("mean", mean, (n,))
         if not torch.isfinite(mean).all():
             raise ConfigurationError("The prior mean is not finite.", expected="finite means", got=_extent(mean))
         return cls(precision, mean, layer_index, layers)
@@ -159,23 +148,20 @@ class GaussianPrior:
 
     def vector(self) -> Tensor:
         """The precision of each entry, ``[P]``."""
-        if self.structure == "scalar":
-            return self.precision.expand(len(self.layer_index))
         if self.structure == "layerwise":
             return self.precision[self.layer_index.to(self.precision.device)]
-        return self.precision
+        return self.precision.expand(len(self.layer_index))
 
     def on(self, index: Tensor) -> Tensor:
         """The precision on a block of entries: 0-d if they share one, else shaped like ``index``."""
         if self.structure == "scalar":
             return self.precision
-        if self.structure == "layerwise":
-            layers = self.layer_index[index.cpu()]
-            first = layers.flatten()[0]
-            if bool((layers == first).all()):
-                return self.precision[first]
-            return self.precision[layers.to(self.precision.device)]
-        return self.precision[index.to(self.precision.device)]
+        layers = self.layer_index[index.cpu()]
+        first = layers.flatten()[0]
+        if self.structure == "layerwise" and bool((layers == first).all()):
+            return self.precision[first]
+        chosen = layers if self.structure == "layerwise" else index
+        return self.precision[chosen.to(self.precision.device)]
 
     def deviation(self, vector: Tensor) -> Tensor:
         """``θ − μ``."""
@@ -189,14 +175,7 @@ class GaussianPrior:
 
 
 def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: bool = False) -> Tensor:
-    precision = as_hyperparameter(precision)
-    precision = precision.squeeze() if precision.numel() == 1 else precision
-    if precision.shape not in ((), (layers,), (n,)):
-        raise ConfigurationError(
-            "The prior precision has a wrong shape.",
-            expected=f"a scalar, one for each of {layers} layers (or groups), or one for each of {n} parameters",
-            got=f"shape {tuple(precision.shape)}",
-        )
+    precision = _checked_shape("precision", precision, (layers, n))
     low, high = precision.detach().aminmax()  # NaN is both
     enough = low.item() >= 0 if flat else low.item() > 0
     if not (enough and high.item() < float("inf")):
@@ -206,6 +185,18 @@ def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: 
             got=_extent(precision),
         )
     return precision
+
+
+def _checked_shape(name: str, value: float | Tensor, lengths: tuple[int, ...]) -> Tensor:
+    tensor = as_hyperparameter(value)
+    tensor = tensor.squeeze() if tensor.numel() == 1 else tensor
+    if tensor.shape not in ((), *((length,) for length in lengths)):
+        raise ConfigurationError(
+            f"The prior {name} has a wrong shape.",
+            expected=f"a scalar, or {' or '.join(map(str, lengths))} values: one for each (layer, group or) parameter",
+            got=f"shape {tuple(tensor.shape)}",
+        )
+    return tensor
 
 
 def _extent(values: Tensor) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,9 +102,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     """
     parameters = dict(model.named_parameters())
     masks: dict[str, Tensor | None]
-    if isinstance(selection, Tensor):
-        masks = _split_mask(parameters, selection)
-    elif isinstance(selection, Mapping):
+    if isinstance(selection, (Tensor, Mapping)):
         masks = _check_masks(parameters, selection)
     elif callable(selection) and not isinstance(selection, nn.Module):
         masks = {name: None for name, parameter in parameters.items() if selection(name, parameter)}
@@ -158,66 +157,52 @@ def _spellings(name: str) -> Iterator[str]:
         yield name
 
 
-def _hits(parameters: dict[str, nn.Parameter], pattern: str) -> list[str]:
-    below = pattern + "."
-    globs = (pattern, below + "*")
-    return [n for n in parameters if n.startswith(below) or any(fnmatchcase(n, glob) for glob in globs)]
-
-
 def _match(parameters: dict[str, nn.Parameter], patterns: Iterable[str]) -> dict[str, Tensor | None]:
+    def hits(pattern: str) -> list[str]:
+        globs = (pattern, f"{pattern}.*")
+        return [n for n in parameters if n.startswith(f"{pattern}.") or any(fnmatchcase(n, glob) for glob in globs)]
+
     found: dict[str, Tensor | None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise SelectionError("A selection by name takes strings.", expected="str", got=type(pattern).__name__)
-        hits = next(filter(None, (_hits(parameters, spelling) for spelling in _spellings(pattern))), None)
-        if hits is None:
+        names = next(filter(None, map(hits, _spellings(pattern))), None)
+        if names is None:
             raise SelectionError(
                 f"No parameter matches {pattern!r}.",
                 expected="a parameter name, a module name or a glob over them",
                 got=f"a network with {', '.join(list(parameters)[:6])}{', …' if len(parameters) > 6 else ''}",
                 fix="Print [name for name, _ in model.named_parameters()] to see the names.",
             )
-        found |= dict.fromkeys(hits)
+        found |= dict.fromkeys(names)
     return found
 
 
-def _split_mask(parameters: dict[str, nn.Parameter], mask: Tensor) -> dict[str, Tensor | None]:
-    sizes = [parameter.numel() for parameter in parameters.values()]
-    if mask.dtype is not torch.bool or mask.shape != (sum(sizes),):
-        raise SelectionError(
-            "A flat mask covers all parameter entries.",
-            expected=f"bool of shape ({sum(sizes)},)",
-            got=f"{mask.dtype} of shape {tuple(mask.shape)}",
-            fix="Build it in model.parameters() order, or pass a mapping from names to masks.",
-        )
-    return _reduced(dict(zip(parameters, mask.split(sizes), strict=True)))
-
-
-def _check_masks(parameters: dict[str, nn.Parameter], masks: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    known: dict[str, Tensor] = {}
+def _check_masks(parameters: dict[str, nn.Parameter], masks: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """Flat masks by parameter name: without the empty ones, and None in place of full ones."""
+    if isinstance(masks, Tensor):
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        _check_mask(masks, "of all parameter entries", (sum(sizes),))
+        masks = {n: part.reshape(parameters[n].shape) for n, part in zip(parameters, masks.split(sizes), strict=True)}
+    known: dict[str, Tensor | None] = {}
     for given, mask in masks.items():
-        spellings = _spellings(given) if isinstance(given, str) else ()
-        name = next((spelling for spelling in spellings if spelling in parameters), None)
+        name = next((spelling for spelling in _spellings(str(given)) if spelling in parameters), None)
         if name is None or name in known:
             raise SelectionError(
-                f"The mask names {given!r}, which the network does not have."
-                if name is None
-                else f"Two masks name the parameter {name!r}.",
+                f"The mask named {given!r} belongs to no parameter, or to one that has a mask already.",
                 expected="names of the network's parameters, each at most once",
-                got=repr(given),
+                got=", ".join(map(str, masks)),
                 fix="Print [name for name, _ in model.named_parameters()] to see the names.",
             )
-        shape = parameters[name].shape
-        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != shape:
-            raise SelectionError(
-                f"The mask of {name!r} does not fit.",
-                expected=f"a bool tensor of shape {tuple(shape)}",
-                got=f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__,
-            )
-        known[name] = mask.flatten()
-    return _reduced(known)
+        _check_mask(mask, f"of {name!r}", parameters[name].shape)
+        known[name] = None if mask.all() else mask.detach().flatten().clone()
+    return {name: mask for name, mask in known.items() if mask is None or mask.any()}
 
 
-def _reduced(masks: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Drop empty masks, and replace full ones by None."""
-    return {name: None if mask.all() else mask.detach().clone() for name, mask in masks.items() if mask.any()}
+def _check_mask(mask: Any, of_what: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != shape:
+        raise SelectionError(
+            f"The mask {of_what} does not fit.",
+            expected=f"a bool tensor of shape {tuple(shape)}, in model.parameters() order",
+            got=f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__,
+        )

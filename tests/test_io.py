@@ -209,11 +209,11 @@ def test_a_failing_move_is_taken_back(checkpoint, monkeypatch):
     ("files", "message"),
     [
         ({"notes.txt": "x"}, "notes.txt"),
-        ({io.HEADER_FILE: "{}"}, "without a valid posterior.json"),
-        ({io.HEADER_FILE: "not JSON"}, "without a valid posterior.json"),
-        ({io.HEADER_FILE: '{"format": "other"}'}, "without a valid posterior.json"),
-        ({io.HEADER_FILE: "[]"}, "without a valid posterior.json"),
-        ({io.TENSORS_FILE: "x"}, "without a valid posterior.json"),
+        ({io.HEADER_FILE: "{}", io.TENSORS_FILE: "x"}, "valid posterior.json"),
+        ({io.HEADER_FILE: "not JSON", io.TENSORS_FILE: "x"}, "valid posterior.json"),
+        ({io.HEADER_FILE: '{"format": "other"}', io.TENSORS_FILE: "x"}, "valid posterior.json"),
+        ({io.HEADER_FILE: "[]", io.TENSORS_FILE: "x"}, "valid posterior.json"),
+        ({io.TENSORS_FILE: "x"}, "valid posterior.json.*posterior.safetensors"),
         ({io.HEADER_FILE: '{"format": "laplace_plus.posterior"}', "mine.txt": "x"}, "mine.txt"),
     ],
 )
@@ -227,7 +227,7 @@ def test_other_directories_are_not_overwritten(tmp_path, files, message):
 
 def test_a_file_is_not_overwritten(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="is a directory.*the file"):
+    with pytest.raises(CheckpointError, match="not a checkpoint.*a file"):
         io.write(tmp_path / "file", {}, {})
     assert (tmp_path / "file").read_text() == "x"
 
@@ -241,14 +241,14 @@ def cyclic():
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"a": {"b": torch.ones(1)}}, r"header\.a\.b.*Got: a Tensor"),
-        ({"a": [1, {2, 3}]}, r"header\.a\[1\].*Got: a set"),
-        ({"a": math.nan}, r"header\.a .*Got: nan"),
-        ({"a": -math.inf}, r"header\.a .*Got: -inf"),
-        ({"a": {1: 2}}, r"key of header\.a.*Got: 1"),
+        ({"a": {"b": torch.ones(1)}}, "type Tensor"),
+        ({"a": [1, {2, 3}]}, "type set"),
+        ({"a": math.nan}, "Out of range float"),
+        ({"a": -math.inf}, "Out of range float"),
+        ({"a": {(1, 2): 2}}, "keys must be str"),
         ({"a": b"x"}, "bytes"),
         ({"a": torch.float32}, "dtype"),
-        (cyclic(), "contains itself"),
+        (cyclic(), "Circular"),
     ],
 )
 def test_headers_that_json_cannot_hold(tmp_path, header, message):
@@ -265,13 +265,13 @@ def test_tuples_come_back_as_lists(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"a": [1.0]}, "a is not a tensor.*list"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, "a cannot be stored.*float64.*complex128"),
-        ({"a": torch.eye(2).to_sparse()}, "sparse_coo"),
-        ({"a": torch.ones(2, device="meta")}, "on meta"),
-        ({1: torch.ones(2)}, "name that cannot be stored.*1"),
+        ({"a": [1.0]}, "'a' is list, not a dense tensor"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "complex128"),
+        ({"a": torch.eye(2).to_sparse()}, "not a dense tensor"),
+        ({"a": torch.ones(2, device="meta")}, "meta tensor"),
+        ({1: torch.ones(2)}, "'int'"),
         ({"__metadata__": torch.ones(2)}, "__metadata__"),
-        ({"\ud800": torch.ones(2)}, "name that cannot be stored"),
+        ({"\ud800": torch.ones(2)}, "surrogates"),
     ],
 )
 def test_tensors_that_cannot_be_stored(tmp_path, tensors, message):
@@ -284,28 +284,28 @@ def test_tensors_that_cannot_be_stored(tmp_path, tensors, message):
 
 
 def test_missing_paths_and_files(checkpoint):
-    with pytest.raises(CheckpointError, match="no checkpoint at.*Got: nothing"):
+    with pytest.raises(CheckpointError, match="no checkpoint at.*Got: no posterior.json"):
         io.read(checkpoint / "nowhere")
-    with pytest.raises(CheckpointError, match="no checkpoint at.*Got: a file"):
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
         io.read(checkpoint / io.HEADER_FILE)
     for name in (io.HEADER_FILE, io.TENSORS_FILE):
         copy = shutil.copytree(checkpoint, checkpoint.with_name(f"without-{name}"))
         (copy / name).unlink()
-        with pytest.raises(CheckpointError, match=f"incomplete.*no {name}"):
+        with pytest.raises(CheckpointError, match=f"no checkpoint at.*Got: no {name}"):
             io.read(copy)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000])
 def test_what_is_not_json(checkpoint, raw):
     (checkpoint / io.HEADER_FILE).write_bytes(raw)
-    with pytest.raises(CheckpointError, match="not JSON"):
+    with pytest.raises(CheckpointError, match="damaged"):
         io.read(checkpoint)
 
 
 @pytest.mark.parametrize("raw", ["[]", "{}", "null", '{"format": "other", "version": 1}'])
 def test_json_of_something_else(checkpoint, raw):
     (checkpoint / io.HEADER_FILE).write_text(raw)
-    with pytest.raises(CheckpointError, match="not of a checkpoint.*laplace_plus.posterior"):
+    with pytest.raises(CheckpointError, match="damaged.*laplace_plus.posterior"):
         io.read(checkpoint)
 
 
@@ -450,17 +450,17 @@ def test_any_other_value_is_named(name):
             tensor.view(-1)[-1] += 1
     assert io.fingerprint(other)["names_sha256"] == saved["names_sha256"]
     assert io.fingerprint(other)["sha256"] != saved["sha256"]
-    with pytest.raises(CheckpointError, match=rf"other values.*: {name} is the first.*1 of \d+ tensors differ"):
+    with pytest.raises(CheckpointError, match=rf"other values.*(parameter|buffer) {name} with SHA-256"):
         io.compare_fingerprint(saved, other)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 4}, r"first.weight differs.*float32 \[3, 2\].*float32 \[4, 2\]"),
-        ({"extra": True}, "extra differs.*no such tensor.*buffer extra"),
-        ({"tied": True}, "other.weight differs.*parameter other.weight bfloat16.*no such tensor"),
-        ({"buffer_dtype": torch.int32}, r"mask differs.*int64 \[2\].*int32 \[2\]"),
+        ({"width": 4}, r"first.weight float32 \[3, 2\].*first.weight float32 \[4, 2\]"),
+        ({"extra": True}, "Got: buffer extra"),
+        ({"tied": True}, "parameter other.weight bfloat16"),
+        ({"buffer_dtype": torch.int32}, r"mask int64 \[2\].*mask int32 \[2\]"),
     ],
 )
 def test_another_architecture_is_named(options, message):
@@ -475,7 +475,7 @@ def test_the_order_of_the_parameters_counts():
     for module, names in ((first, "ab"), (second, "ba")):
         for name in names:
             module.register_parameter(name, nn.Parameter(torch.ones(2)))
-    with pytest.raises(CheckpointError, match="another order.*a, b.*b, a"):
+    with pytest.raises(CheckpointError, match="another network.*parameter a .*parameter b "):
         io.compare_fingerprint(io.fingerprint(first), second)
 
 
@@ -483,7 +483,7 @@ def test_values_that_compare_equal_but_are_not_the_same():
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.fill_(0.0), other.weight.fill_(-0.0), other.bias.copy_(model.bias)
-    with pytest.raises(CheckpointError, match="weight is the first"):
+    with pytest.raises(CheckpointError, match="other values.*weight"):
         io.compare_fingerprint(io.fingerprint(model), other)
     with torch.no_grad():
         model.weight.fill_(math.nan)
@@ -504,5 +504,5 @@ def test_unreadable_fingerprints(saved):
 
 def test_a_fingerprint_that_contradicts_itself():
     saved = {**io.fingerprint(network()), "sha256": "x"}
-    with pytest.raises(CheckpointError, match="contradicts itself"):
+    with pytest.raises(CheckpointError, match="contradict"):
         io.compare_fingerprint(saved, network())
