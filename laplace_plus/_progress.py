@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from torch.utils.data import IterableDataset
@@ -40,7 +41,6 @@ def _length(iterable: object) -> float:
     # dataset is not reliable, and its DataLoader warns if len() was called and wrong.
     if isinstance(iterable, IterableDataset) or isinstance(getattr(iterable, "dataset", None), IterableDataset):
         return math.inf
-    try:
+    with suppress(TypeError, NotImplementedError):
         return len(iterable)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return math.inf
+    return math.inf

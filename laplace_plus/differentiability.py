@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,21 +30,19 @@ class Shared:
         self._make = make
         self._lock = threading.Lock()
         self._inside = 0
-        self._context: AbstractContextManager[Any] | None = None
+        self._settings = ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._context = self._make()
-                self._context.__enter__()
+                self._settings.enter_context(self._make())
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if self._inside == 0 and self._context is not None:
-                self._context.__exit__(None, None, None)
-                self._context = None
+            if self._inside == 0:
+                self._settings.close()
 
 
 eager = Shared(partial(torch.compiler.set_stance, "force_eager"))
@@ -86,10 +84,7 @@ class _WrittenOut(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is not None:
-            return replacement(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return _REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -99,13 +94,12 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input
-    result = (before / 6 + 0.5).clamp(0.0, 1.0)
+    result = (input / 6 + 0.5).clamp(0.0, 1.0)
     return input.copy_(result) if inplace else result
 
 
 def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input
+    before = input.clone() if inplace else input  # the product's derivative needs it
     result = before * _hardsigmoid(before)
     return input.copy_(result) if inplace else result
 

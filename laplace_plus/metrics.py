@@ -300,8 +300,7 @@ def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if not mean.is_floating_point():
         raise ConfigurationError("The means are wrong.", expected="floating-point numbers", got=describe(mean))
     _check_targets(mean, targets)
-    mean = widen(mean)
-    return mean, targets.to(mean.dtype)
+    return widen(mean), targets.to(widen(mean).dtype)
 
 
 def _check_moments(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

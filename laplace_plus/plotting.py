@@ -50,13 +50,11 @@ def reliability_diagram(
     if not predictions:
         raise ConfigurationError("There is nothing to draw.", expected="at least one method's predictions")
     if axes is None:
-        figure, axes = _panels(len(predictions))
+        axes = _panels(len(predictions))
     elif len(axes) != len(predictions):
         raise ConfigurationError(
             "The axes do not match the predictions.", expected=f"{len(predictions)} axes", got=str(len(axes))
         )
-    else:
-        figure = axes[0].get_figure(root=True)  # type: ignore[assignment]
     for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
         _draw(panel, name, probabilities, targets, n_bins)
     axes[0].set_ylabel("accuracy")
@@ -64,10 +62,10 @@ def reliability_diagram(
     for handle in legend.legend_handles:
         if handle is not None and hasattr(handle, "set_sizes"):
             handle.set_sizes([14])  # the first dot's own size would stand for all
-    return figure
+    return axes[0].get_figure(root=True)  # type: ignore[return-value]
 
 
-def _panels(n_panels: int) -> tuple[Figure, Sequence[Axes]]:
+def _panels(n_panels: int) -> Sequence[Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -76,8 +74,7 @@ def _panels(n_panels: int) -> tuple[Figure, Sequence[Axes]]:
         ) from error
 
     figure = Figure(figsize=(3.2 * n_panels + 0.4, 3.8), layout="constrained")
-    panels = figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)
-    return figure, list(panels[0])
+    return list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])
 
 
 def _draw(panel: Axes, name: str, probabilities: Tensor, targets: Tensor, n_bins: int) -> None:
@@ -85,20 +82,17 @@ def _draw(panel: Axes, name: str, probabilities: Tensor, targets: Tensor, n_bins
     error = float(metrics.expected_calibration_error(probabilities, targets, n_bins))
     filled = curve.counts > 0
     accuracy, confidence = curve.accuracy[filled].tolist(), curve.confidence[filled].tolist()
-    share = (curve.counts[filled] / curve.counts.sum()).tolist()
+    sizes = (220 * curve.counts[filled] / curve.counts.sum()).tolist()  # points squared: the area shows the share
     middles = ((torch.arange(n_bins) + 0.5) / n_bins)[filled.cpu()].tolist()
 
     panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     panel.bar(middles, accuracy, width=0.92 / n_bins, color=_BLUE, alpha=0.85, zorder=2, label="accuracy")
     panel.vlines(middles, accuracy, confidence, color=_RED, linewidth=2, zorder=3, label="gap to confidence")
     panel.scatter(middles, confidence, color=_RED, s=14, zorder=4, label="mean confidence")
-    sizes = [220 * part for part in share]  # points squared: the area shows the share
     below = [-0.07] * len(middles)
     panel.scatter(middles, below, s=sizes, color=_GREY, zorder=4, clip_on=False, label="share of predictions")
     panel.axhline(0, color="black", linewidth=0.6)
     panel.set(title=f"{name}\nECE {error:.3f}", xlabel="confidence", xlim=(0, 1), ylim=(-0.14, 1.02), aspect="equal")
     ticks = [tick / _N_TICKS for tick in range(_N_TICKS + 1)]
-    panel.set_xticks(ticks)
-    panel.set_yticks(ticks)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    panel.set(xticks=ticks, yticks=ticks)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -534,5 +534,5 @@ def test_a_hugging_face_network_and_its_batches():
     nested = transformers.BatchEncoding({"input_ids": tokens})
     (batch,) = collect([(nested, torch.tensor([0, 2]))])
     torch.testing.assert_close(batches.output_tensor(batches.call(model, batch.inputs)), expected)
-    with pytest.raises(DataError, match="in place of a loader"):
+    with pytest.raises(DataError, match="one batch"):
         collect(item)

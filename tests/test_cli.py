@@ -70,13 +70,13 @@ def test_run_reports_what_its_own_files_give(run_digits: Callable, capsys: pytes
     assert (output / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
     digits = load_digits(DataSettings(train_fraction=0.1, held_out_classes=[4, 8, 9]), seed=0)
-    assert report["data"]["test"] == len(digits.test)
+    assert report["data"]["test"] == len(digits["test"])
     model = convolutional_network(7)
     model.load_state_dict(load_file(output / "model.safetensors"))
-    images, labels = digits.test.tensors
+    images, labels = digits["test"].tensors
     with torch.no_grad():
         point = model(images).double().softmax(1)
-        unknown = model(digits.out_of_distribution.tensors[0]).double().softmax(1)
+        unknown = model(digits["out_of_distribution"].tensors[0]).double().softmax(1)
     expected = {"MAP": point}
     for label, folder in (("KFAC", "posterior-kfac"), ("last layer", "posterior-last-layer")):
         posterior = lp.load(output / folder, model)

@@ -29,7 +29,7 @@ from laplace_plus.experiments.settings import DataSettings, TrainingSettings
 
 
 def rows(digits: Digits) -> list[set[bytes]]:
-    parts = (digits.train, digits.test, digits.out_of_distribution)
+    parts = (digits["train"], digits["test"], digits["out_of_distribution"])
     return [{image.numpy().tobytes() for image in part.tensors[0]} for part in parts]
 
 
@@ -39,10 +39,9 @@ def test_the_digits_are_divided_without_overlap_or_loss() -> None:
     assert not (train & test)
     assert not (train & unknown)
     assert not (test & unknown)
-    assert len(digits.train) + len(digits.test) + len(digits.out_of_distribution) == 1797
-    assert len(digits.train) == round(0.25 * (len(digits.train) + len(digits.test)))
-    assert digits.n_classes == 8
-    for part in (digits.train, digits.test):
+    assert len(digits["train"]) + len(digits["test"]) + len(digits["out_of_distribution"]) == 1797
+    assert len(digits["train"]) == round(0.25 * (len(digits["train"]) + len(digits["test"])))
+    for part in (digits["train"], digits["test"]):
         images, labels = part.tensors
         assert images.shape[1:] == (1, 8, 8)
         assert images.min() >= 0
@@ -56,7 +55,7 @@ def test_labels_follow_the_order_of_the_digits_that_are_left() -> None:
     without_zero = load_digits(DataSettings(held_out_classes=[0], noise_std=0.0), seed=0)
 
     def labels(digits: Digits) -> dict[bytes, int]:
-        parts = (digits.train, digits.test)
+        parts = (digits["train"], digits["test"])
         return {x.numpy().tobytes(): int(y) for part in parts for x, y in zip(*part.tensors, strict=True)}
 
     before, after = labels(everything), labels(without_zero)
@@ -69,14 +68,14 @@ def test_labels_follow_the_order_of_the_digits_that_are_left() -> None:
 
 def test_a_seed_decides_the_division() -> None:
     first, again, other = (load_digits(DataSettings(), seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first.train.tensors[0], again.train.tensors[0])
+    assert torch.equal(first["train"].tensors[0], again["train"].tensors[0])
     assert rows(first)[0] != rows(other)[0]
 
 
 def test_the_noise_is_of_the_size_that_was_asked_for() -> None:
     clean, noisy = (load_digits(DataSettings(noise_std=noise_std), seed=3) for noise_std in (0.0, 0.4))
     for part in ("train", "test", "out_of_distribution"):
-        (before, labels), (after, same) = getattr(clean, part).tensors, getattr(noisy, part).tensors
+        (before, labels), (after, same) = clean[part].tensors, noisy[part].tensors
         assert torch.equal(labels, same)
         assert float((after - before).std()) == pytest.approx(0.4, rel=0.03)
 
@@ -88,7 +87,7 @@ def test_training_learns_repeats_and_leaves_the_global_random_state() -> None:
     again = train_network(digits, TrainingSettings(epochs=8), seed=0)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not model.training
-    images, labels = digits.train.tensors
+    images, labels = digits["train"].tensors
     with torch.no_grad():
         assert torch.equal(model(images), again(images))
         assert (model(images).argmax(1) == labels).float().mean() > 0.8  # chance is 1/8

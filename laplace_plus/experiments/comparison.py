@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import batches, metrics
-from laplace_plus.errors import ConfigurationError
 from laplace_plus.experiments.objects import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import evaluation_mode
@@ -156,7 +155,9 @@ def compare(
         seconds = {"fit": time.perf_counter() - started}
         if settings.tune is not None:
             started = time.perf_counter()
-            _tune(posterior, settings, data)
+            uses_validation = "validation" in (settings.tune.get("method"), settings.tune.get("tuner"))
+            keywords = {**settings.tune, **({"data": data.validation} if uses_validation else {})}
+            call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
             seconds["tune"] = time.perf_counter() - started
         call(
             inspect.signature(posterior.predictive).bind_partial, settings.predict, what=f"predict of {settings.label}"
@@ -181,20 +182,6 @@ def compare(
     first = next(iter(outcomes.values())).posterior if outcomes else None
     tuned = likelihood if first is None else first.likelihood
     return {POINT: score(point_prediction(model, tuned), POINT, tuned, {}, None), **outcomes}
-
-
-def _tune(posterior: Posterior, settings: PosteriorSettings, data: Data) -> None:
-    if not posterior.tuners:
-        raise ConfigurationError(f"{settings.label} has no prior to tune.", fix="Give it `tune: false`.")
-    keywords = dict(settings.tune or {})
-    if "validation" in (keywords.get("method"), keywords.get("tuner")):
-        if data.validation is None:
-            raise ConfigurationError(
-                f"{settings.label} is to be tuned by validation without validation data.",
-                fix="Name `validation_data`, or tune by marginal_likelihood, which needs none.",
-            )
-        keywords["data"] = data.validation
-    call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
 
 
 def _facts(posterior: Posterior) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,22 +10,12 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.experiments.settings import DataSettings, TrainingSettings
 
+Digits = dict[str, TensorDataset]
+"""One split of the digits.
 
-@dataclass(frozen=True)
-class Digits:
-    """One split of the digits.
-
-    Attributes:
-        train: Images and labels to learn from.
-        test: Images and labels of the same classes, never seen in training or tuning.
-        out_of_distribution: Images of the held-out classes; their labels are all zero, without meaning.
-        n_classes: Number of classes of the network; labels are 0 … n_classes - 1 in the order of the digits.
-    """
-
-    train: TensorDataset
-    test: TensorDataset
-    out_of_distribution: TensorDataset
-    n_classes: int
+``train`` and ``test``: images and labels 0 … C - 1 of the same classes, in the order of the digits; the test images are
+never seen in training or tuning. ``out_of_distribution``: images of the held-out classes; their labels are all zero.
+"""
 
 
 def load_digits(settings: DataSettings, *, seed: int) -> Digits:
@@ -62,12 +50,9 @@ def load_digits(settings: DataSettings, *, seed: int) -> Digits:
         return TensorDataset(images[rows], torch.searchsorted(kept, classes[rows]))
 
     unknown = images[~known]
-    return Digits(
-        train=take(order[:n_train]),
-        test=take(order[n_train:]),
-        out_of_distribution=TensorDataset(unknown, torch.zeros(len(unknown), dtype=torch.long)),
-        n_classes=len(kept),
-    )
+    labels = torch.zeros(len(unknown), dtype=torch.long)  # without meaning
+    splits = {"train": take(order[:n_train]), "test": take(order[n_train:])}
+    return {**splits, "out_of_distribution": TensorDataset(unknown, labels)}
 
 
 def convolutional_network(n_classes: int) -> nn.Sequential:
@@ -102,12 +87,12 @@ def train_network(
     Returns:
         The trained network, in evaluation mode.
     """
+    n_classes = 1 + max(int(split.tensors[1].max()) for split in digits.values())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = convolutional_network(digits.n_classes).to(device)
-    loader = DataLoader(
-        digits.train, batch_size=settings.batch_size, shuffle=True, generator=torch.Generator().manual_seed(seed)
-    )
+        model = convolutional_network(n_classes).to(device)
+    order = torch.Generator().manual_seed(seed)
+    loader = DataLoader(digits["train"], batch_size=settings.batch_size, shuffle=True, generator=order)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
     for _ in progress_bar(range(settings.epochs), enabled=progress, description=f"train (seed {seed})"):
         for images, labels in loader:

@@ -52,8 +52,7 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
             before = time.perf_counter()
             models.append(train_network(digits, settings.training, seed=seed, **options))
             train_seconds.append(time.perf_counter() - before)
-            splits = {"train": digits.train, "test": digits.test, "out_of_distribution": digits.out_of_distribution}
-            data = Data(**{name: DataLoader(split, batch_size=256) for name, split in splits.items()})
+            data = Data(**{name: DataLoader(split, batch_size=256) for name, split in digits.items()})
             repeats.append(compare(models[-1], Categorical(), data, posteriors, seed=seed, **options))
             times = [
                 f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
@@ -65,7 +64,8 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
     facts = {
         "experiment": "digits",
         "seeds": list(range(settings.seeds)),
-        "data": {"classes": digits.n_classes, **{name: len(split) for name, split in splits.items()}},
+        "data": {"classes": 10 - len(settings.data.held_out_classes)}
+        | {name: len(split) for name, split in digits.items()},
         "parameters": sum(parameter.numel() for parameter in models[0].parameters()),
         "train_seconds": train_seconds,
         "total_seconds": time.perf_counter() - started,
