@@ -13,7 +13,7 @@ from torch import nn
 
 from laplace_plus import batches, likelihoods
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.experiments import report
+from laplace_plus.experiments import run as report
 from laplace_plus.experiments.comparison import (
     Classified,
     Regressed,
@@ -22,8 +22,15 @@ from laplace_plus.experiments.comparison import (
     point_prediction,
 )
 from laplace_plus.experiments.digits import Digits, load_digits, train_network
-from laplace_plus.experiments.objects import folder_of, load_object, make, read_posteriors, user_modules
-from laplace_plus.experiments.settings import DataSettings, TrainingSettings
+from laplace_plus.experiments.settings import (
+    DataSettings,
+    TrainingSettings,
+    folder_of,
+    load_object,
+    make,
+    read_posteriors,
+    user_modules,
+)
 
 # -- the digits --------------------------------------------------------------------------------------------------------
 

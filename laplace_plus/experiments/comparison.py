@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import batches, metrics
-from laplace_plus.experiments.objects import PosteriorSettings, call
+from laplace_plus.experiments.settings import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import evaluation_mode
 from laplace_plus.posteriors.base import Posterior
