@@ -16,6 +16,7 @@ from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.experiments import run as report
 from laplace_plus.experiments.comparison import (
     Classified,
+    Outcome,
     Regressed,
     gather,
     gather_uncertainties,
@@ -241,12 +242,15 @@ def test_a_module_with_a_broken_import_is_not_called_missing(tmp_path: Path) -> 
 
 
 def test_mean_and_standard_error() -> None:
+    predictions = Classified(torch.ones(1, 1), torch.zeros(1, dtype=torch.long))
     values = [0.1, 0.4, 0.7, 0.2]
-    mean, error = report.mean_and_standard_error(values)
+    outcomes = [Outcome(predictions, {"accuracy": value}, {"predict": 1.0}) for value in values]
+    found = report.summary(outcomes)["metrics"]["accuracy"]
     sample = torch.tensor(values, dtype=torch.float64)
-    assert mean == pytest.approx(float(sample.mean()))
-    assert error == pytest.approx(float(sample.std(correction=1) / 2))
-    assert report.mean_and_standard_error([0.5]) == (0.5, None)
+    assert found["mean"] == pytest.approx(float(sample.mean()))
+    assert found["standard_error"] == pytest.approx(float(sample.std(correction=1) / 2))
+    single = {"mean": 0.1, "standard_error": None, "values": [0.1]}
+    assert report.summary(outcomes[:1])["metrics"]["accuracy"] == single
 
 
 def test_json_is_valid_whatever_the_numbers(tmp_path: Path) -> None:

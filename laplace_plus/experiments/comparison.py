@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -159,9 +158,6 @@ def compare(
             keywords = {**settings.tune, **({"data": data.validation} if uses_validation else {})}
             call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
             seconds["tune"] = time.perf_counter() - started
-        call(
-            inspect.signature(posterior.predictive).bind_partial, settings.predict, what=f"predict of {settings.label}"
-        )
         predict = partial(posterior.predictive, **{"generator": generator(), **settings.predict})
         return score(predict, settings.label, posterior.likelihood, seconds, posterior)
 

@@ -91,17 +91,15 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
             say(f"seed {seed}: trained in {train_seconds[-1]:.1f} s; {'; '.join(times)}")
     finally:
         torch.set_num_threads(n_threads)
+    sizes = {name: len(split) for name, split in digits.items()}
     facts = {
         "experiment": "digits",
         "seeds": list(range(settings.seeds)),
-        "data": {"classes": 10 - len(settings.data.held_out_classes)}
-        | {name: len(split) for name, split in digits.items()},
-        "parameters": sum(parameter.numel() for parameter in models[0].parameters()),
+        "data": {"classes": 10 - len(settings.data.held_out_classes), **sizes},
         "train_seconds": train_seconds,
-        "total_seconds": time.perf_counter() - started,
     }
-    say(f"data: {facts['data']}; {facts['parameters']} weights\n")
-    write_report(settings, repeats, facts, say=say)
+    say(f"images: {sizes}\n")
+    write_report(settings, models[0], repeats, facts, started, say=say)
     save_file(models[0].state_dict(), Path(settings.output) / "model.safetensors")
 
 
@@ -137,21 +135,14 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         data = Data(**{part: make(name, keywords[part]) for part, name in names.items() if name is not None})
         options = {"seed": settings.seed, "device": settings.device, "progress": progress}
         outcomes = compare(model, likelihood, data, posteriors, **options)
-    facts = {
-        "experiment": "wrap",
-        "seeds": [settings.seed],
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "total_seconds": time.perf_counter() - started,
-    }
-    write_report(settings, [outcomes], facts, say=say)
+    facts = {"experiment": "wrap", "seeds": [settings.seed]}
+    write_report(settings, model, [outcomes], facts, started, say=say)
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
     try:
-        if path.suffix == ".safetensors":
-            weights = load_file(path)
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+        is_safe = path.suffix == ".safetensors"
+        weights = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
         # torch's own message tells how to unpickle the file anyway, which must not be offered.
         raise ConfigurationError(
@@ -169,13 +160,17 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def write_report(settings: RunSettings | WrapSettings, repeats: Repeats, facts: Mapping[str, Any], *, say: Say) -> None:
+def write_report(
+    settings: Any, model: nn.Module, repeats: Repeats, facts: Mapping[str, Any], started: float, *, say: Say
+) -> None:
     """Write metrics.json, reliability.png and the first repeat's posteriors, over those of earlier runs; print a table.
 
     Args:
-        settings: The configuration.
+        settings: The configuration of the command.
+        model: The first repeat's network.
         repeats: What was found.
-        facts: What metrics.json also holds, such as ``total_seconds``.
+        facts: What metrics.json also holds.
+        started: `time.perf_counter()` at the start.
         say: Takes each line for the user, such as the reason why a posterior cannot be saved.
     """
     output = Path(settings.output)
@@ -194,35 +189,25 @@ def write_report(settings: RunSettings | WrapSettings, repeats: Repeats, facts: 
     if pooled:
         plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
     methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
-    content = {**facts, "methods": methods, "configuration": asdict(settings), "versions": versions()}
-    write_json(output / "metrics.json", content)
+    n_parameters, seconds = sum(p.numel() for p in model.parameters()), time.perf_counter() - started
+    content = {**facts, "methods": methods, "parameters": n_parameters, "total_seconds": seconds}
+    write_json(output / "metrics.json", {**content, "configuration": asdict(settings), "versions": versions()})
     repeated = f"mean ± standard error over {len(repeats)} seeds; " if len(repeats) > 1 else ""
-    say(f"{table(methods)}\n\n{repeated}{facts['total_seconds']:.0f} s in all; written to {output}/")
+    say(f"{table(methods)}\n\n{repeated}{seconds:.0f} s in all; written to {output}/")
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """One method's numbers: each metric's mean, standard error and values by repeat; times; what was tuned."""
+    """One method's numbers: each metric's mean, standard error and values by repeat; times; what was tuned.
+
+    The standard error is that of the mean (sample standard deviation over √n); None for a single value.
+    """
     metrics = {}
     for name in outcomes[0].scores:
         values = [one.scores[name] for one in outcomes]
-        mean, error = mean_and_standard_error(values)
-        metrics[name] = {"mean": mean, "standard_error": error, "values": values}
-    return {
-        "metrics": metrics,
-        "seconds": [one.seconds for one in outcomes],
-        "tuned": [one.facts for one in outcomes],
-    }
-
-
-def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and standard error of the mean (sample standard deviation over √n); None for a single value.
-
-    Example:
-        >>> mean_and_standard_error([1.0, 3.0])
-        (2.0, 1.0)
-    """
-    mean = statistics.fmean(values)
-    return mean, statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        metrics[name] = {"mean": statistics.fmean(values), "standard_error": error, "values": values}
+    seconds, tuned = [one.seconds for one in outcomes], [one.facts for one in outcomes]
+    return {"metrics": metrics, "seconds": seconds, "tuned": tuned}
 
 
 def table(methods: Mapping[str, Any]) -> str:

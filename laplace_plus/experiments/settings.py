@@ -211,6 +211,7 @@ def _read_posterior(entry: dict[str, Any]) -> PosteriorSettings:
             what = f"{key} of {label} is not a mapping."
             raise ConfigurationError(what, expected="`key: value` pairs", got=str(value))
     call(partial(inspect.signature(posterior_class).bind, None, None), entry, what=name)
+    call(partial(inspect.signature(posterior_class.predictive).bind, None, None), predict, what=f"predict of {label}")
     return PosteriorSettings(label, posterior_class, entry, None if tune is False else dict(tune), dict(predict))
 
 
