@@ -313,8 +313,8 @@ def _outputs(posterior: Posterior, x: Any) -> Tensor:
 @full_precision
 def _training_loss(posterior: GaussianPosterior, data: Iterable[Any], progress: bool) -> tuple[float, float]:
     """The network's mean loss on the data of the fit, and the number of terms that its mean has in training."""
-    model, options = posterior.laplace_model(), {"progress": progress, "description": "training loss"}
-    seen = fitted_data.survey(model, posterior.network, data, posterior.n_data, **options)
+    model, network = posterior.laplace_model(), posterior.network
+    seen = fitted_data.survey(model, network, data, posterior.n_data, progress=progress, description="training loss")
     if not seen.n_rows:
         raise DataError("All targets are ignored.", expected="some that count", got="none")
     return -float(model.log_likelihood()) / seen.n_rows, seen.n_entries

@@ -135,11 +135,7 @@ class Network:
         self._dtype: torch.dtype | None = None
         with turn(self.model):
             _refuse_unsuitable(self.model)
-            self._select(None)
-        # What curvature.gradients learns about the network: the example axis of each call, and each block's positions
-        # in the parameter vector.
-        self.example_axes: dict[str, Any] = {}
-        self.layouts: dict[Any, Any] = {}
+            self.select_last_layer(None)
         # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
         self.reached: dict[str, bool] = {}
         # Memory of one example's forward pass and of one cotangent's gradients; None before the first batch.
@@ -151,8 +147,9 @@ class Network:
         # State of the weights in the public method that runs.
         self._seen: tuple[Any, ...] | None = None
 
-    def _select(self, last_layer: str | None) -> None:
-        self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=last_layer)
+    def select_last_layer(self, layer: str | None) -> None:
+        """Select the parameters; execution order may have shown which layer is last (None: the last one defined)."""
+        self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
         self.offsets: dict[str, int] = {}
@@ -161,12 +158,10 @@ class Network:
             self.offsets[item.name] = self.n_parameters
             self.n_parameters += item.size
         self._layer_index: Tensor | None = None
-
-    def select_last_layer(self, layer: str) -> None:
-        """Correct the ``"last_layer"`` selection once execution order has shown which layer is last."""
-        self._select(layer)
-        self.example_axes.clear()
-        self.layouts.clear()
+        # What curvature.gradients learns about the network: the example axis of each call, and each block's positions
+        # in the parameter vector.
+        self.example_axes: dict[str, Any] = {}
+        self.layouts: dict[Any, Any] = {}
 
     # -- the parameter vector ------------------------------------------------------------------------------------------
 

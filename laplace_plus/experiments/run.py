@@ -69,7 +69,8 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
         ConfigurationError: A posterior that cannot be made.
         UnsupportedError: scikit-learn or matplotlib is missing.
     """
-    posteriors, options = read_posteriors(settings.posteriors), {"device": settings.device, "progress": progress}
+    posteriors = read_posteriors(settings.posteriors)
+    options: dict[str, Any] = {"device": settings.device, "progress": progress}
     started = time.perf_counter()
     repeats: list[dict[str, Outcome]] = []
     models: list[nn.Module] = []
@@ -133,7 +134,7 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         names = {part: getattr(settings, f"{key}_data") for part, key in keys.items()}
         keywords = {part: getattr(settings, f"{key}_data_kwargs") for part, key in keys.items()}
         data = Data(**{part: make(name, keywords[part]) for part, name in names.items() if name is not None})
-        options = {"seed": settings.seed, "device": settings.device, "progress": progress}
+        options: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "progress": progress}
         outcomes = compare(model, likelihood, data, posteriors, **options)
     facts = {"experiment": "wrap", "seeds": [settings.seed]}
     write_report(settings, model, [outcomes], facts, started, say=say)
