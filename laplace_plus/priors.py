@@ -193,7 +193,7 @@ def _checked_shape(name: str, value: float | Tensor, lengths: tuple[int, ...]) -
     if tensor.shape not in ((), *((length,) for length in lengths)):
         raise ConfigurationError(
             f"The prior {name} has a wrong shape.",
-            expected=f"a scalar, or {' or '.join(map(str, lengths))} values: for the layers or groups, or the parameters",
+            expected=f"a scalar, or {' or '.join(map(str, lengths))} values: for layers or groups, or for parameters",
             got=f"shape {tuple(tensor.shape)}",
         )
     return tensor
