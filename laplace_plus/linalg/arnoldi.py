@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
-from laplace_plus.linalg.krylov import KrylovSpace, krylov_pullback, tridiagonal
+from laplace_plus.linalg.krylov import KrylovSpace, krylov_pullback
 from laplace_plus.linalg.linear_maps import Matvec, attach
 
 
@@ -45,36 +45,25 @@ class ArnoldiDecomposition:
     converged: bool
 
 
-@dataclass(frozen=True)
-class LanczosDecomposition:
+class LanczosDecomposition(ArnoldiDecomposition):
     """``A Q = Q T + r e_Kᵀ`` with ``QᵀQ = I``, ``Qᵀr = 0``, ``q_1 = c v`` and a tridiagonal T.
 
-    Where the Krylov space of a start vector ends early (``rank`` < K), its rows of Q and T beyond its rank are zero,
-    and the equations hold with ``e_rank``.
-
-    Attributes:
-        vectors: Q by rows, ``[..., K, n]``.
-        diagonal: Diagonal of T, ``[..., K]``.
-        off_diagonal: Off-diagonal of T, ``[..., K − 1]``, not negative.
-        residual: r, ``[..., n]``.
-        scale: c = 1/‖v‖, ``[...]``.
-        rank: ``[...]`` integers, the dimension of each Krylov space found; at most K.
-        matvecs: Number of operator–vector products.
-        converged: Whether all Krylov spaces are invariant, so that T has eigenvalues of A only.
+    It has the attributes of an :class:`ArnoldiDecomposition`, whose H is T here, and its diagonals.
     """
 
-    vectors: Tensor
-    diagonal: Tensor
-    off_diagonal: Tensor
-    residual: Tensor
-    scale: Tensor
-    rank: Tensor
-    matvecs: int
-    converged: bool
+    @property
+    def diagonal(self) -> Tensor:
+        """Diagonal of T, ``[..., K]``."""
+        return self.hessenberg.diagonal(dim1=-2, dim2=-1)
+
+    @property
+    def off_diagonal(self) -> Tensor:
+        """Off-diagonal of T, ``[..., K − 1]``, not negative."""
+        return self.hessenberg.diagonal(-1, dim1=-2, dim2=-1)
 
     def tridiagonal(self) -> Tensor:
         """T as a dense matrix, ``[..., K, K]``."""
-        return tridiagonal(self.diagonal, self.off_diagonal)
+        return self.hessenberg
 
 
 @without_autocast
@@ -121,7 +110,7 @@ def arnoldi(
     """
     start = start_vectors(v, depth, dtype)
     space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
-    return _decomposition(space, start, depth, reproject)
+    return ArnoldiDecomposition(*_decomposition(space, start, depth, reproject))
 
 
 @without_autocast
@@ -167,15 +156,12 @@ def lanczos(
     space = KrylovSpace(
         matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
     )
-    found = _decomposition(space, start, depth)
-    diagonal = found.hessenberg.diagonal(dim1=-2, dim2=-1)
-    off_diagonal = found.hessenberg.diagonal(-1, dim1=-2, dim2=-1)
-    return LanczosDecomposition(
-        found.vectors, diagonal, off_diagonal, found.residual, found.scale, found.rank, found.matvecs, found.converged
-    )
+    return LanczosDecomposition(*_decomposition(space, start, depth))
 
 
-def _decomposition(space: KrylovSpace, start: Tensor, depth: int, reproject: bool = True) -> ArnoldiDecomposition:
+def _decomposition(
+    space: KrylovSpace, start: Tensor, depth: int, reproject: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
     space.extend(depth)
     operator, rank, matvecs, shape = space.operator, space.rank, space.operator.matvecs, start.shape[:-1]
     outputs = [x.reshape((*shape, *x.shape[1:])) for x in (space.vectors, space.matrix, space.residual, space.norm)]
@@ -185,6 +171,4 @@ def _decomposition(space: KrylovSpace, start: Tensor, depth: int, reproject: boo
         return gradient.reshape(start.shape).to(start.dtype), *gradients
 
     vectors, matrix, residual, norm = attach(outputs, [start, *operator.tensors], pullback)
-    return ArnoldiDecomposition(
-        vectors, matrix, residual, norm.reciprocal(), rank.reshape(shape), matvecs, space.complete
-    )
+    return vectors, matrix, residual, norm.reciprocal(), rank.reshape(shape), matvecs, space.complete

@@ -223,8 +223,8 @@ def _two_sided(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The derivative of ``Σ uᵀ f(A) v`` in v and A, from the Krylov spaces of the v and of the u.
 
-    With ``A ≈ P R Pᵀ`` on the space of u and ``A ≈ Q T Qᵀ`` on that of v, ``uᵀ L_f(A, E) v`` is ``Σ_ij F_ij …`` between
-    the eigenvectors of both.
+    ``A ≈ P R Pᵀ`` on the space of u and ``A ≈ Q T Qᵀ`` on that of v. The derivative ``uᵀ L_f(A, E) v`` is a sum over
+    the eigenvectors of R and T, weighted by the divided differences of f between their eigenvalues.
     """
     alive = (vector_norm(cotangents) > 0)[:, None]
     unit = torch.where(alive, cotangents, space.vectors[:, 0])

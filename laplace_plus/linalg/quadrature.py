@@ -175,9 +175,10 @@ def derivative(f: SpectralFunction, values: Tensor) -> Tensor:
 def divided_differences(f: SpectralFunction, left: Tensor, right: Tensor) -> Tensor:
     """``(f(x) − f(y))/(x − y)``, and f′ where x = y, for ``x [..., k]`` and ``y [..., l]``, as ``[..., k, l]``.
 
-    The quotient loses digits where x and y are close. It is replaced by the mean of f′ between them, by Gauss–Legendre
-    quadrature of order six, where f′ varies by less than 1 % between x and y and both agree to the accuracy of the
-    quotient. At 1 % the error of the quadrature is below machine epsilon for functions as smooth as log and powers.
+    The quotient loses digits where x and y are close. There it is replaced by the mean of f′ between them, by
+    Gauss–Legendre quadrature of order six. This needs an f′ that varies by less than 1 % between x and y, and a mean
+    that agrees with the quotient to its accuracy. At 1 % the error of the quadrature is below machine epsilon for
+    functions as smooth as log and powers.
     """
     f_left, f_right = evaluate(f, left).detach(), evaluate(f, right).detach()
     slope_left, slope_right = derivative(f, left)[..., :, None], derivative(f, right)[..., None, :]

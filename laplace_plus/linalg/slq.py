@@ -168,8 +168,9 @@ def slq_trace(
     require_choice("probes", distribution, Probes)
     dtype, device = number_type(matvec, dtype, device)
     wide, parameters = working_type(dtype), None if parameters is None else tuple(parameters)
+    dense = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
     if probes * depth >= n:
-        return _exact(matvec, f, n, parameters, dtype, device, 0)
+        return _exact(dense, f, torch.eye(n, dtype=dtype, device=device), 0)
 
     def small(error: Tensor, value: Tensor) -> bool:
         assert tolerance is not None
@@ -184,7 +185,7 @@ def slq_trace(
         target = min(probes * (len(samples) // probes + 1), wanted)
         count = min(batch or probes, target - len(samples))
         if tolerance is not None and matvecs + count * depth >= n and n <= cap * depth_cap:
-            return _exact(matvec, f, n, parameters, dtype, device, matvecs)
+            return _exact(dense, f, torch.eye(n, dtype=dtype, device=device), matvecs)
         drawn = draw_probes(distribution, count, n, generator=generator, dtype=dtype, device=device)
         space = SpectralSpace(matvec, drawn, parameters=parameters)
         new, change = space.grow(
@@ -197,10 +198,8 @@ def slq_trace(
         samples, bias = torch.cat([samples, new[:, 0]]), torch.cat([bias, change])
         if tensors:
             matrix = space.quadrature_gradient(f)
-            adjoint = gradient == "adjoint"
-            gradients = add_gradients(
-                gradients, space.adjoint(matrix)[1] if adjoint else space.parameter_gradients(matrix)
-            )
+            added = space.adjoint(matrix)[1] if gradient == "adjoint" else space.parameter_gradients(matrix)
+            gradients = add_gradients(gradients, added)
         matvecs += space.operator.matvecs
         mean, sem = samples.detach().mean(), standard_error(samples.detach())
         met = tolerance is not None and len(samples) == target and small(torch.maximum(sem, bias.mean()), mean)
@@ -216,21 +215,12 @@ def slq_trace(
     return Estimate(value, sem.to(wide), matvecs, met, count, deepest)
 
 
-def _exact(
-    matvec: Matvec,
-    f: SpectralFunction,
-    n: int,
-    parameters: tuple[Tensor, ...] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    spent: int,
-) -> Estimate:
+def _exact(operator: LinearMap, f: SpectralFunction, identity: Tensor, spent: int) -> Estimate:
     """The trace from the eigendecomposition of the dense matrix."""
-    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
-    identity, wide = torch.eye(n, dtype=dtype, device=device), working_type(dtype)
+    wide = working_type(identity.dtype)
     matrix = operator(identity).double()
     require_finite("The operator", matrix)
-    require_symmetric(matrix, dtype)
+    require_symmetric(matrix, identity.dtype)
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     with_graph = evaluate(f, values).sum()
     total, matvecs = with_graph.detach(), operator.matvecs + spent
