@@ -26,7 +26,6 @@ from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonali
 from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
 from laplace_plus.linalg.callables import as_operator, from_scipy
 from laplace_plus.linalg.cg import CGSolution, cg
-from laplace_plus.linalg.diagonals import diagonal
 from laplace_plus.linalg.krylov import tridiagonal
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
 from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
@@ -45,7 +44,7 @@ from laplace_plus.linalg.partial_eigen import PartialEigen, PartialSVD, eigsh, s
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.results import Estimate, Solution, Status
 from laplace_plus.linalg.slq import slq_logdet, slq_trace
-from laplace_plus.linalg.traces import trace
+from laplace_plus.linalg.traces import diagonal, trace
 
 __all__ = [
     "AlternatingProjection",
