@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import laplace_plus as lp
 from laplace_plus.errors import SmoothnessWarning
+from laplace_plus.geometry import LossLandscape
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.network import exact_arithmetic
 from laplace_plus.posteriors.metric_bnn.exploration import Walk, draw_directions, explore
@@ -66,10 +67,15 @@ def together(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> tuple[Tensor, 
     return found.deviations[:, -1], found.report.way
 
 
+class OneByOne(ParticleLandscape):
+    """Plain backward passes, point by point."""
+
+    gradient = LossLandscape.gradient
+
+
 def by_package(net: nn.Module, x: Tensor, y: Tensor, walk: Walk) -> Tensor:
     """One particle after the other, with the package's own gradient of one point."""
-    landscape = ParticleLandscape(net, "classification", [(x, y)], prior_precision=DECAY * len(x))
-    landscape.allow("one by one")
+    landscape = OneByOne(net, "classification", [(x, y)], prior_precision=DECAY * len(x))
     directions = draw_directions(walk.n_particles, landscape.vector, 0)
     with exact_arithmetic(landscape.network):
         return explore(landscape, directions, walk).deviations[:, -1]

@@ -80,11 +80,17 @@ class _ColumnRoot(OutputRoot):
 
 def exact_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
     """A root of ``Λ = −∂² log p(y|f) / ∂f²``, or of what the likelihood puts in its place."""
-    observations, labels, weight = likelihood.rows(outputs, targets)
+    observations, _, weight = likelihood.rows(outputs, targets)
     hessian = likelihood.output_curvature(observations, weight)
     if hessian is not None and hessian.coupled:
         return _SoftmaxRoot(hessian.scales, outputs.shape)
-    root = likelihood.output_root(observations, labels).detach()
+    return column_root(likelihood, outputs, targets)
+
+
+def column_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
+    """A root of Λ with its columns written out, differentiable in the outputs."""
+    observations, labels, weight = likelihood.rows(outputs, targets)
+    root = likelihood.output_root(observations, labels)
     scale = _noise_weights(likelihood, root).sqrt() * weight.view(-1, 1, 1).to(root.dtype)
     return _ColumnRoot(root * scale, outputs.shape)
 
@@ -98,9 +104,9 @@ def sampled_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, label
 
 
 def empirical_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
-    """The gradient at the data's own targets, one vector for each example and all its positions."""
+    """The gradient at the data's own targets, one for each example and all its positions; differentiable in outputs."""
     observations, labels, weight = likelihood.rows(outputs, targets)
-    gradient = likelihood.gradient(observations, labels).detach() * weight.unsqueeze(-1).to(observations.dtype)
+    gradient = likelihood.gradient(observations, labels) * weight.unsqueeze(-1).to(observations.dtype)
     gradient = gradient * _noise_weights(likelihood, observations)
     return _ColumnRoot(gradient.reshape(len(outputs), -1, 1), outputs.shape)
 

@@ -2,9 +2,9 @@
 
 from laplace_plus.geometry.curvature import estimate_scalar_curvature, scalar_curvature
 from laplace_plus.geometry.diffusion import Diffusion, DiffusionResult, diffuse, noise_field
-from laplace_plus.geometry.geodesic import GeodesicResult, GraphMetric, exponential_map, geodesic
-from laplace_plus.geometry.integration import PathStatus
-from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, Landscape
+from laplace_plus.geometry.geodesic import exponential_map, geodesic
+from laplace_plus.geometry.integration import GeodesicResult, PathStatus
+from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, GraphMetric, Landscape
 from laplace_plus.geometry.loss import LossLandscape, kinks
 
 __all__ = [

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
 from laplace_plus.linalg.arguments import require_count
+from laplace_plus.linalg.linear_maps import require_finite
 
 _TOGETHER = 16
 """Probes that are multiplied together; bounds the memory, which grows with it."""
@@ -90,8 +91,7 @@ def estimate_scalar_curvature(
         NonFiniteError: Derivatives that are not finite there.
         UnsupportedError: A loss that cannot be differentiated twice.
     """
-    surface = _Surface(landscape, point)
-    n = len(point)
+    surface, n = _Surface(landscape, point), len(point)
     require_count("probes", probes, 2)
     require_count("deflate", deflate, 0)
     if deflate > n:
@@ -115,11 +115,8 @@ def estimate_scalar_curvature(
     block_square = 2 * image.square().sum() - block.square().sum()
     v = draw_probes("signs", probes, n, generator=generator, dtype=point.dtype, device=point.device)
     v = v - (v @ basis.mT) @ basis
-    t, s = point.new_empty(probes), point.new_empty(probes)
-    for some in progress_bar(torch.arange(probes).split(_TOGETHER), enabled=progress, description="scalar curvature"):
-        h = surface.products(v[some])
-        t[some] = (v[some] * h).sum(1)
-        s[some] = (h - (h @ basis.mT) @ basis).square().sum(1)
+    h = surface.products(v, progress=progress)
+    t, s = (v * h).sum(1), (h - (h @ basis.mT) @ basis).square().sum(1)
     bend = surface.products(surface.gradient[None])[0]
 
     def combined(m: int, first: Tensor, squares: Tensor, lengths: Tensor) -> Tensor:
@@ -156,24 +153,17 @@ class _Surface:
             )
         self._landscape = landscape if isinstance(landscape, Landscape) else FunctionLandscape(landscape)
         self._point, self.count = point.detach(), 0
-        self.gradient = self._finite(self._landscape.gradient(self._point[None])[0])
+        self.gradient = self._landscape.gradient(self._point[None])[0]
+        require_finite("the loss's gradient", self.gradient)
         self.beta = 1 / (1 + self.gradient.square().sum())
 
-    def products(self, vectors: Tensor) -> Tensor:
+    def products(self, vectors: Tensor, *, progress: bool = False) -> Tensor:
         """``H v`` for ``[m, P]``."""
         self.count += len(vectors)
-        if not len(vectors):
-            return torch.zeros_like(vectors)
-        chunks = [
-            self._landscape.derivatives(self._point.expand(len(some), -1), some).products
-            for some in vectors.split(_TOGETHER)
-        ]
-        return self._finite(torch.cat(chunks))
-
-    @staticmethod
-    def _finite(values: Tensor) -> Tensor:
-        if not bool(torch.isfinite(values).all()):
-            raise NonFiniteError(
-                "The derivatives of the loss are not finite at this point.", expected="finite numbers", got="NaN or Inf"
-            )
-        return values
+        result, starts = torch.empty_like(vectors), range(0, len(vectors), _TOGETHER)
+        for start in progress_bar(starts, enabled=progress, description="scalar curvature"):
+            some = vectors[start : start + _TOGETHER]
+            products = self._landscape.derivatives(self._point.expand_as(some), some).products
+            result[start : start + _TOGETHER] = products
+        require_finite("the loss's Hessian", result)
+        return result

@@ -40,6 +40,8 @@ Kind = Literal["image", "kernel", "full"]
 Scheme = Literal["euler_ito", "heun"]
 Backend = Literal["auto", "lanczos", "svd", "lsmr", "alternating"]
 
+_PROJECTIONS = {"lsmr": LSMRProjection(), "alternating": AlternatingProjection()}
+
 _WRITTEN_OUT = 2**24
 """Entries up to which a root of G is written out and decomposed: 128 MiB in float64."""
 
@@ -79,7 +81,7 @@ class Diffusion:
         require_count("rank", self.rank, 1)
         if self.rtol is not None and not 0 <= self.rtol < 1:
             raise ConfigurationError("rtol is out of range.", expected="0 <= rtol < 1", got=repr(self.rtol))
-        if self.kind != "kernel" and self.backend in ("lsmr", "alternating"):
+        if self.kind != "kernel" and self.backend in _PROJECTIONS:
             raise ConfigurationError(
                 "A projection gives no eigenvalues.",
                 expected='kind="kernel", or backend="lanczos" or "svd"',
@@ -128,14 +130,11 @@ def diffuse(
         scheme: ``"euler_ito"`` or ``"heun"``.
         keep_path: Whether to return all points.
     """
-    k, n_steps, _ = noise.shape
-    ends = start.expand(k, -1).clone()
+    ends, n_steps = [], noise.shape[1]
     path = torch.full_like(noise, float("nan")) if keep_path else None
-    statuses = torch.zeros(k, dtype=torch.long, device=start.device)
-    for sample in range(k):
+    for sample, steps in enumerate(noise / n_steps**0.5):
         point = start
-        for number in range(n_steps):
-            scaled = noise[sample, number] / n_steps**0.5
+        for number, scaled in enumerate(steps):
             try:
                 step = field.displacement(point, scaled)
                 if scheme == "heun":
@@ -144,12 +143,14 @@ def diffuse(
                 step = torch.full_like(point, float("nan"))
             point = point + step
             if not bool(torch.isfinite(point).all()):
-                statuses[sample] = PathStatus.NOT_FINITE
                 break
             if path is not None:
                 path[sample, number] = point
-        ends[sample] = point if statuses[sample] == PathStatus.ARRIVED else float("nan")
-    return DiffusionResult(ends, statuses, path)
+        ends.append(point)
+    endpoint = torch.stack(ends)
+    finite = torch.isfinite(endpoint).all(1)
+    statuses = torch.where(finite, 0, int(PathStatus.NOT_FINITE))
+    return DiffusionResult(torch.where(finite[:, None], endpoint, float("nan")), statuses, path)
 
 
 def noise_field(
@@ -171,10 +172,8 @@ def noise_field(
             expected="a landscape with prior_precision > 0",
             got=f"{int((landscape.prior_precision == 0).sum())} entries with a precision of zero",
         )
-    if options.backend == "lsmr":
-        return ProjectedField(landscape, LSMRProjection())
-    if options.backend == "alternating":
-        return ProjectedField(landscape, AlternatingProjection())
+    if options.backend in _PROJECTIONS:
+        return ProjectedField(landscape, _PROJECTIONS[options.backend])
     return SpectralField(landscape, options, generator)
 
 
@@ -260,9 +259,9 @@ class ProjectedField(NoiseField):
 
     @override
     def displacement(self, point: Tensor, noise: Tensor) -> Tensor:
-        scaling = linalg.Diagonal(self._unit)
-        whole = self._landscape.ggn(point).root() @ scaling
+        landscape, scaling = self._landscape, linalg.Diagonal(self._unit)
         projector = self._method.prepare(
-            whole, lambda: [part.root() @ scaling for part in self._landscape.batchwise_ggn(point)]
+            landscape.ggn(point).root() @ scaling,
+            lambda: [landscape.ggn(point, [batch]).root() @ scaling for batch in landscape.data()],
         )
         return projector.project(noise.view(-1, len(point))).value.view(noise.shape) * self._unit

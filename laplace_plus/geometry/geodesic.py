@@ -23,123 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.geometry.integration import PathStatus, Rates, integrate
+from laplace_plus.geometry.integration import GeodesicResult, integrate
 from laplace_plus.geometry.landscape import Derivatives, FunctionLandscape, Landscape
 
 Surface = Landscape | Callable[[Tensor], Tensor] | Sequence[Landscape]
-
-
-@dataclass(frozen=True)
-class GraphMetric:
-    """``M = I + g gᵀ`` at one point, or at several.
-
-    Attributes:
-        gradient: g, ``[..., P]``.
-
-    Example:
-        >>> metric = GraphMetric(torch.tensor([3.0, 0.0]))
-        >>> metric.apply(torch.tensor([1.0, 1.0])), metric.inverse(torch.tensor([10.0, 1.0]))
-        (tensor([10.,  1.]), tensor([1., 1.]))
-    """
-
-    gradient: Tensor
-
-    @property
-    def beta(self) -> Tensor:
-        """``1/(1 + ‖g‖²)``, ``[...]``: one over the determinant."""
-        return 1 / (1 + self.gradient.square().sum(-1))
-
-    def apply(self, vectors: Tensor) -> Tensor:
-        """``M v``, ``[..., P]``."""
-        return vectors + self.gradient * self._slope(vectors)[..., None]
-
-    def inverse(self, vectors: Tensor) -> Tensor:
-        """``M⁻¹ v = v − g (gᵀ v)/(1 + ‖g‖²)``, ``[..., P]``."""
-        return vectors - self.gradient * (self.beta * self._slope(vectors))[..., None]
-
-    def inverse_squared_norm(self, vectors: Tensor) -> Tensor:
-        """``vᵀ M⁻¹ v``, ``[...]``, with the part along the gradient computed apart, since it would cancel."""
-        length = self.gradient.norm(dim=-1)
-        unit = self.gradient / length.clamp(min=torch.finfo(length.dtype).tiny)[..., None]
-        along = (unit * vectors).sum(-1)
-        return (vectors - unit * along[..., None]).square().sum(-1) + self.beta * along.square()
-
-    def inner(self, left: Tensor, right: Tensor) -> Tensor:
-        """``uᵀ M v``, ``[...]``."""
-        return (left * right).sum(-1) + self._slope(left) * self._slope(right)
-
-    def squared_norm(self, vectors: Tensor) -> Tensor:
-        """``vᵀ M v``, ``[...]``: for a curve's velocity its energy, which geodesics keep."""
-        return self.inner(vectors, vectors)
-
-    def norm(self, vectors: Tensor) -> Tensor:
-        """``(vᵀ M v)^½``, ``[...]``: for a curve's velocity its speed along the surface."""
-        return self.squared_norm(vectors).sqrt()
-
-    def refracted(self, vectors: Tensor, beyond: GraphMetric) -> Tensor:
-        """Velocities of geodesics beyond a crease of the surface, where this metric becomes another, ``[..., P]``.
-
-        At a kink of L its gradient jumps from g to ``g + d``, across a hypersurface with the normal d. Laid out flat,
-        the two sides of the surface are one plane, in which a geodesic goes straight on. So its momentum ``M u``
-        changes along d only, and the part of its energy that goes across, ``(dᵀu)²/(dᵀM⁻¹d)``, is the same on both
-        sides. This is the limit of geodesics over ever sharper bends.
-        """
-        jump = beyond.gradient - self.gradient
-        across, momentum = (jump * vectors).sum(-1), self.apply(vectors)
-        normal, wide, narrow = beyond.inverse(jump), beyond.inverse_squared_norm(jump), self.inverse_squared_norm(jump)
-        smallest = torch.finfo(jump.dtype).tiny
-        push = across * (wide / narrow.clamp(min=smallest)).sqrt() - (normal * momentum).sum(-1)
-        return beyond.inverse(momentum) + (push / wide.clamp(min=smallest))[..., None] * normal
-
-    def log_determinant(self) -> Tensor:
-        """``log det M = log(1 + ‖g‖²)``, ``[...]``."""
-        return torch.log1p(self.gradient.square().sum(-1))
-
-    def dense(self) -> Tensor:
-        """M written out, ``[..., P, P]``."""
-        g = self.gradient
-        return torch.eye(g.shape[-1], dtype=g.dtype, device=g.device) + g[..., :, None] * g[..., None, :]
-
-    def _slope(self, vectors: Tensor) -> Tensor:
-        return (self.gradient * vectors).sum(-1)
-
-
-@dataclass(frozen=True)
-class GeodesicResult:
-    """Ends of geodesics, and how they were reached.
-
-    Attributes:
-        endpoint: ``c(t)`` at the last time, ``[k, P]``; NaN for a geodesic that did not get there.
-        velocity: ``c'(t)`` there, ``[k, P]``; NaN likewise.
-        energy: ``c'ᵀ M c'`` at the start, ``[k]``; the square of the geodesic's length per unit of time.
-        energy_drift: Sum of the relative changes of the energy that were corrected for, ``[k]``.
-        reached: Time that each one reached, ``[k]``.
-        n_evaluations: Gradients with Hessian-vector products that each one took, ``[k]``.
-        statuses: ``[k]`` integers, the :class:`PathStatus` of each one.
-        n_creases: Creases of the surface that each one was led across, ``[k]``; smaller ones pass unnoticed.
-        path: ``c`` at all times that were asked for, ``[k, T, P]``.
-    """
-
-    endpoint: Tensor
-    velocity: Tensor
-    energy: Tensor
-    energy_drift: Tensor
-    reached: Tensor
-    n_evaluations: Tensor
-    statuses: Tensor
-    n_creases: Tensor
-    path: Tensor
-
-    @property
-    def arrived(self) -> Tensor:
-        """Which geodesics reached their end, ``[k]`` bool."""
-        return self.statuses == PathStatus.ARRIVED
 
 
 def exponential_map(
@@ -216,58 +108,18 @@ def geodesic(
         raise ConfigurationError(
             "Bad times of a path.", expected="positive and increasing numbers [T]", got=repr(times.tolist())
         )
-    points, size = start.detach().expand_as(velocities), velocities.shape[1]
-    derivatives = _derivatives(landscape, len(points))
-
-    def function(which: Tensor, states: Tensor) -> Rates:
-        c, u = states.split(size, dim=1)
-        gradients, products = derivatives(which, c, u)
-        metric = GraphMetric(gradients)
-        bend = metric.beta * (u * products).sum(1)
-        slope = torch.cat([u, -bend[:, None] * gradients], 1)
-        return Rates(slope, metric.squared_norm(u), gradients, products)
-
-    def correct(states: Tensor, rates: Rates, ratio: Tensor) -> tuple[Tensor, Rates]:
-        """Stretch velocities to the right energy; accelerations are quadratic in them."""
-        stretch = ratio.sqrt()[:, None].to(states)
-        (c, u), (_, bend) = states.split(size, dim=1), rates.slope.split(size, dim=1)
-        slope = torch.cat([stretch * u, stretch.square() * bend], 1)
-        rates = Rates(slope, rates.invariant * ratio, rates.quantity, stretch * rates.change)
-        return torch.cat([c, stretch * u], 1), rates
-
-    def bend(states: Tensor, gradients: Tensor, jumps: Tensor) -> tuple[Tensor, Tensor]:
-        """States behind a crease; in double precision, since squares of long gradients cancel."""
-        c, u = states.split(size, dim=1)
-        gradients, jumps, velocities = gradients.double(), jumps.double(), u.double()
-        before, behind = GraphMetric(gradients - jumps), GraphMetric(gradients)
-        refracted = before.refracted(velocities, behind)
-        bent = behind.norm(refracted - velocities) / before.norm(velocities).clamp(min=torch.finfo(u.dtype).tiny)
-        return torch.cat([c, refracted.to(u)], 1), bent
-
+    points = start.detach().expand_as(velocities)
     with torch.no_grad():
-        found = integrate(
-            function,
-            torch.cat([points, velocities], 1),
+        return integrate(
+            _derivatives(landscape, len(points)),
+            points,
+            velocities,
             times,
             rtol=rtol,
             atol=atol,
             max_evaluations=max_evaluations,
-            max_change=max_energy_change,
-            correct=correct,
-            bend=bend,
+            max_energy_change=max_energy_change,
         )
-    path, speeds = found.states.split(size, dim=2)
-    return GeodesicResult(
-        endpoint=path[:, -1],
-        velocity=speeds[:, -1],
-        energy=found.initial,
-        energy_drift=found.drift,
-        reached=found.reached,
-        n_evaluations=found.n_evaluations,
-        statuses=found.statuses,
-        n_creases=found.n_kinks,
-        path=path,
-    )
 
 
 def _derivatives(landscape: Surface, k: int) -> Callable[[Tensor, Tensor, Tensor], Derivatives]:

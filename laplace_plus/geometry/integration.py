@@ -1,7 +1,7 @@
-"""Ordinary differential equations for many samples together, each with a step size and an end of its own.
+"""The geodesic equation for many geodesics together, each with a step size and an end of its own.
 
 Dormand and Prince's pair of orders 5 and 4 (1980), with the step size control of Hairer, Nørsett and Wanner, "Solving
-ordinary differential equations I", 1993. The right-hand sides of all samples under way are evaluated together, since
+ordinary differential equations I", 1993. The right-hand sides of all geodesics under way are evaluated together, since
 they take most of the time.
 
 No maintained library offers that: torchdiffeq has one step size, and one failure, for the whole batch; torchode has
@@ -14,50 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Rates(NamedTuple):
-    """The right-hand side at samples' states.
-
-    Attributes:
-        slope: Derivatives of the states, ``[m, n]``.
-        invariant: What the exact path keeps, ``[m]``.
-        quantity: A function of the state, ``[m, q]``, and
-        change: its derivative along the path, ``[m, q]``, as long as it does not jump.
-    """
-
-    slope: Tensor
-    invariant: Tensor
-    quantity: Tensor
-    change: Tensor
-
-    def at(self, which: Tensor) -> Rates:
-        """Copies for some samples."""
-        return Rates(*(values[which] for values in self))
-
-    def set(self, which: Tensor, others: Rates) -> None:
-        """Overwrite some samples' rates."""
-        for values, new in zip(self, others, strict=True):
-            values[which] = new
-
-    def finite(self) -> Tensor:
-        """Which samples have finite rates, ``[m]``."""
-        return torch.isfinite(self.slope).all(1) & torch.isfinite(self.invariant)
-
-
-RightHandSide = Callable[[Tensor, Tensor], Rates]
-"""From the samples' numbers ``[m]`` and states ``[m, n]``."""
-
-Correction = Callable[[Tensor, Rates, Tensor], tuple[Tensor, Rates]]
-"""From states ``[m, n]``, their rates and the invariant's ratio ``[m]`` to those with the right invariant."""
-
-Bend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From states ``[m, n]``, the quantity ``[m, q]`` and its jump ``[m, q]`` at a kink to the states behind the kink, and
-their relative change ``[m]``, which :func:`integrate` compares with ``max_change``."""
+from laplace_plus.geometry.landscape import Derivatives, GraphMetric
 
 _A: tuple[tuple[float, ...], ...] = (
     (1 / 5,),
@@ -67,16 +28,16 @@ _A: tuple[tuple[float, ...], ...] = (
     (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
     (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
 )
-_WEIGHTS = _A[-1]
+_WEIGHTS = (*_A[-1], 0.0)
 _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 """Difference of the solutions of order 5 and 4; the last stage of a step is the first one of the next."""
 
 _SAFETY, _LEAST, _MOST = 0.9, 0.2, 10.0
 """Safety factor, and least and largest factor between steps, as is usual for this pair (SciPy's, too)."""
-_TOWARDS_KINKS = 0.25
-"""Factor of a step's length where a kink rejects it; the size of a jump does not tell where in the step it is."""
+_TOWARDS_CREASES = 0.25
+"""Factor of a step's length where a crease rejects it; the size of a jump does not tell where in the step it is."""
 _TINY = 1e-6
-"""Fraction of the path below which a step that still sees a jump is taken to be at a kink; also 100 roundings."""
+"""Fraction of the path below which a step that still sees a jump is taken to be at a crease; also 100 roundings."""
 
 
 class PathStatus(IntEnum):
@@ -111,109 +72,135 @@ def failures(statuses: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Paths:
-    """Solutions of an initial value problem.
+class GeodesicResult:
+    """Ends of geodesics, and how they were reached.
 
     Attributes:
-        states: At each of the times asked for, ``[k, T, n]``; NaN from where a sample failed.
-        reached: Time that each sample reached, ``[k]`` float64.
-        statuses: :class:`PathStatus` of each sample, ``[k]`` integers.
-        n_evaluations: Evaluations of the right-hand side for each sample, ``[k]``.
-        initial: The invariant at the start, ``[k]``.
-        drift: Sum over the steps of the invariant's relative changes, which were corrected for, ``[k]``.
-        n_kinks: Kinks that were crossed, ``[k]``.
+        endpoint: ``c(t)`` at the last time, ``[k, P]``; NaN for a geodesic that did not get there.
+        velocity: ``c'(t)`` there, ``[k, P]``; NaN likewise.
+        energy: ``c'ᵀ M c'`` at the start, ``[k]``; the square of the geodesic's length per unit of time.
+        energy_drift: Sum of the relative changes of the energy that were corrected for, ``[k]``.
+        reached: Time that each one reached, ``[k]``.
+        n_evaluations: Gradients with Hessian-vector products that each one took, ``[k]``.
+        statuses: ``[k]`` integers, the :class:`PathStatus` of each one.
+        n_creases: Creases of the surface that each one was led across, ``[k]``; smaller ones pass unnoticed.
+        path: ``c`` at all times that were asked for, ``[k, T, P]``.
     """
 
-    states: Tensor
+    endpoint: Tensor
+    velocity: Tensor
+    energy: Tensor
+    energy_drift: Tensor
     reached: Tensor
-    statuses: Tensor
     n_evaluations: Tensor
-    initial: Tensor
-    drift: Tensor
-    n_kinks: Tensor
+    statuses: Tensor
+    n_creases: Tensor
+    path: Tensor
+
+    @property
+    def arrived(self) -> Tensor:
+        """Which geodesics reached their end, ``[k]`` bool."""
+        return self.statuses == PathStatus.ARRIVED
 
 
 def integrate(
-    function: RightHandSide,
+    derivatives: Callable[[Tensor, Tensor, Tensor], Derivatives],
     start: Tensor,
+    velocities: Tensor,
     times: Tensor,
     *,
     rtol: float,
     atol: float,
     max_evaluations: int,
-    max_change: float,
-    correct: Correction,
-    bend: Bend,
-) -> Paths:
-    """Follow ``y' = f(y)`` from ``start [k, n]`` at time 0 to increasing, positive ``times [T]``.
+    max_energy_change: float,
+) -> GeodesicResult:
+    """Follow geodesics from ``start [k, P]`` at time 0 to ``times [T]``; ``derivatives`` also gets their numbers.
 
-    The error of a step, in root mean square over the entries of a sample's state in units of
-    ``atol + rtol max(|y|, |y_next|)``, is at most one, and the invariant's relative change at most ``max_change``.
-    After each step the state is put back to where the invariant is what it was at the start.
+    The error of a step, in root mean square over a state ``(c, c')`` in units of ``atol + rtol max(|y|, |y_next|)``, is
+    at most one, and the relative change of the energy at most ``max_energy_change``. After each step the velocity is
+    stretched to the energy that it had at the start.
 
-    A kink shows in the quantity, whose change then differs from the integral of its rate. Steps in which this jump, or
-    the invariant, would bend the path by more than ``max_change`` are repeated with smaller ones. A jump that is left
-    in a tiny step is a kink, and ``bend`` gives the state behind it.
+    At a crease the gradient changes by more than the integral of ``∇²L c'``. Steps in which this jump, or the energy,
+    would bend the path by more than ``max_energy_change`` are repeated with smaller ones. A jump that is left in a tiny
+    step is a crease, behind which the velocity is refracted.
     """
+
+    def rates(which: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The derivative of the states, the gradient and its derivative along the path, and the energy."""
+        c, u = states.chunk(2, 1)
+        gradient, product = derivatives(which, c, u)
+        metric = GraphMetric(gradient)
+        bend = -(metric.beta * (u * product).sum(1))[:, None] * gradient
+        return torch.cat([u, bend], 1), gradient, product, metric.squared_norm(u)
+
+    def combined(weights: tuple[float, ...], stages: list[Tensor]) -> Tensor:
+        return sum(w * stage for w, stage in zip(weights, stages, strict=True) if w)  # type: ignore[return-value]
+
     k, device = len(start), start.device
     goals = times.to(device=device, dtype=torch.float64)
     samples = torch.arange(k, device=device)
-    y = start.clone()
-    found = function(samples, y)
-    now = found.at(samples)  # a copy: it is overwritten as samples move on
-    initial, drift = found.invariant.clone(), torch.zeros_like(found.invariant)
-    states = start.new_full((k, len(goals), start.shape[1]), float("nan"))
-    t, h = torch.zeros(2, k, dtype=torch.float64, device=device)
-    goal, n_kinks, statuses = torch.zeros(3, k, dtype=torch.long, device=device)
-    count = torch.ones(k, dtype=torch.long, device=device)
-    active = samples[now.finite()]
-    statuses[~now.finite()] = PathStatus.NOT_FINITE
-    h[active] = _first_step(function, active, y[active], now.slope[active], rtol, atol).to(h)
-    count[active] += 1
-    smallest = 10 * torch.finfo(start.dtype).eps
+    y = torch.cat([start, velocities], 1)
+    slope, gradient, product, initial = (part.clone() for part in rates(samples, y))
+    drift, count = torch.zeros_like(initial), torch.ones(k, dtype=torch.long, device=device)
+    states = y.new_full((k, len(goals), y.shape[1]), float("nan"))
+    goal, n_creases = torch.zeros(2, k, dtype=torch.long, device=device)
+    fine = torch.isfinite(slope).all(1) & torch.isfinite(initial)
+    statuses, active = torch.where(fine, 0, int(PathStatus.NOT_FINITE)), samples[fine]
+    # A first step that moves a state by 1 %, or by 1 % of the tolerance.
+    scale = atol + rtol * y.abs()
+    h = 0.01 * _size(y / scale).clamp(min=1).double() / _size(slope / scale).clamp(min=1e-30)
+    t = torch.zeros_like(h)
+    smallest, least = 10 * torch.finfo(y.dtype).eps, torch.finfo(y.dtype).tiny
     tiny = max(_TINY, 10 * smallest) * goals[-1]
     most = torch.full_like(h, _MOST)
     while len(active):
         left = goals[goal[active]] - t[active]
         landing = h[active] >= left * (1 - 1e-9)
         step = torch.where(landing, left, h[active])
-        short = step.to(start.dtype)[:, None]
-        stages, integral, end = [now.slope[active]], _WEIGHTS[0] * now.change[active], now
-        for stage, weights in enumerate(_A, 1):
-            state = y[active] + short * sum(w * slope for w, slope in zip(weights, stages, strict=True) if w)
-            end = function(active, state)
-            stages.append(end.slope)
-            if stage < len(_WEIGHTS):
-                integral += _WEIGHTS[stage] * end.change
+        short = step.to(y.dtype)[:, None]
+        stages, integral = [slope[active]], _WEIGHTS[0] * product[active]
+        for weights, weight in zip(_A, _WEIGHTS[1:], strict=True):
+            state = y[active] + short * combined(weights, stages)
+            end_slope, end_gradient, end_product, energy = rates(active, state)
+            stages.append(end_slope)
+            integral += weight * end_product
         count[active] += len(_A)
-        error = short * sum(w * slope for w, slope in zip(_ERROR, stages, strict=True) if w)
         scale = atol + rtol * torch.maximum(y[active].abs(), state.abs())
-        norm = (error / scale).square().mean(1).sqrt().to(h)
-        finite = torch.isfinite(norm) & end.finite()
+        norm = _size(short * combined(_ERROR, stages) / scale).to(h)
+        finite = torch.isfinite(norm) & torch.isfinite(end_slope).all(1) & torch.isfinite(energy)
         base = initial[active]
-        change = (end.invariant / base.clamp(min=torch.finfo(y.dtype).tiny) - 1).abs().to(h)
-        change = torch.where(base > 0, change, 0.0)
-        behind, bent = bend(state, end.quantity, end.quantity - now.quantity[active] - short * integral)
-        straight = torch.maximum(change, bent.to(h)) <= max_change
-        at_kink = finite & (norm <= 1) & ~straight & (step < tiny)
-        if at_kink.any():
-            which, state = active[at_kink], torch.where(at_kink[:, None], behind, state)
-            end.set(at_kink, function(which, state[at_kink]))
-            finite &= end.finite()
-            change = torch.where(at_kink, 0.0, change)
-            count[which] += 1
-            n_kinks[active[at_kink & finite]] += 1
-        accepted = finite & (norm <= 1) & (straight | at_kink)
-        largest = torch.where(at_kink, _MOST, most[active])
+        change = torch.where(base > 0, (energy / base.clamp(min=least) - 1).abs(), 0.0).to(h)
+        # In double precision, since squares of long gradients cancel.
+        u = state.chunk(2, 1)[1].double()
+        behind, jump = GraphMetric(end_gradient.double()), end_gradient - gradient[active] - short * integral
+        before = GraphMetric(behind.gradient - jump.double())
+        refracted = before.refracted(u, behind)
+        bent = behind.norm(refracted - u) / before.norm(u).clamp(min=least)
+        straight = torch.maximum(change, bent.to(h)) <= max_energy_change
+        crossed = finite & (norm <= 1) & ~straight & (step < tiny)
+        if crossed.any():
+            state[crossed] = torch.cat([state.chunk(2, 1)[0], refracted.to(state)], 1)[crossed]
+            there = rates(active[crossed], state[crossed])
+            for values, new in zip((end_slope, end_gradient, end_product, energy), there, strict=True):
+                values[crossed] = new
+            finite &= torch.isfinite(end_slope).all(1) & torch.isfinite(energy)
+            change = torch.where(crossed, 0.0, change)
+            count[active[crossed]] += 1
+            n_creases[active[crossed & finite]] += 1
+        accepted = finite & (norm <= 1) & (straight | crossed)
+        largest = torch.where(crossed, _MOST, most[active])
         factor = torch.minimum(_SAFETY * norm.clamp(min=1e-10) ** -0.2, largest).clamp(min=_LEAST)
-        factor = torch.where(straight | at_kink, factor, factor.clamp(max=_TOWARDS_KINKS))
+        factor = torch.where(straight | crossed, factor, factor.clamp(max=_TOWARDS_CREASES))
         factor = torch.where(accepted, factor, torch.where(finite, factor.clamp(max=1.0), _LEAST))
         most[active] = torch.where(accepted, _MOST, 1.0).to(most)  # after a rejection no larger step
 
-        moved, ratio = active[accepted], (base / end.invariant)[accepted]
-        ratio = torch.where(initial[moved] > 0, ratio, 1.0)
-        y[moved], kept = correct(state[accepted], end.at(accepted), ratio)
-        now.set(moved, kept)
+        # Accelerations are quadratic in the velocity.
+        moved, ratio = active[accepted], torch.where(base > 0, base / energy, 1.0)[accepted, None]
+        c, u = state[accepted].chunk(2, 1)
+        bend = end_slope[accepted].chunk(2, 1)[1]
+        y[moved] = torch.cat([c, ratio.sqrt() * u], 1)
+        slope[moved] = torch.cat([ratio.sqrt() * u, ratio * bend], 1)
+        gradient[moved], product[moved] = end_gradient[accepted], ratio.sqrt() * end_product[accepted]
         t[moved] = torch.where(landing, goals[goal[active]], t[active] + step)[accepted]
         drift[moved] += change[accepted].to(drift)
         # A step cut short to land on a time does not rule out the longer one that was planned.
@@ -224,27 +211,14 @@ def integrate(
 
         ended = goal[active] == len(goals)
         statuses[active[~ended & (h[active] < smallest * left)]] = PathStatus.STEP_TOO_SMALL
-        over = count[active] + len(_A) >= max_evaluations  # a step may take one more, behind a kink
+        over = count[active] + len(_A) >= max_evaluations  # a step may take one more, behind a crease
         statuses[active[~ended & over]] = PathStatus.TOO_MANY_EVALUATIONS
         failed = ~ended & (statuses[active] != PathStatus.ARRIVED)
         statuses[active[failed & ~finite]] = PathStatus.NOT_FINITE
         active = active[~ended & ~failed]
-    return Paths(states, t, statuses, count, initial, drift, n_kinks)
+    path, speeds = states.chunk(2, 2)
+    return GeodesicResult(path[:, -1], speeds[:, -1], initial, drift, t, count, statuses, n_creases, path)
 
 
-def _first_step(function: RightHandSide, which: Tensor, y: Tensor, slope: Tensor, rtol: float, atol: float) -> Tensor:
-    """Hairer, Nørsett and Wanner's first step, ``[m]``: a change by 1 %, corrected by the second derivative."""
-    if not len(which):
-        return y.new_zeros(0)
-    scale = atol + rtol * y.abs()
-
-    def size(vectors: Tensor) -> Tensor:
-        return (vectors / scale).square().mean(1).sqrt()
-
-    d0, d1 = size(y), size(slope)
-    guess = torch.where((d0 < 1e-5) | (d1 < 1e-5), torch.full_like(d0, 1e-6), 0.01 * d0 / d1.clamp(min=1e-30))
-    ahead = function(which, y + guess[:, None] * slope).slope
-    d2 = size(ahead - slope) / guess
-    largest = torch.maximum(d1, torch.where(torch.isfinite(d2), d2, d1))
-    other = torch.where(largest <= 1e-15, (guess * 1e-3).clamp(min=1e-6), (0.01 / largest.clamp(min=1e-30)) ** 0.2)
-    return torch.minimum(100 * guess, other)
+def _size(vectors: Tensor) -> Tensor:
+    return vectors.square().mean(1).sqrt()

@@ -12,10 +12,9 @@ whether a network is smooth enough for methods that differentiate its loss twice
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +25,16 @@ from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.linearization import Linearization
 from laplace_plus.curvature.operators import GGNOperator
-from laplace_plus.curvature.streaming import CHUNK_SIZE, DataSums, Stream
+from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.differentiability import differentiable_kernels
-from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.priors import GaussianPrior
 
 _KEPT_BYTES = 256 * 2**20
-"""Largest size of data, or of a Jacobian of all of them, that stays in memory: little for any machine."""
+"""Largest size of data that stay in memory: little for any machine."""
 
 
 class LossLandscape(Landscape):
@@ -59,8 +58,10 @@ class LossLandscape(Landscape):
         network: The network.
         likelihood: The likelihood.
         linearized: As given.
+        prior_precision: P₀'s diagonal, ``[P]``.
         vector: θ̂, the network's weights, ``[P]``.
         n_data: Number of examples.
+        checksum: A sum over the data that differs for other data; a subset keeps that of the whole.
         scale: Factor on the log-likelihood besides the temperature: 1, or N/B for a subset of B of N examples.
 
     Raises:
@@ -94,35 +95,17 @@ class LossLandscape(Landscape):
         chunk_size: int = CHUNK_SIZE,
         progress: bool = False,
     ):
-        self.likelihood, self.linearized = resolve_likelihood(likelihood), linearized
+        self.likelihood, self.linearized, self.scale = resolve_likelihood(likelihood), linearized, 1.0
         self._stream = Stream(network, self.likelihood.arrange, data, chunk_size, progress)
         self.network = self._stream.network
         self._temperature = float(torch.as_tensor(temperature, dtype=torch.float64).detach())
-        self.scale = 1.0
         self._second_order = SecondOrder()
-        self._kept: list[Batch] | None = self._survey()
-        self.n_data = self._stream.n_data
-        self._checksum: float | None = self._stream.checksum
+        self._kept = self._survey()
+        self.n_data, self.checksum = self._stream.n_data, self._stream.checksum
         self.vector = self.network.vector()
         prior = GaussianPrior.create(prior_precision, prior_mean, self.network.layer_index(), flat=True)
-        self._precision = prior.vector().detach().to(self.vector)
+        self.prior_precision = prior.vector().detach().to(self.vector)
         self._centre = prior.mean.detach().to(self.vector)
-        self._tangents = self._keep_tangents()
-
-    @property
-    def checksum(self) -> float:
-        """A sum over the data that differs for other data."""
-        if self._checksum is None:
-            sums = DataSums(self.network.device)
-            for batch in self._batches():
-                sums.add(batch, batches.batch_size(batch.target))
-            self._checksum = sums.values()[0]
-        return self._checksum
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """P₀'s diagonal, ``[P]``."""
-        return self._precision
 
     @property
     def likelihood_weight(self) -> float:
@@ -133,24 +116,21 @@ class LossLandscape(Landscape):
 
     def _survey(self) -> list[Batch] | None:
         """Check the data in one pass; the batches if they are few, else None."""
-        limit = min(_KEPT_BYTES, _memory.budget(self.network.device) // 4)
+        room = _memory.budget(self.network.device)
         kept: list[Batch] = []
         seen: list[Tensor] = []
         total = 0
         with exact_arithmetic(self.network):
             for batch, outputs in self._stream.survey("loss landscape: data"):
                 self.likelihood.validate(outputs, batch.target)
-                tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
-                total += sum(leaf.numel() * leaf.element_size() for leaf in tensors)
-                if total <= limit:
+                total += sum(leaf.nbytes for leaf in _leaves(batch) if isinstance(leaf, Tensor))
+                if total <= min(_KEPT_BYTES, room // 4):
                     kept.append(batch)
                     seen.append(outputs.flatten())
-            if total > limit:
+            if total > min(_KEPT_BYTES, room // 4):
                 return None
-            budget = _memory.budget(self.network.device)
-            each = self._bytes_at_one_point(self._bytes_per_example(kept[0]))
-            joined = _joined(kept, max(1, budget // max(1, each * self._stream.chunk_size)))
-            if len(joined) == len(kept):
+            joined = _joined(kept, room // (self._bytes_at_one_point() * self._stream.chunk_size))
+            if joined is kept:
                 return kept
             # A network may look at the whole batch: only where its outputs stay the same are batches joined.
             before, after = torch.cat(seen), torch.cat([self.network.forward(b.inputs).flatten() for b in joined])
@@ -158,22 +138,9 @@ class LossLandscape(Landscape):
             same = after.shape == before.shape and bool((after - before).norm() <= tolerance * before.norm())
             return joined if same else kept
 
-    def _bytes_per_example(self, batch: Batch) -> int:
-        """What a backward pass keeps for each example."""
-        sizes: list[int] = []
-
-        def look(tensor: Tensor) -> Tensor:
-            sizes.append(tensor.numel() * tensor.element_size())
-            return tensor
-
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
-            self.network(batch.inputs, self.network.substitute(self.network.vector().requires_grad_()))
-        return sum(sizes) // max(1, batch.size)
-
-    @staticmethod
-    def _bytes_at_one_point(n_bytes: int) -> int:
-        """Memory of second derivatives: about four times what a plain backward pass keeps."""
-        return 4 * n_bytes
+    def _bytes_at_one_point(self) -> int:
+        """Memory of an example's second derivatives: about four times what a plain backward pass takes."""
+        return 4 * (self.network.bytes_per_example or 1)
 
     def _batches(self) -> Iterable[Batch]:
         return self._stream.batches("loss landscape", ordered=False) if self._kept is None else self._kept
@@ -184,32 +151,13 @@ class LossLandscape(Landscape):
             return self._stream.data
         return [(batch.inputs, batch.target) for batch in self._kept]
 
-    def minibatches(self, size: int, k: int, *, generator: torch.Generator | None = None) -> list[LossLandscape]:
-        """Several landscapes, each on a random subset of the data, its log-likelihood scaled by N/size.
-
-        Takes one pass, and memory for the subsets.
-
-        Args:
-            size: Number of examples in each, drawn without replacement.
-            k: Number of subsets.
-            generator: Source of randomness.
-
-        Raises:
-            ConfigurationError: More examples than there are, or none.
-            UnsupportedError: Batches that cannot be cut into examples.
-        """
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.n_data:
-            raise ConfigurationError(
-                "size must be a number of examples.", expected=f"an integer from 1 to {self.n_data}", got=repr(size)
-            )
-        device = None if generator is None else generator.device
-        orders = [torch.randperm(self.n_data, generator=generator, device=device)[:size].cpu() for _ in range(k)]
-        return self.subsets(orders)
-
-    def subsets(self, indices: list[Tensor]) -> list[LossLandscape]:
+    def subsets(self, indices: list[Tensor]) -> list[Self]:
         """Landscapes on given examples, ``[B]`` integers each, with the log-likelihood scaled by N/B.
 
-        Indices into a subset count its own examples, batch by batch.
+        Takes one pass, and memory for the subsets. Indices into a subset count its own examples, batch by batch.
+
+        Raises:
+            UnsupportedError: Batches that cannot be cut into examples.
         """
         parts: list[list[Batch]] = [[] for _ in indices]
         first = 0
@@ -228,156 +176,94 @@ class LossLandscape(Landscape):
                     if here:
                         own.append(Batch(batches.cut(batch.inputs, here), batch.target[here]))
                 first += size
-            return [self._subset(own, len(chosen)) for own, chosen in zip(parts, indices, strict=True)]
-
-    def _subset(self, parts: list[Batch], n: int) -> LossLandscape:
-        subset = copy.copy(self)
-        subset._kept, subset.n_data, subset._checksum = _joined(parts, n), n, None
-        subset.scale = self.scale * self.n_data / n
-        subset._tangents = subset._keep_tangents()
-        return subset
+        result = []
+        for own, chosen in zip(parts, indices, strict=True):
+            subset = copy.copy(self)
+            subset._kept, subset.n_data = _joined(own, len(chosen)), len(chosen)
+            subset.scale = self.scale * self.n_data / len(chosen)
+            result.append(subset)
+        return result
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 
-    def _scope(self) -> ExitStack:
-        scope = ExitStack()
-        for context in (exact_arithmetic(self.network), torch.no_grad(), differentiable_kernels(self.network.model)):
-            scope.enter_context(context)
-        return scope
-
-    def _loss(self, outputs: Tensor, target: Any) -> Tensor:
-        """``−log p(target | outputs)``, times the likelihood's weight."""
-        rows, targets, weight = self.likelihood.rows(outputs, target)
-        density = self.likelihood.log_density(rows, targets)
-        return -torch.where(weight > 0, density, 0.0).sum() * self.likelihood_weight
+    def _losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """``−log p(target | outputs)``, times the likelihood's weight, for each of ``[m, B, *, C]``."""
+        losses = []
+        for one in outputs:
+            rows, targets, weight = self.likelihood.rows(one, target)
+            losses.append(-torch.where(weight > 0, self.likelihood.log_density(rows, targets), 0.0).sum())
+        return torch.stack(losses) * self.likelihood_weight
 
     def _batch_loss(self, batch: Batch, point: Tensor) -> Tensor:
         outputs = self.network(batch.inputs, self.network.substitute(point)).to(point.dtype)
-        return self._loss(outputs, batch.target).to(point.dtype)
+        return self._losses(outputs[None], batch.target)[0].to(point.dtype)
+
+    def prior_gradient(self, points: Tensor) -> Tensor:
+        """The prior's part of :meth:`gradient`, ``[k, P]``."""
+        return self.prior_precision * (points - self._centre)
 
     @override
     def value(self, points: Tensor) -> Tensor:
-        total = (self._precision * (points - self._centre).square()).sum(1).double() / 2
-        with self._scope():
-            if self.linearized:
-                for batch, line in self._lines():
-                    for some in self._chunks(points):
-                        outputs = line.outputs + line.push(points[some] - self.vector)
-                        total[some] += torch.stack([self._loss(one, batch.target) for one in outputs]).double()
-            else:
-                for batch in self._batches():
-                    total += torch.stack([self._batch_loss(batch, point) for point in points]).double()
+        total = (self.prior_gradient(points) * (points - self._centre)).sum(1).double() / 2
+        with exact_arithmetic(self.network), torch.no_grad():
+            for batch, line, some in self._chunks(points):
+                if line is not None:
+                    losses = self._losses(line.outputs + line.push(points[some] - self.vector), batch.target)
+                else:
+                    losses = torch.stack([self._batch_loss(batch, point) for point in points[some]])
+                total[some] += losses.double()
         return total.to(points.dtype)
 
     @override
     def gradient(self, points: Tensor) -> Tensor:
-        result = self._precision * (points - self._centre)
-        with self._scope():
-            if self.linearized:
-                return self._add_tangent_derivatives(result, None, points, None)
+        if self.linearized:
+            return self.derivatives(points, torch.zeros_like(points)).gradients
+        result = self.prior_gradient(points)
+        with exact_arithmetic(self.network), torch.no_grad(), differentiable_kernels(self.network.model):
             for batch in self._batches():
                 result += gradients(partial(self._batch_loss, batch), points)
         return result
 
     @override
     def derivatives(self, points: Tensor, directions: Tensor) -> Derivatives:
-        firsts, products = self._precision * (points - self._centre), self._precision * directions
-        with self._scope():
-            if self.linearized:
-                self._add_tangent_derivatives(firsts, products, points, directions)
-            else:
-                for batch in self._batches():
-                    for some in self._chunks(points):
-                        part = self._second_order(partial(self._batch_loss, batch), points[some], directions[some])
-                        firsts[some] += part.gradients
-                        products[some] += part.products
+        firsts, products = self.prior_gradient(points), self.prior_precision * directions
+        with exact_arithmetic(self.network), torch.no_grad(), differentiable_kernels(self.network.model):
+            for batch, line, some in self._chunks(points):
+                if line is not None:  # Jᵀ r and Jᵀ Λ J u, with the loss's derivatives r and Λ in the outputs
+                    outputs = line.outputs + line.push(points[some] - self.vector)
+                    losses = partial(self._losses, target=batch.target)
+                    part = Derivatives(*map(line.pull, two_derivatives(losses, outputs, line.push(directions[some]))))
+                else:
+                    part = self._second_order(partial(self._batch_loss, batch), points[some], directions[some])
+                firsts[some] += part.gradients
+                products[some] += part.products
         return Derivatives(firsts, products)
 
-    def _chunks(self, points: Tensor) -> Iterator[slice]:
-        for start in range(0, len(points), self._stream.chunk_size):
-            yield slice(start, start + self._stream.chunk_size)
-
-    # -- the network's tangent -----------------------------------------------------------------------------------------
-
-    def _add_tangent_derivatives(
-        self, firsts: Tensor, products: Tensor | None, points: Tensor, directions: Tensor | None
-    ) -> Tensor:
-        """Add ``Jᵀ r`` and ``Jᵀ Λ J u``, r and Λ the loss's derivatives in the tangent's outputs; the first of both."""
-        for batch, line in self._lines():
-            for some in self._chunks(points):
-                outputs = line.outputs + line.push(points[some] - self.vector)
-                with torch.enable_grad():
-                    leaf = outputs.detach().requires_grad_()  # [m, B, *, C]
-                    loss = torch.stack([self._loss(one, batch.target) for one in leaf]).sum()
-                    (residual,) = torch.autograd.grad(loss, leaf, create_graph=directions is not None)
-                firsts[some] += line.pull(residual.detach())
-                if directions is not None and products is not None and residual.requires_grad:
-                    pushed = line.push(directions[some])
-                    (curved,) = torch.autograd.grad(residual, leaf, pushed, materialize_grads=True)
-                    products[some] += line.pull(curved)
-        return firsts
-
-    def _lines(self) -> Iterator[tuple[Batch, Linearization | _WrittenOut]]:
-        if self._tangents is not None and self._kept is not None:
-            yield from zip(self._kept, self._tangents, strict=True)
-            return
+    def _chunks(self, points: Tensor) -> Iterator[tuple[Batch, Linearization | None, slice]]:
+        """Each batch with its tangent, if that takes the network's place, and ``chunk_size`` points at a time."""
         for batch in self._batches():
-            yield batch, Linearization(self.network, self.vector, batch.inputs, self._stream.ad_modes)
+            line = None
+            if self.linearized:
+                line = Linearization(self.network, self.vector, batch.inputs, self._stream.ad_modes)
+            for some in self._stream.chunks(len(points)):
+                yield batch, line, some
 
-    def _keep_tangents(self) -> list[_WrittenOut] | None:
-        """The Jacobian of all data, if it is small."""
-        n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
-        if not self.linearized or self._kept is None:
-            return None
-        if n_bytes > min(_KEPT_BYTES, _memory.budget(self.network.device) // 4):
-            return None
-        with exact_arithmetic(self.network), torch.no_grad():
-            lines = (
-                Linearization(self.network, self.vector, batch.inputs, self._stream.ad_modes) for batch in self._kept
-            )
-            return [_WrittenOut(line, len(self.vector), self._stream.chunk_size) for line in lines]
-
-    # -- the Gauss-Newton matrix ---------------------------------------------------------------------------------------
-
-    def ggn(self, point: Tensor) -> GGNOperator:
+    def ggn(self, point: Tensor, data: Iterable[Any] | None = None) -> GGNOperator:
         """``Σ_n J_nᵀ Λ_n J_n`` of the data's loss at ``point [P]``, neither tempered nor with the prior's part.
+
+        Args:
+            point: ``[P]``.
+            data: Some of the batches of :meth:`data`; by default all.
 
         Raises:
             NonFiniteError: The outputs are not finite there.
         """
-        return self._ggn(_Moved(self.network, point), self.data())
-
-    def batchwise_ggn(self, point: Tensor) -> Iterator[GGNOperator]:
-        """The terms of :meth:`ggn`, batch by batch."""
-        moved = _Moved(self.network, point)
-        for batch in self._batches():
-            yield self._ggn(moved, [(batch.inputs, batch.target)])
-
-    def _ggn(self, network: Network, data: Iterable[Any]) -> GGNOperator:
-        return GGNOperator(network, self.likelihood, data, chunk_size=self._stream.chunk_size)
+        data = self.data() if data is None else data
+        moved = MovedNetwork(self.network, point)
+        return GGNOperator(moved, self.likelihood, data, chunk_size=self._stream.chunk_size)
 
 
-class _WrittenOut:
-    """A batch's Jacobian written out, with the interface of a linearisation."""
-
-    def __init__(self, line: Linearization, n_parameters: int, chunk_size: int):
-        self.outputs = line.outputs
-        n = self.outputs.numel()
-        self._jacobian = self.outputs.new_empty(n, n_parameters)
-        for some in torch.arange(n, device=self.outputs.device).split(chunk_size):
-            units = self.outputs.new_zeros(len(some), n).scatter_(1, some[:, None], 1.0)
-            self._jacobian[some] = line.pull(units.view(-1, *self.outputs.shape))
-
-    def push(self, vectors: Tensor) -> Tensor:
-        """``J v``, ``[m, P] -> [m, B, *, C]``."""
-        return (vectors @ self._jacobian.mT).view(-1, *self.outputs.shape)
-
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """``Jᵀ u``, ``[m, B, *, C] -> [m, P]``."""
-        return cotangents.flatten(1) @ self._jacobian
-
-
-class _Moved(Network):
+class MovedNetwork(Network):
     """A network with other weights in place of its own, which stay as they are."""
 
     def __init__(self, network: Network, vector: Tensor):
@@ -389,42 +275,32 @@ class _Moved(Network):
     def parameters(self) -> dict[str, Tensor]:
         return Network.parameters.fget(self) | self._point  # type: ignore[attr-defined]
 
+    @override
+    def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
+        return Network.raw(self, inputs, {**self._point, **(parameters or {})})
+
 
 def _leaves(batch: Batch) -> list[Any]:
     return [*batches.flatten(batch.inputs)[0], batch.target]
 
 
 def _joined(parts: list[Batch], largest: int) -> list[Batch]:
-    """Batches of up to ``largest`` examples, made of successive ones that can be concatenated."""
-    groups: list[list[Batch]] = []
-    last, size = None, 0
-    for batch in parts:
-        own, n = _signature(batch), batches.batch_size(batch.target)
-        if own is None or own != last or size + n > largest:
-            groups.append([])
-            size = 0
-        groups[-1].append(batch)
-        last, size = own, size + n
-    result = []
-    for group in groups:
-        columns = zip(*(batches.flatten(batch.inputs)[0] for batch in group), strict=True)
-        leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-        inputs = batches.flatten(group[0].inputs)[1](leaves)
-        result.append(group[0] if len(group) == 1 else Batch(inputs, torch.cat([batch.target for batch in group])))
-    return result
-
-
-def _signature(batch: Batch) -> list[Any] | None:
-    """What batches have in common that can be concatenated; None for a batch that cannot be."""
-    leaves = _leaves(batch)
-    cuttable = batches.can_be_cut(batch.inputs, batches.batch_size(batch.target))
-    if not cuttable or any(isinstance(leaf, Tensor) and not leaf.ndim for leaf in leaves):
-        return None
-    return [(x.shape[1:], x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
+    """The same examples in batches of up to ``largest``, where they can be concatenated; else the very same batches."""
+    sizes = [batches.batch_size(batch.target) for batch in parts]
+    if len(parts) < 2 or not all(map(batches.can_be_cut, (batch.inputs for batch in parts), sizes)):  # noqa: PLR2004
+        return parts
+    columns, step = list(zip(*map(_leaves, parts), strict=True)), max(largest, *sizes)
+    for column in columns:
+        kinds = {(x.shape[1:], x.dtype, x.ndim > 0) if isinstance(x, Tensor) else x for x in column}
+        if len(kinds) > 1 or (isinstance(column[0], Tensor) and not column[0].ndim):
+            return parts
+    *leaves, target = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    inputs = batches.flatten(parts[0].inputs)[1](leaves)
+    pieces = [slice(start, start + step) for start in range(0, len(target), step)]
+    return [Batch(batches.cut(inputs, piece), target[piece]) for piece in pieces]
 
 
 # -- smoothness --------------------------------------------------------------------------------------------------------
-
 _KINKED = (
     "relu relu6 leaky_relu prelu rrelu threshold hardtanh hardsigmoid hardswish hardshrink softshrink elu selu celu "
     "abs absolute sign floor ceil round trunc clamp clamp_min clamp_max clip maximum minimum fmax fmin max min amax "

@@ -78,15 +78,6 @@ def test_gradients_are_those_of_each_point(net, keyed, way):
     assert one.way == way
 
 
-def test_slower_ways_may_be_asked_for():
-    one, other, points = both(nn.Linear(5, 3).double(), data())
-    one.expect(1000)
-    for way in ("mapped", "one by one"):
-        one.allow(way)
-        torch.testing.assert_close(one.gradient(points), other.gradient(points), rtol=1e-10, atol=1e-10)
-        assert one.way == way
-
-
 def test_parts_that_fit_into_memory_add_up():
     sizes = []
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.batches import Batch
+from laplace_plus.curvature.output_roots import OutputRoot, column_root, empirical_root
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.lsmr import LeastSquaresSolution
@@ -41,63 +42,41 @@ class BatchRows:
         with torch.enable_grad(), differentiable_kernels(network.model):
             self.outputs = network(batch.inputs, network.substitute(self._point))
             self._cotangent = torch.zeros_like(self.outputs, requires_grad=True)
-            (self._pulled,) = torch.autograd.grad(
-                self.outputs, self._point, self._cotangent, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-            self._root = self._output_root(likelihood, batch, kind)
-        self._m = self.outputs.numel() if self._root is None else self._root[:, 0].numel()
-        self.shape = (self._m, len(theta))
-        self._scales: Tensor | None = None
+            self._pulled = self._gradient(self.outputs, self._point, self._cotangent, create_graph=True)
+            if kind == "logit":
+                self._root = OutputRoot(self.outputs.shape)
+            else:
+                of_kind = empirical_root if kind == "loss" else column_root
+                self._root = of_kind(likelihood, self.outputs, batch.target)
+        self.shape = (self._root.size, len(theta))
+        self._scales = theta.new_ones(self._root.size)
         if kind == "loss":
-            eye = torch.eye(self._m, dtype=theta.dtype, device=theta.device)
-            self._scales = inverse_lengths(torch.stack([self.rmatvec(row).norm() for row in eye]))
+            lengths = [self.rmatvec(row).norm() for row in torch.eye(len(self._scales)).to(theta)]
+            self._scales = inverse_lengths(torch.stack(lengths))
 
-    def _output_root(self, likelihood: Likelihood, batch: Batch, kind: Rows) -> Tensor | None:
-        """``[L, n, V]``, which maps each n of the outputs in turn to V rows; None for the outputs themselves."""
-        if kind == "logit":
-            return None
-        rows, targets, weight = likelihood.rows(self.outputs, batch.target)
-        weights = likelihood.curvature_weights().detach().to(rows)
-        if kind == "loss":  # one row for all positions of an example
-            of_outputs = weights[likelihood.output_groups(rows.shape[-1]).to(weights.device)]
-            gradient = likelihood.gradient(rows, targets) * weight[:, None] * of_outputs
-            return gradient.reshape(len(self.outputs), -1, 1).to(self.outputs.dtype)
-        root = likelihood.output_root(rows, targets) * weight[:, None, None]
-        of_columns = weights[likelihood.output_groups(root.shape[-1]).to(weights.device)].sqrt()
-        return (root * of_columns).to(self.outputs.dtype)
+    @staticmethod
+    def _gradient(value: Tensor, point: Tensor, cotangent: Tensor, *, create_graph: bool) -> Tensor:
+        options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True, "materialize_grads": True}
+        return torch.autograd.grad(value, point, cotangent, **options)[0]
 
     def push(self, vectors: Tensor) -> Tensor:
         """``J v``, ``[k, P] -> [k, *outputs.shape]``, differentiable in θ and v."""
         keep = torch.is_grad_enabled()
-        options = {"retain_graph": True, "create_graph": keep, "allow_unused": True, "materialize_grads": True}
-        products = [torch.autograd.grad(self._pulled, self._cotangent, vector, **options)[0] for vector in vectors]
-        return torch.stack(products)
+        rows = [self._gradient(self._pulled, self._cotangent, vector, create_graph=keep) for vector in vectors]
+        return torch.stack(rows)
 
     def matvec(self, vectors: Tensor) -> Tensor:
         """``A v``, ``[..., P] -> [..., m]``, differentiable in θ."""
-        result = self.push(vectors.reshape(-1, vectors.shape[-1])).flatten(1)
-        if self._root is not None:
-            by_block = result.reshape(len(result), *self._root.shape[:2])
-            result = torch.einsum("kln,lnv->klv", by_block, self._root).flatten(1)
-        if self._scales is not None:
-            result = result * self._scales
+        result = self._root.down(self.push(vectors.reshape(-1, vectors.shape[-1]))) * self._scales
         # The rows of a linear network do not depend on θ: autograd must see a derivative of zero, not none.
         result = result + (0 * self._point).sum()
         return (result if torch.is_grad_enabled() else result.detach()).reshape(*vectors.shape[:-1], -1)
 
     def rmatvec(self, cotangents: Tensor) -> Tensor:
         """``Aᵀ u``, ``[..., m] -> [..., P]``, without derivatives."""
-        rows = cotangents.detach().reshape(-1, self._m)
-        if self._scales is not None:
-            rows = rows * self._scales
-        if self._root is not None:
-            by_block = rows.reshape(len(rows), len(self._root), -1)
-            rows = torch.einsum("klv,lnv->kln", by_block, self._root.detach())
-        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        pulled = [
-            torch.autograd.grad(self.outputs, self._point, row.reshape(self.outputs.shape), **options)[0].detach()
-            for row in rows
-        ]
+        with torch.no_grad():
+            rows = self._root.up(cotangents.reshape(-1, len(self._scales)) * self._scales).to(self.outputs.dtype)
+        pulled = [self._gradient(self.outputs, self._point, row, create_graph=False) for row in rows]
         return torch.stack(pulled).reshape(*cotangents.shape[:-1], -1)
 
     @cached_property
@@ -111,8 +90,7 @@ class BatchRows:
         m, n = self.shape
         if m > _DENSE_ROWS or m * n > _DENSE_ENTRIES:
             return None
-        with torch.no_grad():
-            rows = self.rmatvec(torch.eye(m, dtype=self._theta.dtype, device=self._theta.device)).double()
+        rows = self.rmatvec(torch.eye(m, dtype=self._theta.dtype, device=self._theta.device)).double()
         if not bool(torch.isfinite(rows).all()):
             return None  # the projection raises the error
         left, values, _ = torch.linalg.svd(rows, full_matrices=False)
@@ -130,23 +108,22 @@ class BatchRows:
         parameters = [self._theta] if self._theta.requires_grad else []
         white = self._whitening
         if white is None or not len(white):
-            return project_null_space(self.matvec, self.rmatvec, vectors, m=self._m, parameters=parameters)
-
-        def matvec(stack: Tensor) -> Tensor:
-            return self.matvec(stack) @ white.mT
-
-        def rmatvec(stack: Tensor) -> Tensor:
-            return self.rmatvec(stack @ white)
-
-        return project_null_space(matvec, rmatvec, vectors, m=len(white), parameters=parameters)
+            return project_null_space(self.matvec, self.rmatvec, vectors, m=self.shape[0], parameters=parameters)
+        return project_null_space(
+            lambda stack: self.matvec(stack) @ white.mT,
+            lambda stack: self.rmatvec(stack @ white),
+            vectors,
+            m=len(white),
+            parameters=parameters,
+        )
 
     def rank(self) -> int:
         """The number of independent rows."""
         if self._whitening is not None:
             return len(self._whitening)
-        eye = torch.eye(self._m, dtype=self._theta.dtype, device=self._theta.device)
         with torch.no_grad():
-            gram = torch.stack([self.matvec(self.rmatvec(row)) for row in eye]).double()
+            rows = torch.eye(self.shape[0], dtype=self._theta.dtype, device=self._theta.device)
+            gram = torch.stack([self.matvec(self.rmatvec(row)) for row in rows]).double()
         values = torch.linalg.eigvalsh((gram + gram.mT) / 2)
         rtol = 1e-12 if self._theta.dtype == torch.float64 else 1e-6
         return int((values > rtol * values.amax().clamp(min=0)).sum())

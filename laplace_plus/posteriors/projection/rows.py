@@ -11,12 +11,8 @@ from typing_extensions import override
 
 from laplace_plus.batches import iterate
 from laplace_plus.curvature.gradients import micro_batches
-from laplace_plus.curvature.operators import (
-    FisherOperator,
-    GGNOperator,
-    JacobianOperator,
-    RootOperator,
-)
+from laplace_plus.curvature.operators import FisherOperator, GGNOperator, JacobianOperator
+from laplace_plus.curvature.output_roots import empirical_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
@@ -76,18 +72,12 @@ class NullSpaceRows:
             yield rows
 
     def _operator(self, data: Iterable[Any], first: int = 0) -> Operator:
-        rows: JacobianOperator | RootOperator
         if self._kind == "logit":
-            rows = JacobianOperator(self._network, data, chunk_size=self._chunk_size)
-        elif self._kind == "ggn":
-            rows = GGNOperator(self._network, self._likelihood, data, chunk_size=self._chunk_size).root()
-        else:
-            losses = FisherOperator(
-                self._network, self._likelihood, data, kind="empirical", chunk_size=self._chunk_size
-            )
-            rows = losses.root()
+            return JacobianOperator(self._network, data, chunk_size=self._chunk_size)
         if self._scales is None:
-            return rows
+            return GGNOperator(self._network, self._likelihood, data, chunk_size=self._chunk_size).root()
+        losses = FisherOperator(self._network, self._likelihood, data, kind="empirical", chunk_size=self._chunk_size)
+        rows = losses.root()
         return _ScaledRows(self._scales[first : first + rows.shape[0]], rows)
 
     def _row_scales(self) -> Tensor:
@@ -95,17 +85,15 @@ class NullSpaceRows:
         squares = []
         for batch in iterate(self._data, device=self._network.device, progress=False, description=""):
             for piece, gradients in micro_batches(self._network, batch):
-                outputs = gradients.capture.outputs
-                rows, targets, weight = self._likelihood.rows(outputs, piece.target)
-                cotangent = self._likelihood.gradient(rows, targets).detach() * weight[:, None].to(rows.dtype)
+                outputs, shape = gradients.capture.outputs, gradients.capture.output_shape
+                root = empirical_root(self._likelihood, outputs.view(shape), piece.target)
+                cotangent = root.up(outputs.new_ones(1, root.size)).view(1, *outputs.shape)
                 total = outputs.new_zeros(len(outputs), dtype=torch.float64)
-                for _, stack in gradients.blocks(cotangent.reshape(1, *outputs.shape).to(outputs.dtype)):
+                for _, stack in gradients.blocks(cotangent):
                     ones = torch.ones(stack.shape, dtype=stack.dtype, device=stack.device)
                     total += stack.quadratic(ones, "diagonal")[:, 0].double()
-                squares.append(total)
-        # Another noise level scales all rows alike.
-        scale = self._likelihood.curvature_weights().detach().max().to(squares[0])
-        norms = scale * torch.cat(squares).clamp(min=0).sqrt()
+                squares.append(total.view(shape[0], -1).sum(1))  # over positions that went as examples of their own
+        norms = torch.cat(squares).clamp(min=0).sqrt()
         if not bool(torch.isfinite(norms).all()):
             raise NonFiniteError("Gradients of the losses are not finite.", expected="finite ones", got="NaN or Inf")
         return inverse_lengths(norms.to(self._network.dtype))
