@@ -21,9 +21,10 @@ def draw_by(sampler: Callable[..., Tensor], parameters: Tensor, generator: torch
     return sampler(parameters.to(device), generator=generator).to(parameters.device)
 
 
-def draw_seed(generator: torch.Generator) -> int:
-    """A seed for another generator; advances the given one by one draw."""
-    return int(torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device, dtype=torch.int64))
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A seed for another generator; advances the given one, or torch's own, by one draw."""
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (1,), generator=generator, device=device, dtype=torch.int64))
 
 
 @contextmanager

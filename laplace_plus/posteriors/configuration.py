@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from inspect import Parameter, signature
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,12 @@ def full_precision(method: Callable[Concatenate[P, Rest], Result]) -> Callable[C
             return method(self, *args, **kwargs)
 
     return wrapped
+
+
+def common_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the ``locals()`` of a posterior's constructor, the keyword arguments that every posterior takes."""
+    names = [name for name, own in signature(Configured).parameters.items() if own.kind is Parameter.KEYWORD_ONLY]
+    return {name: arguments[name] for name in names}
 
 
 def check_count(value: Any, name: str) -> None:
@@ -124,6 +131,9 @@ class Configured:
     Arguments as for :class:`~laplace_plus.Posterior`.
     """
 
+    one_precision: ClassVar[bool] = False
+    """Whether a single prior precision scales all entries, so that several are refused."""
+
     _vector: Tensor | None = None
     """The posterior mean; None before the fit."""
 
@@ -150,7 +160,7 @@ class Configured:
         self.network = Network(model, parameters, self.likelihood.arrange)
         self.backend = resolve_backend(backend)
         self.memory_budget = memory_budget
-        self._prior_precision = as_hyperparameter(prior_precision)
+        self._prior_precision = self._checked_precision(prior_precision)
         self._prior_mean = as_hyperparameter(prior_mean)
         self._temperature = check_positive(temperature, "temperature")
         single = self._prior_precision.numel() == self._prior_mean.numel() == 1
@@ -199,8 +209,19 @@ class Configured:
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
+        precision = self._checked_precision(value)
         GaussianPrior.create(value, self._prior_mean, self._group_index())
-        self._prior_precision = as_hyperparameter(value)
+        self._prior_precision = precision
+
+    def _checked_precision(self, value: float | Tensor) -> Tensor:
+        precision = as_hyperparameter(value)
+        if self.one_precision and precision.numel() > 1:
+            raise ConfigurationError(
+                f"One precision scales all entries of a {type(self).__name__}.",
+                expected="a single prior precision",
+                got=f"{precision.numel()} of them",
+            )
+        return precision
 
     @property
     def prior_mean(self) -> Tensor:

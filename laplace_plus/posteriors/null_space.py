@@ -7,6 +7,8 @@ model is, up to a constant, ``½ (r log α − α ‖θ̂ − μ‖²)``, so tha
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,14 +24,9 @@ from laplace_plus.evidence.tuning import check_counts, check_positive, require_o
 from laplace_plus.evidence.validation import grid_settled
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.posteriors.projection.noise import (
-    NoiseReport,
-    ProjectedNoise,
-    ProjectedNoisePosterior,
-    check_single,
-)
-from laplace_plus.posteriors.projection.rows import Rows, check_rows
+from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.projection.noise import ProjectedNoisePosterior
+from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.sample_based import held_out_scores
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.selection import Selection
@@ -118,6 +115,7 @@ class NullSpace(ProjectedNoisePosterior):
         "line_search": LineSearch,
         "validation": Validation,
     }
+    stored_as = ("directions",)
 
     def __init__(
         self,
@@ -135,25 +133,12 @@ class NullSpace(ProjectedNoisePosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_rows(rows)
-        self.rows = rows
-        self._take_options(projector, n_samples, chunk_size)
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
-        check_single(self._prior_precision)
+        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common_arguments(locals()))
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         start = self._start(data, generator, _WHY)
-        noise = self._project(self.network, data, start, keep_range=False, progress=progress)
+        noise = self._project(self.network, data, start, progress=progress)
         self._take_noise(noise, self.network.vector(), start)
         noise.report.warn_unless_converged(5)
 
@@ -192,9 +177,8 @@ class NullSpace(ProjectedNoisePosterior):
             require_only(type(self).__name__, tuner)
             method, chosen, value, count = tuner.name, optimum, float(self.relative_log_evidence(optimum)), 1
         elif isinstance(tuner, LineSearch):
-            data = self.training_data.again(tuner.data, _WHY)
-            method = "line_search"
-            chosen, value, count = self._line_search(data, tuner.allowance, tuner.n_samples, optimum)
+            method, data = "line_search", self.training_data.again(tuner.data, _WHY)
+            chosen, value, count = self._line_search(data, tuner, optimum)
         else:
             assert isinstance(tuner, Validation) and tuner.data is not None
             require_only(type(self).__name__, tuner, "data", "link", "n_samples")
@@ -208,70 +192,41 @@ class NullSpace(ProjectedNoisePosterior):
         return TuningResult(method, precision, None, value, converged, n_evaluations=count)
 
     def _held_out(self, tuner: Validation, alpha: float, generator: torch.Generator | None) -> float:
-        """The mean log-probability of held-out targets at a precision; the posterior's own stays what it was."""
-        before, state = self._prior_precision, None if generator is None else generator.get_state()
-        options: dict[str, Any] = {"link": tuner.link, "n_samples": tuner.n_samples, "generator": generator}
+        """The mean log-probability of held-out targets at a precision; each sees the same random numbers."""
+        other, source = copy.copy(self), None if generator is None else generator.clone_state()
+        other._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
+        options: dict[str, Any] = {"link": tuner.link, "n_samples": tuner.n_samples, "generator": source}
         assert tuner.data is not None
-        try:
-            self._prior_precision = torch.tensor(alpha, dtype=self.mean.dtype)
-            return float(held_out_scores(self, tuner.data, lambda x: [self.predictive(x, **options)]))
-        finally:
-            self._prior_precision = before
-            if generator is not None and state is not None:
-                generator.set_state(state)  # every precision sees the same random numbers
+        return float(held_out_scores(other, tuner.data, lambda x: [other.predictive(x, **options)]))
 
-    def _line_search(
-        self, data: Iterable[Any], allowance: float, n_samples: int, optimum: float
-    ) -> tuple[float, float, int]:
+    def _line_search(self, data: Iterable[Any], tuner: LineSearch, optimum: float) -> tuple[float, float, int]:
         """Bisect the logarithm of α, to a twentieth of a decade: its value, minus the loss there, and evaluations."""
-        assert self._noise is not None
-        samples = self._noise.null_space[:n_samples]
-        base = self._training_loss(data, self.mean[None])
-        low, high, count = -12.0, 12.0, 1  # decades of α around the optimum
+        samples = self.noise.null_space[: tuner.n_samples]
 
-        def excess(decade: float) -> float:
-            nonlocal count
-            count += 1
-            scale = (optimum * 10.0**decade) ** -0.5
-            return self._training_loss(data, self.mean + scale * samples) - base
+        def loss(decade: float) -> float:
+            return self._training_loss(data, self.mean + (optimum * 10.0**decade) ** -0.5 * samples)
 
+        highest = self._training_loss(data, self.mean[None]) + tuner.allowance
+        low, high, count = -12.0, 12.0, 2  # decades of α around the optimum
         while high - low > 0.05:  # noqa: PLR2004
-            middle = (low + high) / 2
-            if excess(middle) <= allowance:
-                high = middle
-            else:
-                low = middle
-        return optimum * 10.0**high, -(base + excess(high)), count
+            middle, count = (low + high) / 2, count + 1
+            low, high = (low, middle) if loss(middle) <= highest else (middle, high)
+        return optimum * 10.0**high, -loss(high), count
 
     def _training_loss(self, data: Iterable[Any], vectors: Tensor) -> float:
         """The mean negative log-likelihood over targets and networks."""
         total, count = 0.0, 0.0
-        for batch in self.batches(data, progress=False, description=""):
-            for vector in vectors:
-                with torch.no_grad():
+        with torch.no_grad():
+            for batch in self.batches(data):
+                for vector in vectors:
                     outputs = self.network(batch.inputs, self.network.substitute(vector))
-                if not bool(torch.isfinite(outputs).all()):
-                    return float("inf")
-                statistics = self.likelihood.statistics(outputs, batch.target)
-                total -= float(self.likelihood.log_likelihood(statistics))
-                count += float(self.likelihood.rows(outputs, batch.target)[2].sum())
+                    if not bool(torch.isfinite(outputs).all()):
+                        return math.inf
+                    total -= float(self.likelihood.log_likelihood(self.likelihood.statistics(outputs, batch.target)))
+                    count += float(self.likelihood.rows(outputs, batch.target)[2].sum())
         return total / max(1.0, count)
 
     @override
     def _deviations(self) -> Tensor:
-        self.require_fit()
-        assert self._noise is not None
-        samples = self._noise.null_space
+        samples = self.noise.null_space
         return samples * self._prior_precision.to(samples).rsqrt()
-
-    @override
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        assert self._noise is not None
-        tensors = {"vector": self.mean, "directions": self._noise.null_space, **self.report.tensors()}
-        return {"ignored_rows": self.report.ignored_rows}, tensors
-
-    @override
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        samples = tensors["directions"]
-        self._noise = ProjectedNoise(samples, samples[:0], NoiseReport.read(tensors, header))
-        self._vector = tensors["vector"]

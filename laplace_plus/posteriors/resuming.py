@@ -23,15 +23,20 @@ from laplace_plus.posteriors.training_data import require_restartable
 
 
 class Checkpoint:
-    """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings."""
+    """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings.
 
-    def __init__(self, folder: str | os.PathLike[str], identity: Mapping[str, Any]):
-        self._folder, self._identity = Path(folder), dict(identity)
-        if self._folder.exists() and not self._folder.is_dir():
+    Without a folder nothing is written or found.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]):
+        self._folder, self._identity = None if folder is None else Path(folder), dict(identity)
+        if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
             raise CheckpointError("Checkpoints go to a folder.", expected="a folder", got=f"the file {folder}")
 
     def write(self, stage: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Replace a stage; an interruption leaves either the old or the new one."""
+        if self._folder is None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         io.write(self._folder / stage, {"identity": self._identity, "stage": dict(header)}, dict(tensors))
 
@@ -41,7 +46,7 @@ class Checkpoint:
         Raises:
             CheckpointError: It is damaged, or of another computation; the message names the first difference.
         """
-        if not (self._folder / stage).exists():
+        if self._folder is None or not (self._folder / stage).exists():
             return None
         header, tensors = io.read(self._folder / stage, device)
         saved = header.get("identity", {})
@@ -62,7 +67,7 @@ class FitStart(NamedTuple):
     n_data: int
     n_outputs: int
     sums: list[str]
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint
     seed: int
 
 
@@ -105,10 +110,10 @@ class ResumableFit(Posterior):
         """Survey the data, open the checkpoint (identified by the settings, too) and choose the seed."""
         require_restartable(data, why)
         n_data, n_outputs, sums = survey(self, data)
-        checkpoint = None
+        own: dict[str, Any] = {}
         if self._checkpoint_folder is not None:
-            own = {name: digest(value) for name, value in settings.items()}
-            checkpoint = Checkpoint(self._checkpoint_folder, identity(self, n_data) | {"data": sums} | own)
+            own = {**identity(self, n_data), "data": sums, **{name: digest(x) for name, x in settings.items()}}
+        checkpoint = Checkpoint(self._checkpoint_folder, own)
         return FitStart(n_data, n_outputs, sums, checkpoint, fit_seed(checkpoint, generator))
 
 
@@ -130,14 +135,13 @@ def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[st
     return sums.count, n_outputs, [f"{value:.6e}" for value in sums.values()]
 
 
-def fit_seed(checkpoint: Checkpoint | None, generator: torch.Generator | None) -> int:
+def fit_seed(checkpoint: Checkpoint, generator: torch.Generator | None) -> int:
     """The seed in a checkpoint, or a new one, which is written to it."""
-    saved = None if checkpoint is None else checkpoint.read("draws")
+    saved = checkpoint.read("draws")
     if saved is not None:
         return int(saved[0]["seed"])
-    seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
-    if checkpoint is not None:
-        checkpoint.write("draws", {"seed": seed}, {})
+    seed = draw_seed(generator)
+    checkpoint.write("draws", {"seed": seed}, {})
     return seed
 
 

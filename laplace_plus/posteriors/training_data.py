@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from laplace_plus.curvature.streaming import same_sum
 from laplace_plus.errors import DataError
 
 
@@ -82,4 +83,15 @@ def require_restartable(data: Iterable[Any], why: str) -> None:
             expected="an iterable that can be started again, such as a DataLoader",
             got=f"a {type(data).__name__} that can only be used once",
             fix="Pass a DataLoader or a list.",
+        )
+
+
+def require_same_data(of: str, before: tuple[int, float | None], now: tuple[int, float]) -> None:
+    """Raise :class:`DataError` if data have another size, or another sum as far as it is known, than before."""
+    others = before[1] is not None and not same_sum(before[1], now[1])
+    if now[0] != before[0] or others:
+        raise DataError(
+            f"These are not the data of {of}.",
+            expected=f"its {before[0]} examples, in any order",
+            got=f"{now[0]} others" if others else f"{now[0]} examples",
         )

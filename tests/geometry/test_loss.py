@@ -10,6 +10,7 @@ import laplace_plus as lp
 from laplace_plus._memory import memory_budget
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.geometry import FunctionLandscape, LossLandscape, kinks
+from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.network import Network
 
 DTYPE = torch.float64
@@ -260,3 +261,13 @@ def test_kinks_are_named():
     assert found(nn.ReLU(inplace=True)) == ("relu",)
     assert found(nn.LeakyReLU(), nn.MaxPool1d(2)) == ("leaky_relu", "max_pool1d")
     assert found(nn.Hardtanh(), nn.ELU()) == ("elu", "hardtanh")
+
+
+def test_moved_networks_have_the_weights_they_were_given():
+    x = random(5, 3)
+    network = Network(small_network(), ["0.weight", "2.bias"], lambda raw: raw)
+    vector, outputs = network.vector(), network.forward(x)
+    moved = MovedNetwork(network, vector + 1)
+    assert torch.equal(moved.vector(), vector + 1)
+    assert torch.equal(moved.forward(x), network(x, network.substitute(vector + 1)))
+    assert torch.equal(network.vector(), vector) and torch.equal(network.forward(x), outputs)

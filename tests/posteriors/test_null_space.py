@@ -22,6 +22,7 @@ from laplace_plus.linalg.null_space import (
 )
 from laplace_plus.posteriors.projection.noise import project_noise
 from laplace_plus.posteriors.projection.rows import NullSpaceRows
+from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.testing import PosteriorConformance
 
 
@@ -304,7 +305,9 @@ def test_range_components_take_no_memory_where_they_are_not_wanted(problem):
     net, data = problem
     posterior = lp.NullSpace(net, "classification", n_samples=3)
     rows = NullSpaceRows(posterior.network, posterior.likelihood, data, "loss")
-    both, without = (project_noise(rows, LSMRProjection(), 3, 0, keep_range=keep) for keep in (True, False))
+    both, without = (
+        project_noise(rows, LSMRProjection(), 3, 0, Checkpoint(None, {}), keep_range=keep) for keep in (True, False)
+    )
     assert without.range.numel() == 0
     assert both.range.shape == both.null_space.shape
     torch.testing.assert_close(both.null_space, without.null_space, rtol=0, atol=1e-8)

@@ -22,7 +22,7 @@ from laplace_plus.errors import (
 from laplace_plus.linalg.null_space import LSMRProjection
 from laplace_plus.network import Network
 from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
-from laplace_plus.posteriors.viking.training import MeanTraining, with_weights
+from laplace_plus.posteriors.viking.training import MeanTraining
 from laplace_plus.testing import assert_untouched, snapshot
 
 D = torch.float64
@@ -424,15 +424,6 @@ def test_a_second_fit_starts_from_what_the_caller_set(problem):
     posterior.temperature = 4.0
     before = posterior.elbo().elbo
     assert posterior.fit_prior_precision().elbo().elbo > before
-
-
-def test_copies_have_the_weights_they_were_given(problem):
-    net, _ = problem
-    network = Network(net, "all", lp.Categorical().arrange)
-    vector = network.vector() + 1
-    other = with_weights(network, vector)
-    assert torch.equal(other.vector(), vector)
-    assert torch.equal(network.vector(), vector - 1)
 
 
 def test_bad_requests_are_named(problem):

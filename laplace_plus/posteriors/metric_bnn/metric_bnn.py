@@ -384,7 +384,7 @@ class MetricBNN(ResumableFit):
         if tunes_noise(self.likelihood, tuner.tune_noise) and noise is not None:
             candidates = [self.likelihood.with_noise(noise * 2 ** (step / 4)) for step in range(-4, 5)]
         values = list(_EXTENTS) if tuner.grid is None else [float(value) for value in tuner.grid]
-        seed = int(torch.randint(2**62, ())) if generator is None else draw_seed(generator)
+        seed = draw_seed(generator)
         scores = []
         try:
             for value in values:

@@ -8,30 +8,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.null_space import (
-    AlternatingProjection,
-    LSMRProjection,
-    ProjectionMethod,
-    SVDProjection,
-)
+from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, SVDProjection
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
-from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import check_count, option_config, resolve_option
-from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
+from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
 from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
-from laplace_plus.priors import as_hyperparameter
 
 PROJECTORS: Mapping[str, type[ProjectionMethod]] = {
     "svd": SVDProjection,
@@ -62,24 +55,6 @@ class NoiseReport:
     rank: Estimate
     ignored_rows: int
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors to save."""
-        return {
-            "residual": self.residual,
-            "iterations": self.iterations,
-            "converged": self.converged,
-            "rank": torch.stack([self.rank.value, self.rank.sem]).cpu(),
-        }
-
-    @staticmethod
-    def read(tensors: dict[str, Tensor], header: dict[str, Any]) -> NoiseReport:
-        """Restore a report from :meth:`tensors` and the posterior's header."""
-        value, sem = tensors["rank"].cpu()
-        converged = tensors["converged"].bool()
-        probes = len(converged) if sem > 0 else 0
-        rank = Estimate(value, sem, 0, bool(converged.all()), probes)
-        return NoiseReport(tensors["residual"], tensors["iterations"], converged, rank, header["ignored_rows"])
-
     def warn_unless_converged(self, stacklevel: int) -> None:
         """Warn of projections that did not meet their tolerance."""
         if not bool(self.converged.all()):
@@ -109,7 +84,7 @@ def project_noise(
     method: ProjectionMethod,
     count: int,
     seed: int,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint,
     *,
     keep_range: bool = True,
     progress: bool = False,
@@ -119,46 +94,39 @@ def project_noise(
     Raises NonFiniteError if a projection is not finite, and UnsupportedError if the null space is zero.
     """
     whole, projector = rows.whole, None
-    rank: int | None = None
     # In checkpoints the components are called kernel and image.
     names = ("kernel", "image") if keep_range else ("kernel",)
-    kept = {name: torch.empty(count, whole.shape[1], dtype=whole.dtype, device=whole.device) for name in names}
+    like = torch.empty(count, whole.shape[1], dtype=whole.dtype, device=whole.device)
+    kept = {name: torch.empty_like(like) for name in names}
     stages: list[dict[str, Tensor]] = []
+    header: dict[str, Any] = {}
     for start in range(0, count, _TOGETHER):
-        n = min(_TOGETHER, count - start)
-        known = None if checkpoint is None else checkpoint.read(f"noise-{start}", whole.device)
+        part = slice(start, start + _TOGETHER)
+        known = checkpoint.read(f"noise-{start}", whole.device)
         if known is None:
-            projector = method.prepare(whole, rows.by_batch) if projector is None else projector
-            noise = _normal(n, whole.shape[1], stage_generator(seed, start), kept["kernel"])
+            projector = projector or method.prepare(whole, rows.by_batch)
+            noise = normal_like(like[part], stage_generator(seed, start))
             split = projector.project(noise, progress=progress)
             in_range = noise.sub_(split.value)
-            tensors = {
-                "kernel": split.value,
-                "squares": kernels.vector_norm(in_range).double().square(),
-                "residual": split.residual,
-                "iterations": split.iterations,
-                "converged": split.converged,
-            }
-            if keep_range:
-                tensors["image"] = in_range
+            tensors = {name: getattr(split, name) for name in ("residual", "iterations", "converged")}
+            tensors["squares"] = kernels.vector_norm(in_range).double().square()
+            tensors |= zip(names, (split.value, in_range), strict=False)
             known = {"rank": projector.rank}, tensors
-            if checkpoint is not None:
-                checkpoint.write(f"noise-{start}", *known)
-        rank, tensors = known[0]["rank"], dict(known[1])
+            checkpoint.write(f"noise-{start}", *known)
+        header, tensors = known[0], dict(known[1])
         for name, vectors in kept.items():
-            vectors[start : start + n] = tensors.pop(name)
+            vectors[part] = tensors.pop(name)
         stages.append(tensors)
-    squares, residual, iterations, converged = (
-        torch.cat([stage[name] for stage in stages]) for name in ("squares", "residual", "iterations", "converged")
-    )
-    converged = converged.bool()
-    dimension = range_dimension(kept["kernel"], squares, rank, converged=bool(converged.all()))
-    report = NoiseReport(residual, iterations, converged, dimension, rows.n_ignored)
-    return ProjectedNoise(kept["kernel"], kept.get("image", kept["kernel"][:0]), report)
+    found = {name: torch.cat([stage[name] for stage in stages]) for name in stages[0]}
+    converged = found["converged"].bool()
+    rank = range_dimension(kept["kernel"], found["squares"], header["rank"], converged=bool(converged.all()))
+    report = NoiseReport(found["residual"], found["iterations"], converged, rank, rows.n_ignored)
+    return ProjectedNoise(kept["kernel"], kept.get("image", like[:0]), report)
 
 
-def _normal(count: int, size: int, source: torch.Generator, like: Tensor) -> Tensor:
-    return draw_probes("gaussian", count, size, generator=source, dtype=like.dtype, device=like.device)
+def normal_like(vectors: Tensor, source: torch.Generator) -> Tensor:
+    """Standard normal numbers for ``vectors [k, P]``."""
+    return draw_probes("gaussian", *vectors.shape, generator=source, dtype=vectors.dtype, device=vectors.device)
 
 
 def range_dimension(
@@ -184,47 +152,50 @@ def range_dimension(
 
 
 class ProjectedNoisePosterior(SampleBased, ResumableFit):
-    """A Gaussian whose draws are projected noise, with one prior precision for the whole null space."""
+    """A Gaussian whose draws are projected noise, with one prior precision for the whole null space.
 
-    rows: Rows
-    projector: ProjectionMethod
-    n_samples: int
-    chunk_size: int
+    Of arguments it takes those that its subclasses share, and all of :class:`Posterior`.
+    """
+
+    one_precision = True
+    stored_as: ClassVar[tuple[str, ...]]
+    """Names in checkpoints of the components that are kept: that in the null space, and perhaps that in the range."""
+
     _noise: ProjectedNoise | None = None
 
-    def _take_options(
-        self, projector: str | ProjectionMethod | dict[str, Any], n_samples: int, chunk_size: int
-    ) -> None:
-        """Check and set the options that the subclasses share."""
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        rows: Rows | None,
+        projector: str | ProjectionMethod | dict[str, Any],
+        n_samples: int,
+        chunk_size: int,
+        **common: Any,
+    ):
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
         self.projector = resolve_option("projector", projector, PROJECTORS)
-        self.n_samples, self.chunk_size = n_samples, chunk_size
-        self._ad_modes = ADModes()
+        self.n_samples, self.chunk_size, self._ad_modes = n_samples, chunk_size, ADModes()
+        super().__init__(model, likelihood, **common)
+        self.rows: Rows = rows or ("logit" if self.likelihood.is_gaussian else "loss")
+        check_rows(self.rows)
 
     @override
     def options(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows,
-            "projector": option_config(self.projector, PROJECTORS),
-            "n_samples": self.n_samples,
-            "chunk_size": self.chunk_size,
-        }
+        projector = option_config(self.projector, PROJECTORS)
+        return {"rows": self.rows, "projector": projector, "n_samples": self.n_samples, "chunk_size": self.chunk_size}
 
     @property
-    @override
-    def prior_precision(self) -> Tensor:
-        """Inverse prior variance, a single number.
+    def noise(self) -> ProjectedNoise:
+        """The projected noise.
 
         Raises:
-            ConfigurationError: Setting several, besides what :class:`Posterior` raises.
+            NotFittedError: Before :meth:`fit`.
         """
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        check_single(as_hyperparameter(value))
-        Posterior.prior_precision.fset(self, value)  # type: ignore[attr-defined]
+        self.require_fit()
+        assert self._noise is not None
+        return self._noise
 
     @property
     def report(self) -> NoiseReport:
@@ -233,36 +204,31 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        self.require_fit()
-        assert self._noise is not None
-        return self._noise.report
+        return self.noise.report
 
-    def _project(
-        self, center: Network, data: Iterable[Any], start: FitStart, *, keep_range: bool, progress: bool
-    ) -> ProjectedNoise:
+    def _project(self, center: Network, data: Iterable[Any], start: FitStart, *, progress: bool) -> ProjectedNoise:
         """Noise for the rows at a network's weights."""
-        rows = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size)
-        return project_noise(
-            rows,
-            self.projector,
-            self.n_samples,
-            start.seed,
-            start.checkpoint,
-            keep_range=keep_range,
-            progress=progress,
-        )
+        rows, keep = NullSpaceRows(center, self.likelihood, data, self.rows, chunk_size=self.chunk_size), self.stored_as
+        own = self.projector, self.n_samples, start.seed, start.checkpoint
+        return project_noise(rows, *own, keep_range=len(keep) > 1, progress=progress)
 
     def _take_noise(self, noise: ProjectedNoise, mean: Tensor, start: FitStart) -> None:
         """Make the results of a fit the posterior's own."""
         self._noise, self._vector, self._ad_modes = noise, mean, ADModes()
         self.n_data, self.n_outputs = start.n_data, start.n_outputs
 
+    @override
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        noise, report = self.noise, self.report
+        tensors = {name: getattr(report, name) for name in ("residual", "iterations", "converged")}
+        tensors["rank"] = torch.stack([report.rank.value, report.rank.sem]).cpu()
+        tensors |= zip(self.stored_as, (noise.null_space, noise.range), strict=False)
+        return {"ignored_rows": report.ignored_rows}, tensors
 
-def check_single(precision: Tensor) -> None:
-    """Raise :class:`ConfigurationError` for a prior precision of several numbers."""
-    if precision.numel() > 1:
-        raise ConfigurationError(
-            "One precision scales the whole null space.",
-            expected="a single prior precision",
-            got=f"{precision.numel()} of them",
-        )
+    @override
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        null_space, *others = (tensors[name] for name in self.stored_as)
+        (value, sem), converged = tensors["rank"].cpu(), tensors["converged"].bool()
+        rank = Estimate(value, sem, 0, bool(converged.all()), len(converged) if sem > 0 else 0)
+        report = NoiseReport(tensors["residual"], tensors["iterations"], converged, rank, header["ignored_rows"])
+        self._noise, self._vector = ProjectedNoise(null_space, (*others, null_space[:0])[0], report), tensors["vector"]

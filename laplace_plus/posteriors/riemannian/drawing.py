@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_plus import linalg
 from laplace_plus._memory import budget
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.geometry import Diffusion, Landscape, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
+from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
 from laplace_plus.geometry.geodesic import check_settings
+from laplace_plus.linalg import draw_probes
 from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.resuming import Checkpoint
 
@@ -71,6 +72,9 @@ Manifold = ExponentialMap | Diffusion
 
 METHODS: Mapping[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
 
+Group = tuple[dict[str, Any], dict[str, Tensor]]
+"""Samples as a stage of a checkpoint: the tail, and the points with the other entries of their report."""
+
 
 @dataclass(frozen=True)
 class PathReport:
@@ -101,19 +105,6 @@ class PathReport:
         """Number of samples that were left out."""
         return int((self.statuses != PathStatus.ARRIVED).sum())
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The entries that each sample has."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def numbers(self) -> dict[str, float]:
-        """The entries for all samples together."""
-        return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
-
-    @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> PathReport:
-        """From :meth:`tensors`, among others, and :meth:`numbers`."""
-        return cls(tensors["statuses"], tensors["n_evaluations"], tensors["energy_drift"], **numbers)
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -121,14 +112,6 @@ class Drawn:
 
     points: Tensor
     report: PathReport
-
-    @classmethod
-    def joined(cls, groups: list[Drawn]) -> Drawn:
-        """Several groups as one."""
-        reports = [group.report for group in groups]
-        tensors = {name: torch.cat([report.tensors()[name] for report in reports]) for name in reports[0].tensors()}
-        report = PathReport.read(tensors, {"tail": max(report.tail for report in reports)})
-        return cls(torch.cat([group.points for group in groups]), report)
 
 
 def draw(
@@ -138,49 +121,47 @@ def draw(
     tangents: Callable[[int, torch.Generator], Tensor],
     n: int,
     seed: int,
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoint,
     *,
     progress: bool,
-    name: str,
 ) -> Drawn:
     """Draw n samples."""
     source = torch.Generator().manual_seed(seed)
-    saved = None if checkpoint is None else checkpoint.read("draws", start.device)
+    saved = checkpoint.read("draws", start.device)
     if saved is not None:
         noise = saved[1]
     else:
         noise = {"seeds": torch.randint(2**62, (n,), generator=source)}
         if isinstance(method, ExponentialMap):
             noise["velocities"] = tangents(n, source)
-        if checkpoint is not None:
-            checkpoint.write("draws", {}, noise)
+        checkpoint.write("draws", {}, noise)
     size = 1
     if isinstance(method, ExponentialMap):
         room = budget(start.device) // 2
-        size = max(1, min(n, _GROUP, room // max(1, _VECTORS * start.numel() * start.element_size())))
+        size = max(1, min(_GROUP, room // max(1, _VECTORS * start.numel() * start.element_size())))
     groups = []
-    parts = torch.arange(n).split(size)
-    for number, some in enumerate(progress_bar(parts, enabled=progress, description=name)):
+    for number, some in enumerate(
+        progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
+    ):
         stage = f"samples-{number:05d}"
-        before = None if checkpoint is None else checkpoint.read(stage, start.device)
-        if before is not None:
-            groups.append(Drawn(before[1]["points"], PathReport.read(before[1], before[0])))
-            continue
-        seeds = noise["seeds"][some.to(noise["seeds"].device)].tolist()
-        if isinstance(method, ExponentialMap):
-            group = _by_geodesics(method, landscape, start, noise["velocities"][some.to(start.device)], seeds)
-        else:
-            group = _by_diffusion(method, landscape, start, seeds[0])
+        group = checkpoint.read(stage, start.device)
+        if group is None:
+            seeds = noise["seeds"][some.to(noise["seeds"].device)].tolist()
+            if isinstance(method, ExponentialMap):
+                group = _by_geodesics(method, landscape, start, noise["velocities"][some.to(start.device)], seeds)
+            else:
+                group = _by_diffusion(method, landscape, start, seeds[0])
+            checkpoint.write(stage, *group)
         groups.append(group)
-        if checkpoint is not None:
-            checkpoint.write(stage, group.report.numbers(), {"points": group.points, **group.report.tensors()})
-    return Drawn.joined(groups)
+    tensors = {name: torch.cat([own[name] for _, own in groups]) for name in groups[0][1]}
+    tail = max(float(header["tail"]) for header, _ in groups)
+    return Drawn(tensors.pop("points"), PathReport(**tensors, tail=tail))
 
 
 def _by_geodesics(
     method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
-) -> Drawn:
-    surface: LossLandscape | list[Landscape] = landscape
+) -> Group:
+    surface: LossLandscape | list[LossLandscape] = landscape
     if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
         if method.minibatch > landscape.n_data:
             raise ConfigurationError(
@@ -189,25 +170,19 @@ def _by_geodesics(
                 got=repr(method.minibatch),
             )
         orders = [torch.randperm(landscape.n_data, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        surface = list(landscape.subsets([order[: method.minibatch] for order in orders]))
-    found = exponential_map(
-        surface,
-        start,
-        velocities,
-        rtol=method.rtol,
-        atol=method.atol,
-        max_evaluations=method.max_evaluations,
-        max_energy_change=method.max_energy_change,
-    )
-    return Drawn(found.endpoint, PathReport(found.statuses, found.n_evaluations, found.energy_drift))
+        surface = landscape.subsets([order[: method.minibatch] for order in orders])
+    options = {name: getattr(method, name) for name in ("rtol", "atol", "max_evaluations", "max_energy_change")}
+    found = exponential_map(surface, start, velocities, **options)
+    own = {name: getattr(found, name) for name in ("statuses", "n_evaluations", "energy_drift")}
+    return {"tail": 0.0}, {"points": found.endpoint, **own}
 
 
-def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Drawn:
+def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Group:
     generator = torch.Generator().manual_seed(seed)
-    noise = linalg.draw_probes(
-        "gaussian", method.n_steps, len(start), generator=generator, dtype=start.dtype, device=start.device
-    )
+    size = method.n_steps, len(start)
+    noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
     field = noise_field(landscape, method, generator=generator)
     found = diffuse(field, start, noise[None], scheme=method.scheme)
     steps = torch.full_like(found.statuses, method.n_steps * (2 if method.scheme == "heun" else 1))
-    return Drawn(found.endpoint, PathReport(found.statuses, steps, start.new_zeros(1), field.tail))
+    own = {"statuses": found.statuses, "n_evaluations": steps, "energy_drift": start.new_zeros(1)}
+    return {"tail": field.tail}, {"points": found.endpoint, **own}

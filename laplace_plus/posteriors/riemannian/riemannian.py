@@ -21,11 +21,10 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import ADModes, Linearization
-from laplace_plus.curvature.streaming import CHUNK_SIZE, same_sum
+from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
-    DataError,
     SamplingError,
     SmoothnessWarning,
     UnsupportedError,
@@ -37,18 +36,18 @@ from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import check_count, full_precision, option_config, resolve_option
+from laplace_plus.posteriors.configuration import (
+    check_count,
+    common_arguments,
+    full_precision,
+    option_config,
+    resolve_option,
+)
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.resuming import Checkpoint, identity, survey, with_prefix
-from laplace_plus.posteriors.riemannian.drawing import (
-    METHODS,
-    Drawn,
-    ExponentialMap,
-    PathReport,
-    draw,
-)
-from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
+from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.priors import GaussianPrior
 from laplace_plus.selection import Selection
 
@@ -114,6 +113,8 @@ class Riemannian(Posterior):
     """
 
     default_method = "sampled"
+    tangent: Posterior
+    data_sum: float | None = None
 
     def __init__(
         self,
@@ -132,39 +133,29 @@ class Riemannian(Posterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        options: dict[str, Any] = {
-            "parameters": parameters,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "temperature": temperature,
-            "backend": backend,
-            "memory_budget": memory_budget,
-        }
+        options = common_arguments(locals())
         check_count(n_samples, "n_samples")
         check_count(chunk_size, "chunk_size")
         self.method, self.n_samples, self.chunk_size = resolve_option("method", method, METHODS), n_samples, chunk_size
-        self._given = isinstance(tangent, Posterior)
         cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
-        if isinstance(cls, Riemannian) or not (
-            self._given or (isinstance(cls, type) and issubclass(cls, Posterior) and not issubclass(cls, Riemannian))
-        ):
+        kind = cls if isinstance(cls, type) else type(cls)
+        if not issubclass(kind, Posterior) or issubclass(kind, Riemannian):
             raise ConfigurationError(
                 "The tangent is a Gaussian posterior.",
                 expected="a class such as lp.Full, its name, or a fitted posterior of this network",
                 got=repr(cls),
             )
-        if isinstance(tangent, Posterior):
+        self._given = isinstance(cls, Posterior)
+        if isinstance(cls, Posterior):
             defaults = signature(Posterior).parameters
             changed = {n for n, own in options.items() if isinstance(own, Tensor) or own != defaults[n].default}
-            _check_given(tangent, model, likelihood, {*(tangent_options or {}), *changed} - {"memory_budget"})
-            self.tangent: Posterior = tangent
-            likelihood = tangent.likelihood
+            _check_given(cls, model, likelihood, {*(tangent_options or {}), *changed} - {"memory_budget"})
+            self.tangent, likelihood = cls, cls.likelihood
         else:
-            self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))  # type: ignore[operator]
+            self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
         super().__init__(model, likelihood, **options)
         self._drawn: Drawn | None = None
-        self.data_sum: float | None = None
-        self._drawn_at: tuple[Tensor, ...] = ()
+        self._drawn_at: dict[str, str] = {}
         self._seed = 0
         self._share()
 
@@ -203,14 +194,13 @@ class Riemannian(Posterior):
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """The tangent's evidence, in nats; see its own method."""
         self.require_fit()
-        method = getattr(self.tangent, "log_marginal_likelihood", None)
-        if method is None:
+        if not hasattr(self.tangent, "log_marginal_likelihood"):
             raise UnsupportedError(
                 f"{type(self.tangent).__name__}, the tangent, has no log_marginal_likelihood.",
                 expected="a Gaussian posterior such as lp.Full or lp.KFAC",
                 got=type(self.tangent).__name__,
             )
-        value: Tensor = method(*args, **kwargs)
+        value: Tensor = self.tangent.log_marginal_likelihood(*args, **kwargs)
         return value
 
     @property
@@ -236,23 +226,20 @@ class Riemannian(Posterior):
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         tangent = self.tangent
-        found: tuple[str, ...] = ()
-        if not self._linearized:
-            batch = next(iter(self.batches(data, progress=False, description="")), None)
-            found = () if batch is None else kinks(self.network, batch.inputs)
-        n_data, _, data_summary = survey(self, data)
-        data_sum = float(data_summary[0])
+        found = () if self._linearized else kinks(self.network, next(self.batches(data)).inputs)
+        n_data, _, sums = survey(self, data)
+        data_sum = float(sums[0])
         if self._given:
-            self._check_data(n_data, data_sum, getattr(tangent, "data_sum", None))
+            known = getattr(tangent, "data_sum", None)
+            require_same_data("the tangent's fit", (tangent.n_data, known), (n_data, data_sum))
             if isinstance(tangent, GaussianPosterior):
                 fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
             tangent.fit(data, progress=progress, generator=generator, distributed=False)
         self._share()
-        self._vector = tangent.mean
+        self._vector, self._drawn, self.data_sum = tangent.mean, None, data_sum
         self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs
-        self._drawn, self.data_sum = None, data_sum
-        self._seed = int(torch.randint(2**62, (1,))) if generator is None else draw_seed(generator)
+        self._seed = draw_seed(generator)
         if found:
             warnings.warn(
                 f"The network's {', '.join(found)} keep its loss from being twice differentiable, as the theory "
@@ -280,16 +267,6 @@ class Riemannian(Posterior):
             linearized=self._linearized,
             chunk_size=self.chunk_size,
         )
-
-    def _check_data(self, n_data: int, data_sum: float, known: float | None) -> None:
-        """Raise :class:`DataError` for other data than those of the tangent's fit, as far as their sum is known."""
-        others = known is not None and not same_sum(known, data_sum)
-        if n_data != self.tangent.n_data or others:
-            raise DataError(
-                "These are not the data that the tangent was fitted to.",
-                expected=f"the {self.tangent.n_data} examples of its fit, in any order",
-                got=f"{n_data} others" if others else f"{n_data} examples",
-            )
 
     @full_precision
     def draw(
@@ -325,69 +302,43 @@ class Riemannian(Posterior):
         count = self.n_samples if n is None else n
         check_count(count, "n")
         landscape = self._landscape(self.training_data.again(data, WHY))
-        self._check_data(landscape.n_data, landscape.checksum, self.data_sum)
+        now = landscape.n_data, landscape.checksum
+        require_same_data("the tangent's fit", (self.tangent.n_data, self.data_sum), now)
         seed = self._seed if generator is None else draw_seed(generator)
-        folder = None
-        if checkpoint is not None:
-            more = {"data": f"{landscape.checksum:.6e}", "number of samples": count}
-            folder = Checkpoint(checkpoint, identity(self, landscape.n_data) | more)
-        drawn = draw(
-            self.method,
-            landscape,
-            self.mean,
-            lambda n, source: self.tangent.sample(n, generator=source) - self.tangent.mean,
-            count,
-            seed,
-            folder,
-            progress=progress,
-            name=type(self).__name__,
-        )
+        own = {**identity(self, now[0]), "data": f"{now[1]:.6e}", "number of samples": count} if checkpoint else {}
+
+        def tangents(n: int, source: torch.Generator) -> Tensor:
+            return self.tangent.sample(n, generator=source) - self.tangent.mean
+
+        folder = Checkpoint(checkpoint, own)
+        drawn = draw(self.method, landscape, self.mean, tangents, count, seed, folder, progress=progress)
         gradient = landscape.gradient(self.mean[None])[0]
-        slopes = (
-            self.tangent.sample(_DECREMENT_SAMPLES, generator=torch.Generator().manual_seed(seed)) - self.mean
-        ) @ gradient
-        report = replace(
-            drawn.report, gradient_norm=float(gradient.norm()), decrement=float(slopes.square().mean()) / 2
-        )
-        self._complain(report)
-        self._drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
-        self._drawn_at = self._hyperparameters()
-        return self
-
-    def _complain(self, report: PathReport) -> None:
-        failed, total = report.n_failed, len(report.statuses)
-        if not failed:
-            return
-        fix = (
-            "Tune the prior precision first (a broad tangent makes long paths), allow for more evaluations, or use "
-            "minibatches."
-        )
-        if failed == total:
-            raise SamplingError(
-                "No sample could be drawn.",
-                expected=f"{total} paths that arrive",
-                got=failures(report.statuses),
-                fix=fix,
+        slopes = tangents(_DECREMENT_SAMPLES, torch.Generator().manual_seed(seed)) @ gradient
+        decrement = float(slopes.square().mean()) / 2
+        report = replace(drawn.report, gradient_norm=float(gradient.norm()), decrement=decrement)
+        if report.n_failed:
+            said = failures(report.statuses)
+            fix = (
+                "Tune the prior precision first (a broad tangent makes long paths), allow for more evaluations, or use "
+                "minibatches."
             )
-        warnings.warn(
-            f"{failed} of {total} samples failed and are left out: {failures(report.statuses)}. {fix}",
-            ConvergenceWarning,
-            stacklevel=4,
-        )
-
-    def _hyperparameters(self) -> tuple[Tensor, ...]:
-        noise = self.noise_std
-        values = [self._prior_precision, self._prior_mean, self._temperature, *([] if noise is None else [noise])]
-        return (*(value.detach().clone() for value in values), self.mean)
+            if report.n_failed == count:
+                raise SamplingError(
+                    "No sample could be drawn.", expected=f"{count} paths that arrive", got=said, fix=fix
+                )
+            warnings.warn(
+                f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        self._drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
+        self._drawn_at = self.hyperparameter_digests()
+        return self
 
     def _bank(self) -> Drawn:
         """The samples at the present hyperparameters, drawn if there are none."""
         self.require_fit()
-        now = self._hyperparameters()
-        known = self._drawn is not None and all(
-            a is b or torch.equal(a, b) for a, b in zip(self._drawn_at, now, strict=True)
-        )
-        if not known:
+        if self._drawn is None or self._drawn_at != self.hyperparameter_digests():
             self.draw(None if self._drawn is None else len(self._drawn.report.statuses))
         assert self._drawn is not None
         return self._drawn
@@ -448,14 +399,11 @@ class Riemannian(Posterior):
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         drawn = self._bank()
         header, tensors = self.tangent.state()
-        own = {"samples": drawn.points, "vector": self.mean, **drawn.report.tensors()}
-        state = {
-            "tangent": header,
-            "report": drawn.report.numbers(),
-            "seed": str(self._seed),
-            "data_sum": self.data_sum,
-        }
-        return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
+        report, fields = {}, {"samples": drawn.points, "vector": self.mean}
+        for name, value in vars(drawn.report).items():
+            (fields if isinstance(value, Tensor) else report)[name] = value
+        state = {"tangent": header, "report": report, "seed": str(self._seed), "data_sum": self.data_sum}
+        return state, {**fields, **{f"tangent.{name}": value for name, value in tensors.items()}}
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -465,8 +413,9 @@ class Riemannian(Posterior):
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
         self.data_sum = header.get("data_sum")  # not in older files
-        self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
-        self._drawn_at = self._hyperparameters()
+        fields = {name: tensors[name] for name in ("statuses", "n_evaluations", "energy_drift")}
+        self._drawn = Drawn(tensors["samples"], PathReport(**fields, **header["report"]))
+        self._drawn_at = self.hyperparameter_digests()
 
 
 def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options: set[str]) -> None:
@@ -479,9 +428,8 @@ def _check_given(tangent: Posterior, model: nn.Module, likelihood: Any, options:
         )
     own = resolve_likelihood(likelihood)
     if type(own) is not type(tangent.likelihood):
-        raise ConfigurationError(
-            "The tangent is of another likelihood.", expected=repr(tangent.likelihood), got=repr(own)
-        )
+        expected = repr(tangent.likelihood)
+        raise ConfigurationError("The tangent is of another likelihood.", expected=expected, got=repr(own))
     if options:
         raise ConfigurationError(
             "A fitted tangent has its own settings.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -78,24 +78,19 @@ class Selector(ABC):
 
     def config(self) -> dict[str, Any]:
         """A JSON-able description that :func:`selector_from_config` reads."""
-        options = {} if not hasattr(self, "__dataclass_fields__") else asdict(self)  # type: ignore[call-overload]
-        return {"name": type(self).__name__, **options}
+        # Named entries are no options: a loaded posterior knows its own.
+        return {"name": type(self).__name__, **(asdict(self) if is_dataclass(self) else {})}
 
 
 def _count(size: float, total: int) -> int:
     """Number of entries that an int, or a float as a fraction of ``total``, asks for."""
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
+    fraction = isinstance(size, float)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0 or (fraction and size > 1):
         raise ConfigurationError(
             "Bad size of a subnetwork.",
             expected="a number of entries (int), or a fraction of them between 0 and 1 (float)",
             got=repr(size),
         )
-    if isinstance(size, float):
-        if size > 1:
-            raise ConfigurationError(
-                "A fraction of the entries is at most 1.", expected="0 < size <= 1", got=repr(size)
-            )
-        return max(1, round(size * total))
     if size > total:
         raise SelectionError(
             "The subnetwork is larger than what it is chosen from.",
@@ -103,19 +98,21 @@ def _count(size: float, total: int) -> int:
             got=f"{size:,}",
             fix="Ask for fewer entries, or name more candidates by parameters=.",
         )
-    return size
+    return max(1, round(size * total)) if fraction else int(size)
 
 
-def _largest(scores: Tensor, count: int) -> Tensor:
+def _mask(index: Tensor, total: int) -> Tensor:
+    return torch.zeros(total, dtype=torch.bool, device=index.device).index_fill_(0, index, True)
+
+
+def _largest(scores: Tensor, size: float) -> Tensor:
     """The mask of the entries with the largest scores; the first ones where scores are equal."""
+    count = _count(size, len(scores))
     if not bool(torch.isfinite(scores).all()):
         raise NonFiniteError(
             "The entries cannot be ordered.", expected="finite magnitudes or variances", got="NaN or Inf"
         )
-    order = scores.sort(descending=True, stable=True).indices
-    mask = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-    mask[order[:count]] = True
-    return mask
+    return _mask(scores.sort(descending=True, stable=True).indices[:count], len(scores))
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class LargestVariance(Selector):
     @override
     def choose(self, task: Task) -> Choice:
         candidates = task.candidates
-        count = _count(self.size, candidates.n_parameters)
+        _count(self.size, candidates.n_parameters)  # before the work
         if isinstance(self.variances, DiagonalSWAG):
             variances = self.variances.run(
                 candidates.network, candidates.likelihood, task.data, progress=task.progress, generator=task.generator
@@ -171,7 +168,7 @@ class LargestVariance(Selector):
             )
             diagonal.run_fit(task.data, task.group, progress=task.progress, generator=task.generator)
             variances = diagonal.variance()
-        return Choice(_largest(variances, count), variances)
+        return Choice(_largest(variances, self.size), variances)
 
 
 @dataclass(frozen=True)
@@ -183,8 +180,7 @@ class LargestMagnitude(Selector):
 
     @override
     def choose(self, task: Task) -> Choice:
-        vector = task.candidates.network.vector()
-        return Choice(_largest(vector.abs(), _count(self.size, len(vector))))
+        return Choice(_largest(task.candidates.network.vector().abs(), self.size))
 
 
 @dataclass(frozen=True)
@@ -203,14 +199,9 @@ class Random(Selector):
     @override
     def choose(self, task: Task) -> Choice:
         total = task.candidates.n_parameters
-        generator = torch.Generator()
-        seed = self.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, ())) if task.generator is None else draw_seed(task.generator)
-        generator.manual_seed(seed)
-        mask = torch.zeros(total, dtype=torch.bool)
-        mask[torch.randperm(total, generator=generator)[: _count(self.size, total)]] = True
-        return Choice(mask)
+        seed = draw_seed(task.generator) if self.seed is None else self.seed
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+        return Choice(_mask(order[: _count(self.size, total)], total))
 
 
 class Chosen(Selector):
@@ -231,19 +222,13 @@ class Chosen(Selector):
         return f"Chosen({text!r})"
 
     @override
-    def config(self) -> dict[str, Any]:
-        return {"name": "Chosen"}  # a loaded posterior knows its entries
-
-    @override
     def choose(self, task: Task) -> Choice:
         network = task.candidates.network
         chosen = {item.name: item for item in select(network.model, self.selection)}
         parts = []
         for item in network.selected:
-            mask = torch.zeros(item.shape.numel(), dtype=torch.bool)
-            if item.name in chosen:
-                own = chosen[item.name].mask
-                mask = torch.ones_like(mask) if own is None else own.cpu()
+            own = chosen[item.name].mask if item.name in chosen else torch.zeros(item.shape.numel(), dtype=torch.bool)
+            mask = torch.ones(item.shape.numel(), dtype=torch.bool) if own is None else own.cpu()
             parts.append(mask if item.mask is None else mask[item.mask.cpu()])
         mask = torch.cat(parts)
         if not mask.any():

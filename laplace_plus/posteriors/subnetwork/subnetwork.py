@@ -13,6 +13,7 @@ from laplace_plus.curvature import Backend
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.distributed import broadcast_
 from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.subnetwork.selectors import Choice, Chosen, Selector, Task, selector_from_config
@@ -94,16 +95,7 @@ class Subnetwork(GaussianPosterior):
                 "A subnetwork has a Gaussian posterior.", expected="lp.Full, lp.KFAC or lp.Diagonal", got=repr(cls)
             )
         self.inner_class, self.inner_options = cls, dict(posterior_options or {})
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
+        super().__init__(model, likelihood, **common_arguments(locals()))
         if not loading and (self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1):
             raise ConfigurationError(
                 "A prior with many numbers needs a subnetwork that is already chosen.",

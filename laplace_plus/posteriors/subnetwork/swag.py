@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_plus import batches
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, EmptyDataError, NonFiniteError
+from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import Network
@@ -43,7 +43,7 @@ class DiagonalSWAG:
 
     def __post_init__(self) -> None:
         check_count(self.n_snapshots, "n_snapshots")
-        if self.n_snapshots < 2:
+        if self.n_snapshots < 2:  # noqa: PLR2004
             raise ConfigurationError("The variance of one snapshot is zero.", expected="n_snapshots >= 2", got="1")
         if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:
             raise ConfigurationError(
@@ -71,9 +71,8 @@ class DiagonalSWAG:
         mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
         epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="DiagonalSWAG: epochs")
         with global_randomness(network.device, generator), torch.enable_grad():
-            for number, epoch in enumerate(epochs):
-                n_batches = 0
-                for batch in batches.iterate(data, device=network.device, progress=False, description=""):
+            for epoch in epochs:
+                for batch in batches.iterate(data, device=network.device):
                     args, kwargs = batches.bind(moving, batch.inputs)
                     raw = torch.func.functional_call(moving, network.substitute(vector), args, kwargs)
                     outputs = likelihood.arrange(batches.output_tensor(raw))
@@ -87,14 +86,10 @@ class DiagonalSWAG:
                     likelihood.validate(outputs.detach(), batch.target)
                     rows, targets, weight = likelihood.rows(outputs, batch.target)
                     loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
-                    optimizer.zero_grad()
-                    loss.backward()
+                    (vector.grad,) = torch.autograd.grad(loss, vector)
                     optimizer.step()
-                    n_batches += 1
-                if not n_batches:
-                    raise EmptyDataError("The loader yielded no data.", expected="at least one batch", got="none")
                 deviation = vector.detach().double() - start
                 step = deviation - mean
-                mean += step / (number + 1)
+                mean += step / (epoch + 1)
                 square += step * (deviation - mean)
         return (square / self.n_snapshots).to(network.dtype)

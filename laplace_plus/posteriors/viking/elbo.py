@@ -21,6 +21,7 @@ from torch import Tensor
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import Network
 
 Expectation = Literal["linearized", "sampled"]
 """Whether the expected log-likelihood is that of the linearised network or of the network itself."""
@@ -130,3 +131,13 @@ def terms_to_tensor(history: Iterable[ELBOTerms]) -> Tensor:
 def terms_from_tensor(tensor: Tensor) -> list[ELBOTerms]:
     """The inverse of :func:`terms_to_tensor`."""
     return [ELBOTerms(*row) for row in tensor.tolist()]
+
+
+def mirrored(outputs: Tensor, tangents: Tensor) -> Tensor:
+    """Outputs ``[2k, B, *, C]`` of the linearised network for k moves with both signs, which cancels all odd terms."""
+    return torch.cat([outputs + tangents, outputs - tangents])
+
+
+def of_networks(network: Network, inputs: Any, mean: Tensor, moves: Tensor) -> Tensor:
+    """Outputs ``[k, B, *, C]`` of the networks at ``mean + moves [k, P]``."""
+    return torch.stack([network(inputs, network.substitute(mean + move)) for move in moves])

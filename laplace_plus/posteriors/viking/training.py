@@ -16,7 +16,6 @@ them where there is one batch.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,16 +25,24 @@ from torch import Tensor
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
-from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
-from laplace_plus.posteriors.projection.noise import range_dimension
+from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
 from laplace_plus.posteriors.resuming import Checkpoint, optimizer_tensors, restore_optimizer, stage_generator
-from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, terms_from_tensor, terms_to_tensor
+from laplace_plus.posteriors.viking.elbo import (
+    ELBO,
+    ELBOTerms,
+    deviations,
+    mirrored,
+    of_networks,
+    terms_from_tensor,
+    terms_to_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -87,71 +94,58 @@ class EpochNoise:
     rank: float
 
 
+@dataclass(frozen=True)
 class MeanTraining:
     """Trains the mean, which starts at the network's weights; the network itself does not change."""
 
-    def __init__(
-        self,
-        elbo: ELBO,
-        network: Network,
-        *,
-        rows: Rows,
-        projector: ProjectionMethod,
-        chunk_size: int,
-        options: ELBOTraining,
-    ):
-        self._elbo, self._network, self._rows = elbo, network, rows
-        self._projector, self._chunk_size, self._options = projector, chunk_size, options
+    elbo: ELBO
+    network: Network
+    rows: Rows
+    projector: ProjectionMethod
+    chunk_size: int
+    options: ELBOTraining
 
     def run(
-        self, logs: Tensor, seed: int, checkpoint: Checkpoint | None, *, progress: bool
+        self, logs: Tensor, seed: int, checkpoint: Checkpoint, *, progress: bool
     ) -> tuple[Tensor, Tensor, list[ELBOTerms]]:
         """Train from ``logs = (log α, log σ_im)``; the mean ``[P]``, the logarithms, and the terms of each step."""
-        options = self._options
-        theta, logs = self._network.vector().requires_grad_(), logs.detach().clone().requires_grad_()
-        optimizer = torch.optim.Adam(
-            [
-                {"params": [theta], "lr": options.learning_rate},
-                {"params": [logs], "lr": options.scale_learning_rate},
-            ]
-        )
+        options = self.options
+        theta, logs = self.network.vector().requires_grad_(), logs.detach().clone().requires_grad_()
+        groups = [{"params": [theta], "lr": options.learning_rate}]
+        optimizer = torch.optim.Adam([*groups, {"params": [logs], "lr": options.scale_learning_rate}])
         history: list[ELBOTerms] = []
         first = 0
-        saved = None if checkpoint is None else checkpoint.read("training", theta.device)
+        saved = checkpoint.read("training", theta.device)
         if saved is not None:
             first, tensors = int(saved[0]["epochs"]), saved[1]
-            with torch.no_grad():
-                theta.copy_(tensors["theta"])
-                logs.copy_(tensors["logs"])
+            theta.data.copy_(tensors["theta"])
+            logs.data.copy_(tensors["logs"])
             history += terms_from_tensor(tensors["history"])
             restore_optimizer(optimizer, tensors, "adam.")
         epochs = range(first, options.scale_epochs + options.epochs)
         for epoch in progress_bar(epochs, enabled=progress, description="VIKING: epochs"):
             source = stage_generator(seed, epoch + 1)
             noise = self.epoch_noise(theta.detach(), source)
-            for batch in self._elbo.batches():
+            for batch in self.elbo.batches():
                 mean = theta if epoch >= options.scale_epochs else theta.detach()
                 history.append(self.step(batch, mean, logs, noise, source))
                 optimizer.step()  # passes over a mean without gradient
-            if checkpoint is not None:
-                tensors = {"theta": theta.detach(), "logs": logs.detach(), "history": terms_to_tensor(history)}
-                checkpoint.write("training", {"epochs": epoch + 1}, tensors | optimizer_tensors(optimizer, "adam."))
+            tensors = {"theta": theta.detach(), "logs": logs.detach(), "history": terms_to_tensor(history)}
+            checkpoint.write("training", {"epochs": epoch + 1}, tensors | optimizer_tensors(optimizer, "adam."))
         return theta.detach(), logs.detach(), history
 
     def epoch_noise(self, theta: Tensor, source: torch.Generator) -> EpochNoise:
         """Noise projected onto the null space of all rows, or by one pass of alternating projections."""
-        options, rank = self._options, None
+        options, rank = self.options, None
         if options.noise == "projected":
-            noise = _normal(options.n_projected, theta, source)
-            center = with_weights(self._network, theta)
-            rows = NullSpaceRows(
-                center, self._elbo.likelihood, self._elbo.data, self._rows, chunk_size=self._chunk_size
-            )
-            projector = self._projector.prepare(rows.whole, rows.by_batch)
+            noise = normal_like(theta.expand(options.n_projected, -1), source)
+            center = MovedNetwork(self.network, theta)
+            rows = NullSpaceRows(center, self.elbo.likelihood, self.elbo.data, self.rows, chunk_size=self.chunk_size)
+            projector = self.projector.prepare(rows.whole, rows.by_batch)
             null_space, rank = projector.project(noise).value, projector.rank
         else:
-            noise = null_space = _normal(options.n_samples, theta, source)
-            for batch in self._elbo.batches():
+            noise = null_space = normal_like(theta.expand(options.n_samples, -1), source)
+            for batch in self.elbo.batches():
                 with torch.no_grad():
                     null_space = self._batch_rows(batch, theta).project(null_space).value
         squares = vector_norm(noise - null_space).double().square()
@@ -159,17 +153,15 @@ class MeanTraining:
 
     def step(self, batch: Batch, theta: Tensor, logs: Tensor, noise: EpochNoise, source: torch.Generator) -> ELBOTerms:
         """The terms of the bound estimated from a batch; sets the gradients of what requires them."""
-        rows = self._batch_rows(batch, theta)
+        rows, elbo = self._batch_rows(batch, theta), self.elbo
         null_space, in_range, rank = self._split(rows, noise, source, theta.requires_grad)
         moves = deviations(logs, null_space, in_range)
-        if self._elbo.expectation == "linearized":
-            tangents = rows.push(moves)
-            outputs = torch.cat([rows.outputs + tangents, rows.outputs - tangents])  # cancels all odd terms
+        if elbo.expectation == "linearized":
+            outputs = mirrored(rows.outputs, rows.push(moves))
         else:
-            network = self._network
-            outputs = torch.stack([network(batch.inputs, network.substitute(theta + move)) for move in moves])
-        nll = self._elbo.expected_nll(outputs, batch.target)
-        objective, terms = self._elbo.objective(nll, batch.size, self._elbo.squared_distance(theta), rank, logs)
+            outputs = of_networks(self.network, batch.inputs, theta, moves)
+        nll, distance = elbo.expected_nll(outputs, batch.target), elbo.squared_distance(theta)
+        objective, terms = elbo.objective(nll, batch.size, distance, rank, logs)
         learnt = [x for x in (theta, logs) if x.requires_grad]
         for tensor, gradient in zip(learnt, torch.autograd.grad(objective, learnt), strict=True):
             tensor.grad = gradient
@@ -179,14 +171,14 @@ class MeanTraining:
         self, rows: BatchRows, noise: EpochNoise, source: torch.Generator, learns_mean: bool
     ) -> tuple[Tensor, Tensor, float]:
         """A step's null-space and range noise ``[m, P]``, differentiable in the mean, and the range's dimension."""
-        options = self._options
+        options = self.options
         if options.noise == "alternating":
-            fresh = _normal(options.n_samples, noise.null_space[0], source)
+            fresh = normal_like(noise.null_space, source)
             before = options.gamma**0.5 * noise.null_space + (1 - options.gamma) ** 0.5 * fresh
             null_space = rows.project(before).value
             noise.null_space = null_space.detach()
             return null_space, before - null_space, float(rows.rank())
-        weights = _normal(options.n_samples, noise.null_space[:, 0], source)
+        weights = normal_like(noise.null_space[:, 0].expand(options.n_samples, -1), source)
         weights = weights / weights.norm(dim=-1, keepdim=True)  # unit combinations of normal vectors are normal
         before, whole = weights @ noise.null_space, weights @ noise.whole
         if not learns_mean:
@@ -198,21 +190,4 @@ class MeanTraining:
         return null_space, whole - null_space, noise.rank
 
     def _batch_rows(self, batch: Batch, theta: Tensor) -> BatchRows:
-        return BatchRows(self._network, self._elbo.likelihood, batch, self._rows, theta)
-
-
-def _normal(count: int, like: Tensor, source: torch.Generator) -> Tensor:
-    """Normal numbers ``[count, n]`` for a vector ``[n]`` of the same type."""
-    return draw_probes("gaussian", count, len(like), generator=source, dtype=like.dtype, device=like.device)
-
-
-def with_weights(network: Network, vector: Tensor) -> Network:
-    """The same network with other weights, on a copy of the module."""
-    other = copy.copy(network)
-    other.model = copy.deepcopy(network.model)
-    other.example_axes, other.layouts = {}, {}
-    parameters = dict(other.model.named_parameters())
-    with torch.no_grad():
-        for name, value in network.substitute(vector.detach()).items():
-            parameters[name].copy_(value)
-    return other
+        return BatchRows(self.network, self.elbo.likelihood, batch, self.rows, theta)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from types import NoneType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,24 +16,26 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.curvature.streaming import same_sum
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, SmoothnessWarning
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SmoothnessWarning
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.geometry import kinks
+from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
 from laplace_plus.network import Network
-from laplace_plus.posteriors.configuration import check_name, check_positive, full_precision
-from laplace_plus.posteriors.projection.noise import (
-    NoiseReport,
-    ProjectedNoise,
-    ProjectedNoisePosterior,
-    check_single,
+from laplace_plus.posteriors.configuration import (
+    check_name,
+    check_positive,
+    common_arguments,
+    full_precision,
+    resolve_option,
 )
-from laplace_plus.posteriors.projection.rows import Rows, check_rows
+from laplace_plus.posteriors.projection.noise import NoiseReport, ProjectedNoise, ProjectedNoisePosterior
+from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.resuming import survey
+from laplace_plus.posteriors.training_data import require_same_data
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, Expectation, terms_from_tensor, terms_to_tensor
 from laplace_plus.posteriors.viking.scales import BoundAtMean, ScaleFit
-from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining, with_weights
+from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.selection import Selection
 
@@ -132,6 +135,8 @@ class VIKING(ProjectedNoisePosterior):
     """
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
+    stored_as = ("kernel", "image")
+    _data_sum: float | None = None
 
     def __init__(
         self,
@@ -155,40 +160,29 @@ class VIKING(ProjectedNoisePosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        self.training = _resolve_mode(mode)
+        if isinstance(mode, dict):
+            mode = {"name": "train", **mode}
+        self.training = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
         self.expectation: Expectation = expectation or ("linearized" if self.training is None else "sampled")
         check_name(self.expectation, ("linearized", "sampled"), "expectation")
         check_name(rank, ("auto", "exact", "stochastic"), "rank")
-        self.default_method = self.expectation
-        self.rank = rank
-        self._take_options(projector, n_samples, chunk_size)
+        self.default_method, self.rank = self.expectation, rank
+        self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
+        self._first_image_std = float(check_positive(image_std, "image_std"))
+        if not isinstance(scale_fit, ScaleFit):
+            scale_fit = ScaleFit(**scale_fit) if isinstance(scale_fit, dict) else ScaleFit(optimizer=scale_fit)
+        self.scale_fit = scale_fit
+        super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common_arguments(locals()))
         if rank == "exact" and not isinstance(self.projector, SVDProjection):
             raise ConfigurationError(
                 "Only a decomposition knows the rank.",
                 expected='projector="svd" with rank="exact"',
                 got=f"projector={self.projector!r}",
             )
-        self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
-        self._first_image_std = float(check_positive(image_std, "image_std"))
-        self.scale_fit = _resolve_scale_fit(scale_fit)
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
-        self.rows = rows or ("logit" if self.likelihood.is_gaussian else "loss")
-        check_rows(self.rows)
-        check_single(self._prior_precision)
         self._first_precision = self._learnt_precision = self._prior_precision
         self._image_std: Tensor | None = None
         self._history: list[ELBOTerms] = []
         self._moved: Network | None = None
-        self._data_sum: float | None = None
 
     @override
     def options(self) -> dict[str, Any]:
@@ -209,9 +203,9 @@ class VIKING(ProjectedNoisePosterior):
         start = self._start(data, generator, _WHY, prior_precision=self._first_precision, prior_mean=self._prior_mean)
         logs = torch.tensor([float(self._first_precision), self._first_image_std], dtype=torch.float64).log()
         history: list[ELBOTerms] = []
-        elbo, center, moved = self._elbo(data, start.n_data), self.network, None
+        elbo, center = self._elbo(data, start.n_data), self.network
         if self.training is not None:
-            found = kinks(self.network, next(self.batches(data, progress=False, description="")).inputs)
+            found = kinks(self.network, next(self.batches(data)).inputs)
             if found:
                 warnings.warn(
                     f"The network's {', '.join(found)} have no second derivative everywhere, which the gradient "
@@ -219,23 +213,17 @@ class VIKING(ProjectedNoisePosterior):
                     SmoothnessWarning,
                     stacklevel=5,
                 )
-            training = MeanTraining(
-                elbo,
-                self.network,
-                rows=self.rows,
-                projector=self.projector,
-                chunk_size=self.chunk_size,
-                options=self.training,
-            )
+            training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
-            center = moved = with_weights(self.network, theta)
-        noise = self._project(center, data, start, keep_range=True, progress=progress)
+            center = MovedNetwork(self.network, theta)
+        noise = self._project(center, data, start, progress=progress)
         logs, converged = self._bound_at(elbo, center, noise, start.n_outputs).maximise(logs, self.scale_fit, history)
         self._take_noise(noise, center.vector(), start)
-        self._moved, self._history, self._data_sum = moved, history, float(start.sums[0])
+        self._moved = None if self.training is None else center
+        self._history, self._data_sum = history, float(start.sums[0])
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
-        self._warn_unless_converged(converged)
+        _warn_unless_converged(noise.report, converged)
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
@@ -248,16 +236,6 @@ class VIKING(ProjectedNoisePosterior):
         exact = float(noise.report.rank.value)
         rank = float(noise.range.double().square().sum(-1).mean()) if self.rank == "stochastic" else exact
         return BoundAtMean(elbo, center, noise, rank, n_outputs)
-
-    def _warn_unless_converged(self, converged: bool) -> None:
-        assert self._noise is not None
-        self._noise.report.warn_unless_converged(6)
-        if not converged:
-            warnings.warn(
-                "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations.",
-                ConvergenceWarning,
-                stacklevel=6,
-            )
 
     @property
     def image_std(self) -> Tensor:
@@ -304,7 +282,7 @@ class VIKING(ProjectedNoisePosterior):
         """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
         logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_fit, self._history)
-        self._warn_unless_converged(converged)
+        _warn_unless_converged(self.report, converged)
         alpha, image = logs.exp()
         return BoundResult(
             method="elbo",
@@ -326,17 +304,10 @@ class VIKING(ProjectedNoisePosterior):
         return torch.stack([self._prior_precision.double().cpu().reshape(()), self.image_std]).log()
 
     def _bound(self, data: Iterable[Any] | None) -> BoundAtMean:
-        assert self._noise is not None
         again = self.training_data.again(data, _WHY)
         n_data, n_outputs, sums = survey(self, again)
-        known = self._data_sum is None or same_sum(self._data_sum, float(sums[0]))
-        if n_data != self.n_data or not known:
-            raise DataError(
-                "These are not the data of the fit.",
-                expected=f"the {self.n_data} examples of fit()",
-                got=f"{n_data} examples" if known else f"{n_data} others",
-            )
-        return self._bound_at(self._elbo(again, n_data), self._center, self._noise, n_outputs)
+        require_same_data("the fit", (self.n_data, self._data_sum), (n_data, float(sums[0])))
+        return self._bound_at(self._elbo(again, n_data), self._center, self.noise, n_outputs)
 
     @property
     def _center(self) -> Network:
@@ -345,9 +316,7 @@ class VIKING(ProjectedNoisePosterior):
 
     def _components(self) -> tuple[Tensor, Tensor]:
         """The noise in the null space and in the range, scaled; ``[k, P]`` each."""
-        self.require_fit()
-        assert self._noise is not None
-        null_space, in_range = self._noise.null_space, self._noise.range
+        null_space, in_range = self.noise.null_space, self.noise.range
         return self.kernel_std.to(null_space) * null_space, self.image_std.to(in_range) * in_range
 
     @override
@@ -359,8 +328,7 @@ class VIKING(ProjectedNoisePosterior):
     @override
     def samples(self) -> Tensor:
         """The k independent draws ``θ̂ + σ_ker P ε + σ_im (I − P) ε`` that the posterior holds, ``[k, P]``."""
-        null_space, in_range = self._components()
-        return self.mean + null_space + in_range
+        return self.mean + sum(self._components())
 
     @override
     def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
@@ -369,39 +337,26 @@ class VIKING(ProjectedNoisePosterior):
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        assert self._noise is not None
-        tensors = {
-            "vector": self.mean,
-            "kernel": self._noise.null_space,
-            "image": self._noise.range,
-            "image_std": self.image_std,
-            "first_precision": self._first_precision,
-            "history": terms_to_tensor(self._history),
-            **self.report.tensors(),
-        }
-        return {"ignored_rows": self.report.ignored_rows, "data_sum": self._data_sum}, tensors
+        header, tensors = super().state()
+        history = terms_to_tensor(self._history)
+        tensors |= {"image_std": self.image_std, "first_precision": self._first_precision, "history": history}
+        return {**header, "data_sum": self._data_sum}, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self._noise = ProjectedNoise(tensors["kernel"], tensors["image"], NoiseReport.read(tensors, header))
-        self._vector, self._image_std = tensors["vector"], tensors["image_std"].cpu()
+        super().restore(header, tensors)
+        self._image_std, self._history = tensors["image_std"].cpu(), terms_from_tensor(tensors["history"])
         self._first_precision, self._learnt_precision = tensors["first_precision"].cpu(), self._prior_precision
-        self._history = terms_from_tensor(tensors["history"])
         self._data_sum = header.get("data_sum")  # not in older files
         if self.training is not None:
-            self._moved = with_weights(self.network, self._vector)
+            self._moved = MovedNetwork(self.network, tensors["vector"])
 
 
-def _resolve_mode(mode: str | ELBOTraining | dict[str, Any]) -> ELBOTraining | None:
-    if isinstance(mode, ELBOTraining):
-        return mode
-    options = dict(mode) if isinstance(mode, dict) else {"name": mode}
-    name = options.pop("name", "train")
-    check_name(name, ("post_hoc", "train"), "mode")
-    return ELBOTraining(**options) if name == "train" else None
-
-
-def _resolve_scale_fit(scale_fit: str | ScaleFit | dict[str, Any]) -> ScaleFit:
-    if isinstance(scale_fit, ScaleFit):
-        return scale_fit
-    return ScaleFit(**scale_fit) if isinstance(scale_fit, dict) else ScaleFit(optimizer=scale_fit)
+def _warn_unless_converged(report: NoiseReport, converged: bool) -> None:
+    report.warn_unless_converged(6)
+    if not converged:
+        warnings.warn(
+            "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations.",
+            ConvergenceWarning,
+            stacklevel=6,
+        )
