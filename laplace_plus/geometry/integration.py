@@ -146,9 +146,10 @@ def integrate(
     goal, n_creases = torch.zeros(2, k, dtype=torch.long, device=device)
     fine = torch.isfinite(slope).all(1) & torch.isfinite(initial)
     statuses, active = torch.where(fine, 0, int(PathStatus.NOT_FINITE)), samples[fine]
-    # A first step that moves a state by 1 %, or by 1 % of the tolerance.
+    # Hairer, Nørsett and Wanner's first step where the second derivative is small; elsewhere it is rejected.
     scale = atol + rtol * y.abs()
-    h = 0.01 * _size(y / scale).clamp(min=1).double() / _size(slope / scale).clamp(min=1e-30)
+    rate = _size(slope / scale).clamp(min=1e-30).double()
+    h = torch.minimum(_size(y / scale).clamp(min=1) / rate, (0.01 / rate) ** 0.2)
     t = torch.zeros_like(h)
     smallest, least = 10 * torch.finfo(y.dtype).eps, torch.finfo(y.dtype).tiny
     tiny = max(_TINY, 10 * smallest) * goals[-1]

@@ -26,12 +26,12 @@ from laplace_plus.errors import (
     ConfigurationError,
     ConvergenceWarning,
     SamplingError,
-    SmoothnessWarning,
     UnsupportedError,
 )
 from laplace_plus.evidence import Tuner, TuningResult, fitted_data
-from laplace_plus.geometry import LossLandscape, PathStatus, kinks
+from laplace_plus.geometry import LossLandscape, PathStatus
 from laplace_plus.geometry.integration import failures
+from laplace_plus.geometry.loss import warn_of_kinks
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import unwrap
@@ -226,7 +226,9 @@ class Riemannian(Posterior):
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         tangent = self.tangent
-        found = () if self._linearized else kinks(self.network, next(self.batches(data)).inputs)
+        if not self._linearized:
+            advice = "Prefer smooth activations such as tanh or GELU, or lp.ExponentialMap(linearized=True)."
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
         n_data, _, sums = survey(self, data)
         data_sum = float(sums[0])
         if self._given:
@@ -240,14 +242,6 @@ class Riemannian(Posterior):
         self._vector, self._drawn, self.data_sum = tangent.mean, None, data_sum
         self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs
         self._seed = draw_seed(generator)
-        if found:
-            warnings.warn(
-                f"The network's {', '.join(found)} keep its loss from being twice differentiable, as the theory "
-                "of this posterior assumes. Samples may be poor; prefer smooth activations such as tanh or GELU, or "
-                "lp.ExponentialMap(linearized=True).",
-                SmoothnessWarning,
-                stacklevel=5,
-            )
 
     @property
     def _linearized(self) -> bool:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SmoothnessWarning
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.geometry import kinks
-from laplace_plus.geometry.loss import MovedNetwork
+from laplace_plus.geometry.loss import MovedNetwork, warn_of_kinks
 from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import (
@@ -205,14 +204,8 @@ class VIKING(ProjectedNoisePosterior):
         history: list[ELBOTerms] = []
         elbo, center = self._elbo(data, start.n_data), self.network
         if self.training is not None:
-            found = kinks(self.network, next(self.batches(data)).inputs)
-            if found:
-                warnings.warn(
-                    f"The network's {', '.join(found)} have no second derivative everywhere, which the gradient "
-                    'through projections assumes. Prefer tanh, GELU or SiLU, or mode="post_hoc".',
-                    SmoothnessWarning,
-                    stacklevel=5,
-                )
+            advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
             training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
             center = MovedNetwork(self.network, theta)
