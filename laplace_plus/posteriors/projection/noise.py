@@ -96,16 +96,14 @@ def project_noise(
     whole, projector = rows.whole, None
     # In checkpoints the components are called kernel and image.
     names = ("kernel", "image") if keep_range else ("kernel",)
-    like = torch.empty(count, whole.shape[1], dtype=whole.dtype, device=whole.device)
-    kept = {name: torch.empty_like(like) for name in names}
+    kept = {name: torch.empty(count, whole.shape[1], dtype=whole.dtype, device=whole.device) for name in names}
     stages: list[dict[str, Tensor]] = []
-    header: dict[str, Any] = {}
     for start in range(0, count, _TOGETHER):
         part = slice(start, start + _TOGETHER)
         known = checkpoint.read(f"noise-{start}", whole.device)
         if known is None:
             projector = projector or method.prepare(whole, rows.by_batch)
-            noise = normal_like(like[part], stage_generator(seed, start))
+            noise = normal_like(kept["kernel"][part], stage_generator(seed, start))
             split = projector.project(noise, progress=progress)
             in_range = noise.sub_(split.value)
             tensors = {name: getattr(split, name) for name in ("residual", "iterations", "converged")}
@@ -113,15 +111,15 @@ def project_noise(
             tensors |= zip(names, (split.value, in_range), strict=False)
             known = {"rank": projector.rank}, tensors
             checkpoint.write(f"noise-{start}", *known)
-        header, tensors = known[0], dict(known[1])
+        rank, tensors = known[0]["rank"], dict(known[1])
         for name, vectors in kept.items():
             vectors[part] = tensors.pop(name)
         stages.append(tensors)
     found = {name: torch.cat([stage[name] for stage in stages]) for name in stages[0]}
     converged = found["converged"].bool()
-    rank = range_dimension(kept["kernel"], found["squares"], header["rank"], converged=bool(converged.all()))
-    report = NoiseReport(found["residual"], found["iterations"], converged, rank, rows.n_ignored)
-    return ProjectedNoise(kept["kernel"], kept.get("image", like[:0]), report)
+    dimension = range_dimension(kept["kernel"], found["squares"], rank, converged=bool(converged.all()))
+    report = NoiseReport(found["residual"], found["iterations"], converged, dimension, rows.n_ignored)
+    return ProjectedNoise(kept["kernel"], kept.get("image", kept["kernel"][:0]), report)
 
 
 def normal_like(vectors: Tensor, source: torch.Generator) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laplace_plus._memory import budget
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_name
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
@@ -43,12 +43,12 @@ class ScaleFit:
 
     def __post_init__(self) -> None:
         check_name(self.optimizer, ("lbfgs", "adam"), "optimizer")
-        if min(self.max_iterations, self.epochs) < 1 or not self.learning_rate > 0:
-            raise ConfigurationError(
-                "A number of the scale fit is out of range.",
-                expected="max_iterations >= 1, epochs >= 1 and learning_rate > 0",
-                got=f"{self.max_iterations}, {self.epochs} and {self.learning_rate}",
-            )
+        check_counts(max_iterations=self.max_iterations, epochs=self.epochs)
+        check_positive(learning_rate=self.learning_rate)
+
+
+Entry = tuple[Tensor, Any, Tensor | None]
+"""A batch's targets ``[B, ...]``, and its inputs; or, in their place, its outputs and the noise's tangents."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class BoundAtMean:
         return self.elbo.objective(nll, size, self._distance, self.rank, logs)
 
     def _entries(self) -> Iterator[Entry]:
-        """Each batch's targets and inputs, or in place of these outputs and the noise's tangents, kept if they fit."""
+        """The batches, of which outputs and tangents are kept if they fit."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -147,6 +147,3 @@ class BoundAtMean:
         else:
             outputs = mirrored(inputs, deviations(logs, *tangents.chunk(2)))
         return self.elbo.expected_nll(outputs, target).to(logs.device)
-
-
-Entry = tuple[Tensor, Any, Tensor | None]

@@ -25,6 +25,7 @@ from torch import Tensor
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
@@ -75,11 +76,12 @@ class ELBOTraining:
     n_samples: int = 1
 
     def __post_init__(self) -> None:
-        good = min(self.epochs, self.n_samples, self.n_projected) >= 1 and self.scale_epochs >= 0
-        if not good or min(self.learning_rate, self.scale_learning_rate) <= 0 or not 0 <= self.gamma <= 1:
+        check_counts(epochs=self.epochs, n_samples=self.n_samples, n_projected=self.n_projected)
+        check_positive(learning_rate=self.learning_rate, scale_learning_rate=self.scale_learning_rate)
+        if self.scale_epochs < 0 or not 0 <= self.gamma <= 1:
             raise ConfigurationError(
                 "A number of the training is out of range.",
-                expected="epochs, n_samples, n_projected >= 1; scale_epochs >= 0; learning rates > 0; 0 <= gamma <= 1",
+                expected="scale_epochs >= 0 and 0 <= gamma <= 1",
                 got=str(self),
             )
         check_name(self.noise, ("projected", "alternating"), "noise")
