@@ -10,22 +10,9 @@ from torch import Tensor
 
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
+from laplace_plus.linalg.linear_maps import Matvec
 from laplace_plus.linalg.results import Solution, Status
-from laplace_plus.linalg.solving import (
-    Limits,
-    Progress,
-    RightHandSides,
-    asymmetry,
-    converted,
-    dot,
-    parameter_gradients,
-    ratio,
-    require_symmetric,
-    warn_unless_converged,
-    where_active,
-    where_used,
-)
+from laplace_plus.linalg.solving import Progress, RightHandSides, SymmetricSystem, dot, ratio, where_active
 
 
 @dataclass(frozen=True)
@@ -104,76 +91,41 @@ def cg(
         >>> cg(lambda v: v @ A.T, torch.tensor([3.0, 4.0])).value.round(decimals=4)
         tensor([1., 1.])
     """
-    b, x0 = converted(dtype, b), converted(dtype, x0)
-    sides = RightHandSides("b", b)
-    A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
-    limits = Limits.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
-    coefficients: list[tuple[Tensor, Tensor]] | None = [] if return_tridiagonal else None
-    with torch.no_grad():
-        x, residual, state = _iterate(A, preconditioner, sides, sides.start(x0, sides.length), limits, coefficients)
-
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        assert cotangents[0] is not None
-        cotangent = cotangents[0].contiguous()
-        backward = RightHandSides("x̄", cotangent)
-        rows, residual, state = _iterate(A, preconditioner, backward, None, limits, None)
-        warn_unless_converged("cg", state.statuses, backward.restore_norms(residual))
-        (solution,), w = where_used(cotangent, outputs[0]), backward.restore(rows)
-        return w, *(-g for g in parameter_gradients(A, (solution, w)))
-
-    matvecs = A.matvecs
-    (value,) = attach([sides.restore(x)], [b, *A.tensors], pullback)
-    shape = sides.shape
-    return CGSolution(
-        value,
-        sides.restore_norms(residual),
-        state.iterations.reshape(shape),
-        state.statuses.reshape(shape),
-        matvecs,
-        None if coefficients is None else _tridiagonal(coefficients, state.iterations, shape),
+    system = SymmetricSystem(
+        "cg", matvec, b, preconditioner, x0, rtol, atol, max_iterations, parameters, dtype, check_symmetry, progress
     )
+    solution, state = system.solve(_iterate)
+    T = _tridiagonal(state, solution.residual.shape) if return_tridiagonal else None
+    return CGSolution(**vars(solution), tridiagonal=T)
 
 
 def _iterate(
-    A: LinearMap,
-    preconditioner: Callable[[Tensor], Tensor] | None,
-    sides: RightHandSides,
-    x: Tensor | None,
-    limits: Limits,
-    coefficients: list[tuple[Tensor, Tensor]] | None,
-) -> tuple[Tensor, Tensor, Progress]:
-    """Solutions ``[R, n]``, true residuals ``[R]`` and how each row ended."""
-    precondition = sides.preconditioner(preconditioner)
+    system: SymmetricSystem, sides: RightHandSides, _: Tensor | None, x: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Progress]:
+    """Solutions ``[R, n]``, true residuals and their bounds ``[R]``, and how each row ended."""
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
     size = vector_norm(b)
-    target = limits.target(size, sides)
+    bound = system.bound(size, sides)
     if x is None:
         x, r = torch.zeros_like(b), b.clone()
     else:
         x = torch.where((size == 0)[:, None], 0.0, x)
-        r = b - A(x)
+        r = b - system.A(x)
     state = Progress(size.shape, b.device)
     residual = vector_norm(r)
     state.finish(~residual.isfinite(), Status.NOT_FINITE)
-    state.finish(residual <= target, Status.CONVERGED)
+    state.finish(residual <= bound, Status.CONVERGED)
 
-    z = precondition(r)
+    z = system.precondition(r)
     energy = dot(r, z)
     state.finish(~energy.isfinite(), Status.NOT_FINITE)
     state.finish(energy <= 0, Status.BREAKDOWN)
     p, beta = torch.zeros_like(b), torch.zeros_like(energy)
     # pᵀ P p has its own recurrence, which gives the Rayleigh quotients of P⁻¹A without another product.
     length, largest = energy, torch.zeros_like(energy)
-    asymmetric = torch.zeros_like(state.active)
-    first = None
-    for k in state.loop(limits.cap, "cg", progress=limits.progress):
+    for _, product in system.loop(state):
         p = where_active(p.mul_(beta[:, None]).add_(z), state.active)
-        image = A(p)
-        if limits.check_symmetry and k == 1:
-            first = (p.clone(), image.clone())  # an operator may return its input
-        elif first is not None:
-            asymmetric, first = state.active & asymmetry(first, (p, image), sides.dtype), None
-            state.stop(asymmetric)
+        image = product(p)
         curvature = dot(p, image)
         state.finish(~curvature.isfinite(), Status.NOT_FINITE)
         state.finish(curvature <= 0, Status.BREAKDOWN)
@@ -185,33 +137,25 @@ def _iterate(
         state.iterations += state.active
         residual = vector_norm(r)
         state.finish(~residual.isfinite(), Status.NOT_FINITE)
-        state.finish(residual <= target, Status.CONVERGED)
-        z = precondition(r)
+        state.finish(residual <= bound, Status.CONVERGED)
+        z = system.precondition(r)
         following = residual * residual if z is r else dot(r, z)
         state.finish(~following.isfinite(), Status.NOT_FINITE)
         state.finish(following <= 0, Status.BREAKDOWN)
         beta = torch.where(state.active, ratio(following, energy), 0.0)
         energy, length = following, following + beta * beta * length
-        if coefficients is not None:
-            coefficients.append((alpha, beta))
-    require_symmetric("cg", asymmetric)
-
-    broken = state.statuses == int(Status.NOT_FINITE)
-    x = torch.where(broken[:, None], 0.0, x)
-    measured = vector_norm(b - A(x))
-    state.revise(measured > 2 * target, Status.STAGNATED)
-    return torch.where(broken[:, None], torch.nan, x), torch.where(broken, torch.nan, measured), state
+        state.coefficients.append((alpha, beta))
+    x = torch.where(state.broken[:, None], 0.0, x)
+    return x, vector_norm(b - system.A(x)), bound, state
 
 
-def _tridiagonal(
-    coefficients: list[tuple[Tensor, Tensor]], iterations: Tensor, shape: torch.Size
-) -> tuple[Tensor, Tensor]:
+def _tridiagonal(state: Progress, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """``T_kk = 1/α_k + β_(k-1)/α_(k-1)`` and ``T_(k,k+1) = √β_k/α_k``."""
-    depth = int(iterations.max()) if iterations.numel() else 0
+    depth = int(state.iterations.max()) if state.iterations.numel() else 0
     if not depth:
-        empty = iterations.new_zeros(*shape, 0, dtype=torch.get_default_dtype())
+        empty = state.iterations.new_zeros(*shape, 0, dtype=torch.get_default_dtype())
         return empty, empty
-    alpha, beta = (torch.stack(terms[:depth], -1) for terms in zip(*coefficients, strict=True))
+    alpha, beta = (torch.stack(terms[:depth], -1) for terms in zip(*state.coefficients, strict=True))
     diagonal = torch.where(alpha == 0, 1.0, ratio(torch.ones_like(alpha), alpha))
     diagonal[:, 1:] += ratio(beta, alpha)[:, :-1]
     off_diagonal = ratio(beta.sqrt(), alpha)[:, :-1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, OperatorError
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import without_autocast
 from laplace_plus.linalg.callables import checked_product
@@ -24,6 +24,7 @@ from laplace_plus.linalg.solving import (
     iteration_cap,
     parameter_gradients,
     ratio,
+    require_adjoint,
     root,
     tolerance,
     warn_unless_converged,
@@ -49,7 +50,7 @@ class LeastSquaresSolution(Solution):
 
 @dataclass(frozen=True)
 class LeastSquaresOptions:
-    """Checked tolerances and caps of a solve, in LSMR's terms."""
+    """Tolerances and caps of a solve, in LSMR's terms."""
 
     atol: float
     btol: float
@@ -57,22 +58,9 @@ class LeastSquaresOptions:
     cap: int
     progress: bool
 
-    @classmethod
-    def of(
-        cls,
-        atol: float | None,
-        btol: float | None,
-        conlim: float,
-        max_iterations: int | None,
-        size: int,
-        dtype: torch.dtype,
-        progress: bool,
-    ) -> LeastSquaresOptions:
-        """Check and fill in defaults; ``size`` is the smaller dimension of A."""
-        if not conlim >= 0:
-            raise ConfigurationError("conlim is out of range.", expected="a number ≥ 0", got=str(conlim))
-        atol, btol = tolerance("atol", atol, dtype), tolerance("btol", btol, dtype)
-        return cls(atol, btol, conlim, iteration_cap(max_iterations, size), progress)
+    def __post_init__(self) -> None:
+        if not self.conlim >= 0:
+            raise ConfigurationError("conlim is out of range.", expected="a number ≥ 0", got=str(self.conlim))
 
 
 @without_autocast
@@ -147,51 +135,27 @@ def lsmr(
     """
     b, x0 = converted(dtype, b), converted(dtype, x0)
     sides = RightHandSides("b", b)
-    n, spent = _columns(matvec, rmatvec, sides, b, x0) if n is None else (n, 0)
+    n, spent = _columns(matvec, rmatvec, b, x0) if n is None else (n, 0)
     A = sides.map(matvec, n, m=sides.length, rmatvec=rmatvec, parameters=parameters)
-    options = LeastSquaresOptions.of(atol, btol, conlim, max_iterations, min(sides.length, n), b.dtype, progress)
+    tolerances = tolerance("atol", atol, b.dtype), tolerance("btol", btol, b.dtype)
+    options = LeastSquaresOptions(*tolerances, conlim, iteration_cap(max_iterations, min(sides.length, n)), progress)
     if isinstance(damp, Tensor) and (damp.ndim or not damp.is_floating_point()):
         message = "damp must be a number."
         raise ConfigurationError(message, expected="a float or a 0-d floating-point tensor", got=str(damp.shape))
     damping = torch.as_tensor(damp, dtype=sides.rows.dtype, device=sides.rows.device).detach()
     with torch.no_grad():
-        x, outcome = solve_least_squares(A, sides, damping, sides.start(x0, n), options)
+        _, solution = solve_least_squares(A, sides, damping, sides.start(x0, n), options)
     damps, guesses = [damp] if isinstance(damp, Tensor) else [], [] if x0 is None else [x0]
-    inputs = [b, *A.tensors, *damps, *guesses]
+    norm = solution.operator_norm
 
     def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         assert cotangents[0] is not None
         given = (outputs[0], b.detach(), None if x0 is None else x0.detach())
-        p, gradients, damp_, q = _gradients(A, given, damping, options, outcome.operator_norm, cotangents[0])
+        p, gradients, damp_, q = _gradients(A, given, damping, options, norm, cotangents[0].contiguous())
         return p, *gradients, *(damp_.to(x) for x in damps), *(q for _ in guesses)
 
-    matvecs = A.matvecs + spent
-    (value,) = attach([sides.restore(x)], inputs, pullback)
-    return outcome.solution(value, sides, matvecs)
-
-
-@dataclass
-class Outcome:
-    """How the rows of a least-squares solve ended; every tensor is ``[R]``."""
-
-    residual: Tensor
-    misfit: Tensor
-    operator_norm: Tensor
-    condition_number: Tensor
-    state: Progress
-
-    def solution(self, value: Tensor, sides: RightHandSides, matvecs: int) -> LeastSquaresSolution:
-        """The caller's result, in the shape and scale of the right-hand sides."""
-        return LeastSquaresSolution(
-            value,
-            sides.restore_norms(self.residual),
-            self.state.iterations.reshape(sides.shape),
-            self.state.statuses.reshape(sides.shape),
-            matvecs,
-            sides.restore_norms(self.misfit),
-            self.operator_norm.reshape(sides.shape),
-            self.condition_number.reshape(sides.shape),
-        )
+    (value,) = attach([solution.value], [b, *A.tensors, *damps, *guesses], pullback)
+    return replace(solution, value=value, matvecs=solution.matvecs + spent)
 
 
 def solve_least_squares(
@@ -202,7 +166,7 @@ def solve_least_squares(
     options: LeastSquaresOptions,
     *,
     transposed: bool = False,
-) -> tuple[Tensor, Outcome]:
+) -> tuple[Tensor, LeastSquaresSolution]:
     """LSMR on rows.
 
     Args:
@@ -214,7 +178,10 @@ def solve_least_squares(
         transposed: Whether to solve with Aᵀ in place of A.
 
     Returns:
-        Solutions ``[R, n]``, and how the rows ended.
+        Solutions as rows ``[R, n]``, and the same in the shape and scale of the right-hand sides.
+
+    Raises:
+        OperatorError: A and Aᵀ are not each other's transposes.
     """
     forward, adjoint = (A.transposed, A) if transposed else (A, A.transposed)
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
@@ -235,20 +202,17 @@ def solve_least_squares(
     betadd, betad, rhodold, tautildeold, thetatilde, damped = beta, zero, one, zero, zero, zero
     frobenius, largest, smallest = alpha * alpha, zero, zero + math.inf
     state = Progress(beta.shape, b.device)
-    outcome = Outcome(alpha * beta, beta, alpha, one, state)
-    state.finish(~(outcome.residual + damp).isfinite(), Status.NOT_FINITE)
-    state.finish(outcome.residual == 0, Status.CONVERGED)
-    limit = 1 / options.conlim if options.conlim > 0 else 0.0
-    mismatched = torch.zeros_like(state.active)
+    figures = [alpha * beta, beta, alpha, one]  # residual, misfit, operator norm, condition number
+    state.finish(~(figures[0] + damp).isfinite(), Status.NOT_FINITE)
+    state.finish(figures[0] == 0, Status.CONVERGED)
 
     for k in state.loop(options.cap, "lsmr", progress=options.progress):
         u, v = where_active(u, state.active), where_active(v, state.active)
         image = forward(v)
         if k == 1:
             # α₁ = ‖Aᵀu₁‖ equals ⟨u₁, A v₁⟩ if the two maps are transposes of each other.
-            allowed = math.sqrt(torch.finfo(sides.dtype).eps) * (alpha + vector_norm(image))
-            mismatched = state.active & ((dot(u, image) - alpha).abs() > allowed)
-            state.stop(mismatched)
+            own = torch.where(state.active, alpha, 0.0)
+            require_adjoint("lsmr", dot(u, image), own, own + vector_norm(image), sides.dtype, symmetric=False)
         u.mul_(-alpha[:, None]).add_(image)
         beta = vector_norm(u)
         u.mul_(ratio(one, beta)[:, None])
@@ -290,26 +254,21 @@ def solve_least_squares(
         condition_number = torch.where(tiniest > 0, torch.maximum(largest, rhotemp) / tiniest, math.inf)
         residual, length = zetabar.abs(), vector_norm(x)
 
-        outcome.residual = torch.where(state.active, residual, outcome.residual)
-        outcome.misfit = torch.where(state.active, misfit, outcome.misfit)
-        outcome.operator_norm = torch.where(state.active, operator_norm, outcome.operator_norm)
-        outcome.condition_number = torch.where(state.active, condition_number, outcome.condition_number)
+        now = (residual, misfit, operator_norm, condition_number)
+        figures = [torch.where(state.active, new, old) for new, old in zip(now, figures, strict=True)]
         state.finish(~(residual + misfit + operator_norm + length).isfinite(), Status.NOT_FINITE)
         state.finish(misfit <= options.btol * size + options.atol * operator_norm * length, Status.CONVERGED)
         state.finish(residual <= options.atol * operator_norm * misfit, Status.CONVERGED)
-        state.finish(condition_number * limit >= 1, Status.ILL_CONDITIONED)
+        state.finish(condition_number >= (options.conlim or math.inf), Status.ILL_CONDITIONED)
         state.finish(misfit <= eps / 2 * (size + operator_norm * length), Status.STAGNATED)
         state.finish(residual <= eps / 2 * operator_norm * misfit, Status.STAGNATED)
         state.finish(condition_number * (eps / 2) >= 1, Status.ILL_CONDITIONED)
-    if bool(mismatched.any()):
-        raise OperatorError(
-            "lsmr needs an operator and its transpose.",
-            expected="⟨u, A v⟩ = ⟨rmatvec(u), v⟩",
-            got="different values for the first pair of vectors",
-            fix="Check rmatvec, or leave it out (None) to let torch differentiate through matvec.",
-        )
-    broken = state.statuses == int(Status.NOT_FINITE)
-    return torch.where(broken[:, None], torch.nan, x), outcome
+    x = torch.where(state.broken[:, None], torch.nan, x)
+    norms = [sides.restore_norms(figure) for figure in figures[:2]]
+    iterations, statuses, *estimates = (
+        figure.reshape(sides.shape) for figure in (state.iterations, state.statuses, *figures[2:])
+    )
+    return x, LeastSquaresSolution(sides.restore(x), norms[0], iterations, statuses, A.matvecs, norms[1], *estimates)
 
 
 def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,25 +277,27 @@ def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ratio(a, radius), ratio(b, radius), radius
 
 
-def _columns(
-    matvec: Matvec, rmatvec: Matvec | None, sides: RightHandSides, b: Tensor, x0: Tensor | None
-) -> tuple[int, int]:
+def _columns(matvec: Matvec, rmatvec: Matvec | None, b: Tensor, x0: Tensor | None) -> tuple[int, int]:
     """The number of columns of an operator, and the number of products that it took to find it."""
-    require_callable(matvec, rmatvec)
-    if x0 is not None:
-        return x0.shape[-1], 0
-    for operator, side in ((matvec, 1), (rmatvec, 0)):
-        if isinstance(operator, Operator):
-            return operator.shape[side], 0
-    if rmatvec is None:
-        raise ConfigurationError(
-            "The number of columns is not known.",
-            expected="n=, x0=, rmatvec or an operator with a shape",
-            got="a callable alone",
-            fix="Pass n=, the length of the vectors that matvec takes.",
-        )
+    if x0 is not None or isinstance(matvec, Operator):
+        return matvec.shape[1] if x0 is None else x0.shape[-1], 0
+    if rmatvec is not None:
+        return result_length(rmatvec, b, "rmatvec")
+    raise ConfigurationError(
+        "The number of columns is not known.",
+        expected="n=, x0=, rmatvec or an operator with a shape",
+        got="a callable alone",
+        fix="Pass n=, the length of the vectors that matvec takes.",
+    )
+
+
+def result_length(matvec: Matvec, vectors: Tensor, name: str = "operator") -> tuple[int, int]:
+    """The length of the products with some vectors, and the number of products that it took to find it."""
+    if isinstance(matvec, Operator):
+        return matvec.shape[0], 0
+    require_callable(matvec)
     with torch.no_grad():
-        return checked_product(rmatvec, b.detach(), None, "rmatvec").shape[-1], sides.shape.numel()
+        return checked_product(matvec, vectors.detach(), None, name).shape[-1], vectors.shape[:-1].numel()
 
 
 def _gradients(
@@ -348,16 +309,11 @@ def _gradients(
     cotangent: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor]:
     """b̄, the gradients in the operator's tensors, λ̄ and x̄0, from x, b and x0; see :func:`lsmr`."""
-    cotangent = cotangent.contiguous()
 
     def solve(vectors: Tensor, damp: Tensor, *, transposed: bool) -> Tensor:
-        sides = RightHandSides("x̄", vectors)
-        z, outcome = solve_least_squares(A, sides, damp, None, options, transposed=transposed)
-        warn_unless_converged("lsmr", outcome.state.statuses, sides.restore_norms(outcome.residual))
-        return sides.restore(z)
-
-    def without_noise(vectors: Tensor, noise: Tensor) -> Tensor:
-        return torch.where(length(vectors) <= noise, 0.0, vectors)
+        _, found = solve_least_squares(A, RightHandSides("x̄", vectors), damp, None, options, transposed=transposed)
+        warn_unless_converged("lsmr", found.statuses, found.residual)
+        return found.value
 
     def length(vectors: Tensor) -> Tensor:
         return vector_norm(vectors)[..., None]
@@ -381,11 +337,15 @@ def _gradients(
         pairs = [(w, r), (x, -p)]
         # w and y lie in the ranges of Aᵀ and A. The components of q and r outside of these are separated, unless they
         # are only errors of the solves, which must not be divided by λ².
-        outside = without_noise(q - squared * w, noise * (length(cotangent) + scale * length(p)))
+        outside = _without_noise(q - squared * w, noise * (length(cotangent) + scale * length(p)))
         if bool((outside != 0).any()):
             y = solve(d, undamped, transposed=True)
             pairs.append((outside, y))
             if squared > 0:
-                left = without_noise(r - squared * y, noise * (length(b) + scale * length(x)))
+                left = _without_noise(r - squared * y, noise * (length(b) + scale * length(x)))
                 pairs.append((outside / squared, left))
     return p, parameter_gradients(A, *pairs), -2 * damp * (w * d).sum(), q
+
+
+def _without_noise(vectors: Tensor, noise: Tensor) -> Tensor:
+    return torch.where(vector_norm(vectors)[..., None] <= noise, 0.0, vectors)

@@ -11,23 +11,9 @@ from torch import Tensor
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
+from laplace_plus.linalg.linear_maps import Matvec
 from laplace_plus.linalg.results import Solution, Status
-from laplace_plus.linalg.solving import (
-    Limits,
-    Progress,
-    RightHandSides,
-    asymmetry,
-    converted,
-    dot,
-    parameter_gradients,
-    ratio,
-    require_symmetric,
-    root,
-    warn_unless_converged,
-    where_active,
-    where_used,
-)
+from laplace_plus.linalg.solving import Progress, RightHandSides, SymmetricSystem, dot, ratio, root, where_active
 
 
 @without_autocast
@@ -92,43 +78,12 @@ def minres(
         >>> minres(lambda v: v @ A.T, torch.tensor([2.0, 3.0])).value.round(decimals=4)
         tensor([3., 2.])
     """
-    b, x0 = converted(dtype, b), converted(dtype, x0)
-    sides = RightHandSides("b", b)
-    A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
-    precondition = sides.preconditioner(preconditioner)
-    limits = Limits.of(sides, rtol, atol, max_iterations, check_symmetry, progress)
     if shifts is not None:
         _check_shifts(shifts, preconditioner is not None or x0 is not None)
-    moved = sides.rows.new_zeros(1) if shifts is None else shifts.detach().to(sides.rows)
-
-    with torch.no_grad():
-        start = sides.start(x0, sides.length)
-        x, residual, state = _iterate(A, precondition, sides, moved[:, None], start, limits)
-
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        assert cotangents[0] is not None
-        cotangent = cotangents[0].contiguous()
-        backward = RightHandSides("x̄", cotangent)
-        each = moved[:, None].expand(len(moved), len(sides.rows)).reshape(1, -1)
-        rows, residual, state = _iterate(A, precondition, backward, each, None, limits)
-        warn_unless_converged("minres", state.statuses, backward.restore_norms(residual))
-        w = backward.restore(rows[0])
-        (solution,) = where_used(cotangent, outputs[0])
-        gradients = [-g for g in parameter_gradients(A, (solution, w))]
-        if shifts is None:
-            return w, *gradients
-        return w.sum(0), *gradients, -(w * solution).flatten(1).sum(1).to(shifts)
-
-    matvecs, inputs = A.matvecs, [b, *A.tensors, *([] if shifts is None else [shifts])]
-    shape = sides.shape if shifts is None else (len(moved), *sides.shape)
-    (value,) = attach([sides.restore(x).reshape(*shape, sides.length)], inputs, pullback)
-    return Solution(
-        value,
-        sides.restore_norms(residual).reshape(shape),
-        state.iterations.reshape(shape),
-        state.statuses.reshape(shape),
-        matvecs,
+    system = SymmetricSystem(
+        "minres", matvec, b, preconditioner, x0, rtol, atol, max_iterations, parameters, dtype, check_symmetry, progress
     )
+    return system.solve(_iterate, shifts)[0]
 
 
 def _check_shifts(shifts: Tensor, restricted: bool) -> None:
@@ -148,53 +103,41 @@ def _check_shifts(shifts: Tensor, restricted: bool) -> None:
 
 
 def _iterate(
-    A: LinearMap,
-    precondition: Callable[[Tensor], Tensor],
-    sides: RightHandSides,
-    sigma: Tensor,
-    guess: Tensor | None,
-    limits: Limits,
-) -> tuple[Tensor, Tensor, Progress]:
-    """Solutions ``[S, R, n]``, true residuals ``[S, R]`` and how each ended, for shifts ``[S, 1]`` or ``[S, R]``."""
+    system: SymmetricSystem, sides: RightHandSides, shifts: Tensor | None, guess: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Progress]:
+    """Solutions ``[S, R, n]``, true residuals, their bounds and how each ended, ``[S, R]``; S = 1 without shifts."""
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
+    sigma = b.new_zeros(1, 1) if shifts is None else shifts
     if guess is not None:
         guess.masked_fill_((vector_norm(b) == 0)[:, None], 0.0)
-    r = b.clone() if guess is None else b - A(guess)
+    r = b.clone() if guess is None else b - system.A(guess)
     before = torch.zeros_like(r)
-    z = precondition(r)
+    z = system.precondition(r)
     energy = dot(r, z)
     beta = root(energy)
     # With a preconditioner both sides of the stopping rule are measured in its norm.
     reference = beta
     if guess is not None:
-        reference = root(dot(b, precondition(b)))
-    target = limits.target(reference, sides)
+        reference = root(dot(b, system.precondition(b)))
+    bound = system.bound(reference, sides)
 
     zero = torch.zeros_like(beta + sigma)  # [S, R]
     state = Progress(zero.shape, b.device)
     state.finish(~(energy + sigma).isfinite(), Status.NOT_FINITE)
     state.finish((energy <= 0) & (dot(r, r) > 0), Status.BREAKDOWN)
-    state.finish(beta <= target, Status.CONVERGED)
+    state.finish(beta <= bound, Status.CONVERGED)
 
     x, w, w_before = (b.new_zeros(*zero.shape, sides.length) for _ in range(3))
     phibar, cosine, sine, dbar, epsilon = beta + zero, zero - 1, zero, zero, zero
     scale, largest, smallest = zero, zero, zero + math.inf
     beta_before = torch.zeros_like(beta)
-    asymmetric = torch.zeros_like(state.active)
-    first = None
-    for k in state.loop(limits.cap, "minres", progress=limits.progress):
-        working = state.active.any(0)
-        v = where_active(z * ratio(torch.ones_like(beta), beta)[:, None], working)
-        image = A(v)
-        if limits.check_symmetry and k == 1:
-            first = (v, image)
-        elif first is not None:
-            asymmetric, first = working & asymmetry(first, (v, image), sides.dtype), None
-            state.stop(asymmetric)
+    for k, product in system.loop(state):
+        v = where_active(z * ratio(torch.ones_like(beta), beta)[:, None], state.active.any(0))
+        image = product(v)
         before.mul_(-ratio(beta, beta_before)[:, None]).add_(image)
         alpha = dot(v, before)
         before, r = r, before.addcmul_(-ratio(alpha, beta)[:, None], r)
-        z = precondition(r)
+        z = system.precondition(r)
         energy = dot(r, z)
         state.finish(~(alpha + energy).isfinite(), Status.NOT_FINITE)
         state.finish(energy < 0, Status.BREAKDOWN)
@@ -219,14 +162,10 @@ def _iterate(
         w_before, w = w, direction.mul_(ratio(zero + 1, gamma)[..., None])
         x.addcmul_(torch.where(state.active, phi, 0.0)[..., None], w)
         state.iterations += state.active
-        state.finish(phibar <= target, Status.CONVERGED)
-    require_symmetric("minres", asymmetric)
-
-    broken = state.statuses == int(Status.NOT_FINITE)
-    x = torch.where(broken[..., None], 0.0, x if guess is None else x + guess)
-    r = b - A(x.flatten(0, 1)).view_as(x) - sigma[..., None] * x
+        state.finish(phibar <= bound, Status.CONVERGED)
+    x = torch.where(state.broken[..., None], 0.0, x if guess is None else x + guess)
+    r = b - system.A(x.flatten(0, 1)).view_as(x) - sigma[..., None] * x
     measured = vector_norm(r)
-    if isinstance(precondition, LinearMap):  # which excludes shifts
-        measured = dot(r[0], precondition(r[0])).abs().sqrt()[None]
-    state.revise(measured > 2 * target, Status.STAGNATED)
-    return torch.where(broken[..., None], torch.nan, x), torch.where(broken, torch.nan, measured), state
+    if system.preconditioner is not None:  # which excludes shifts
+        measured = dot(r[0], system.precondition(r[0])).abs().sqrt()[None]
+    return x, measured, bound, state

@@ -17,8 +17,9 @@ where singular values span many orders of magnitude.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,15 +29,13 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.linalg.arguments import require_count, without_autocast
-from laplace_plus.linalg.callables import checked_product
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
+from laplace_plus.linalg.linear_maps import Matvec, attach
 from laplace_plus.linalg.lsmr import (
     LeastSquaresOptions,
     LeastSquaresSolution,
-    Outcome,
     lsmr,
+    result_length,
     solve_least_squares,
 )
 from laplace_plus.linalg.operators import Operator
@@ -44,7 +43,9 @@ from laplace_plus.linalg.results import Status
 from laplace_plus.linalg.solving import (
     RightHandSides,
     converted,
+    iteration_cap,
     parameter_gradients,
+    tolerance,
     warn_unless_converged,
     where_used,
 )
@@ -106,39 +107,31 @@ def project_null_space(
     """
     v = converted(dtype, v)
     sides = RightHandSides("v", v)
-    require_callable(matvec)
-    spent = 0
-    if isinstance(matvec, Operator):
-        m = matvec.shape[0] if m is None else m
-    elif m is None:
-        with torch.no_grad():
-            m, spent = checked_product(matvec, v.detach(), None).shape[-1], sides.shape.numel()
-    assert m is not None
+    m, spent = result_length(matvec, v) if m is None else (m, 0)
     A = sides.map(matvec, sides.length, m=m, rmatvec=rmatvec, parameters=parameters)
     default = 1e-12 if v.dtype == torch.float64 else None
     atol, btol = (default if x is None else x for x in (atol, btol))
-    options = LeastSquaresOptions.of(atol, btol, conlim, max_iterations, min(m, sides.length), v.dtype, progress)
-    with torch.no_grad():
-        projected, z, outcome = _project(A, sides, options)
+    tolerances = tolerance("atol", atol, v.dtype), tolerance("btol", btol, v.dtype)
+    options = LeastSquaresOptions(*tolerances, conlim, iteration_cap(max_iterations, min(m, sides.length)), progress)
 
-    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def project(sides: RightHandSides) -> tuple[LeastSquaresSolution, Tensor]:
+        """Z and P v."""
+        with torch.no_grad():
+            z, found = solve_least_squares(A, sides, sides.rows.new_zeros(()), None, options, transposed=True)
+            return found, sides.restore(sides.rows - A.transposed(z))
+
+    def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> list[Tensor]:
         assert cotangents[0] is not None
         cotangent = cotangents[0].contiguous()
-        backward = RightHandSides("ū", cotangent)
-        projected_, z_, ending = _project(A, backward, options)
-        warn_unless_converged("project_null_space", ending.state.statuses, backward.restore_norms(ending.residual))
+        found, projected = project(RightHandSides("ū", cotangent))
+        warn_unless_converged("project_null_space", found.statuses, found.residual)
         kept, z_kept = where_used(cotangent, outputs[0], z)
-        return projected_, *parameter_gradients(A, (kept, -z_), (projected_, -z_kept))
+        return [projected, *parameter_gradients(A, (kept, -found.value), (projected, -z_kept))]
 
-    matvecs = A.matvecs + spent
+    found, projected = project(sides)
+    z, matvecs = found.value, A.matvecs + spent
     (value,) = attach([projected], [v, *A.tensors], pullback)
-    return outcome.solution(value, sides, matvecs)
-
-
-def _project(A: LinearMap, sides: RightHandSides, options: LeastSquaresOptions) -> tuple[Tensor, Tensor, Outcome]:
-    """``P v`` and z."""
-    z, outcome = solve_least_squares(A, sides, sides.rows.new_zeros(()), None, options, transposed=True)
-    return sides.restore(sides.rows - A.transposed(z)), sides.restore(z), outcome
+    return replace(found, value=value, matvecs=matvecs)
 
 
 class NullSpaceProjector(Operator):
@@ -150,11 +143,8 @@ class NullSpaceProjector(Operator):
         shape: ``(m, n)`` of A.
         dtype: Type of the vectors.
         device: Device of the vectors.
-        atol: Relative accuracy of A; see :func:`project_null_space`, also for the following arguments.
-        btol: Relative accuracy of the vectors.
-        conlim: Limit of the condition number.
-        max_iterations: Cap.
         parameters: The tensors ``matvec`` depends on; they are not searched.
+        **options: ``atol``, ``btol``, ``conlim`` and ``max_iterations`` of :func:`project_null_space`.
 
     Example:
         >>> A = torch.tensor([[1.0, 1.0, 0.0]])
@@ -175,25 +165,16 @@ class NullSpaceProjector(Operator):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        atol: float | None = None,
-        btol: float | None = None,
-        conlim: float = 1e8,
-        max_iterations: int | None = None,
         parameters: Iterable[Tensor] = (),
+        **options: Any,
     ):
         self.shape, self.dtype, self.device = (shape[1], shape[1]), dtype, torch.device(device)
-        self._matvec, self._rmatvec, self._parameters = matvec, rmatvec, tuple(parameters)
-        self._options: dict[str, Any] = {
-            "atol": atol,
-            "btol": btol,
-            "conlim": conlim,
-            "max_iterations": max_iterations,
-            "m": shape[0],
-            "parameters": self._parameters or None,
-        }
+        self._parameters = tuple(parameters)
+        options |= {"m": shape[0], "parameters": self._parameters or None}
+        self._project = partial(project_null_space, matvec, rmatvec, **options)
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        return project_null_space(self._matvec, self._rmatvec, vectors, **self._options).value
+        return self._project(vectors).value
 
     @override
     def tensors(self) -> tuple[Tensor, ...]:
@@ -218,22 +199,28 @@ class Projection:
     converged: Tensor
 
 
-class Projector(ABC):
+@dataclass(frozen=True)
+class Projector:
     """Projects onto the null space of one matrix A.
 
     Attributes:
+        project: Projects row-stacked vectors ``[k, n]``; takes ``progress=`` as well.
         rank: The rank of A where it is known exactly, else None.
     """
 
+    project: Callable[..., Projection]
     rank: int | None = None
-
-    @abstractmethod
-    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
-        """Project row-stacked vectors ``[k, n]``."""
 
 
 class ProjectionMethod(ABC):
     """A method of projection, with its options."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name in ("rtol", "tolerance") and value is not None and not 0 <= value < 1:
+                raise ConfigurationError(f"{name} is out of range.", expected=f"0 <= {name} < 1", got=repr(value))
+            if name == "max_sweeps":
+                require_count(name, value, 1)
 
     @abstractmethod
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
@@ -249,11 +236,6 @@ def _cutoff(given: float | None, dtype: torch.dtype) -> float:
     return (1e-12 if dtype == torch.float64 else 1e-6) if given is None else given
 
 
-def _require_fraction(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value < 1:
-        raise ConfigurationError(f"{name} is out of range.", expected=f"0 <= {name} < 1", got=repr(value))
-
-
 @dataclass(frozen=True)
 class SVDProjection(ProjectionMethod):
     """Form A and decompose it.
@@ -267,9 +249,6 @@ class SVDProjection(ProjectionMethod):
     rtol: float | None = None
     max_entries: int = 2**28
 
-    def __post_init__(self) -> None:
-        _require_fraction("rtol", self.rtol)
-
     @override
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
         m, n = whole.shape
@@ -280,7 +259,22 @@ class SVDProjection(ProjectionMethod):
                 got=f"{m:,} rows of {n:,}",
                 fix='Use projector="lsmr".',
             )
-        return SVDProjector(whole.dense(), _cutoff(self.rtol, whole.dtype))
+        rows = whole.dense().double()
+        if not kernels.all_finite(rows):
+            raise NonFiniteError("The rows of A are not finite.", expected="finite derivatives", got="NaN or infinity")
+        values, basis, by_rows = row_space(rows, _cutoff(self.rtol, whole.dtype))
+        scale = float(values.amax()) if len(values) else 1.0
+
+        def project(vectors: Tensor, *, progress: bool = False) -> Projection:
+            wide = vectors.double()
+            for _ in range(2):  # the second pass removes rounding errors and the effect of V's loss of orthogonality
+                inside = (wide @ rows.mT if by_rows else wide) @ basis.mT @ basis
+                wide = wide - (inside @ rows if by_rows else inside)
+            residual = (wide @ rows.mT).norm(dim=-1) / (scale * vectors.double().norm(dim=-1)).clamp(min=1e-300)
+            ones = torch.ones(len(vectors), dtype=torch.int64, device=vectors.device)
+            return Projection(wide.to(vectors.dtype), residual.to(vectors.dtype), ones, ones.bool())
+
+        return Projector(project, len(values))
 
 
 def row_space(rows: Tensor, rtol: float) -> tuple[Tensor, Tensor, bool]:
@@ -300,44 +294,12 @@ def row_space(rows: Tensor, rtol: float) -> tuple[Tensor, Tensor, bool]:
         _, values, vectors = torch.linalg.svd(rows, full_matrices=False)
         by_rows = False
     else:
-        gram = torch.zeros(min(m, n), min(m, n), dtype=rows.dtype, device=rows.device)
-        gram = kernels.symmetric_update(gram, rows.mT if m < n else rows)
+        gram = kernels.symmetric_update(rows.new_zeros(min(m, n), min(m, n)), rows.mT if m < n else rows)
         squares, columns = kernels.symmetric_eigen(gram)  # reads the lower triangle
         values, vectors, by_rows = squares.clamp(min=0).sqrt(), columns.mT, m < n
     kept = values > rtol * values.amax() if len(values) else values > 0
     values = values[kept]
     return values, vectors[kept] / values[:, None] if by_rows else vectors[kept], by_rows
-
-
-class SVDProjector(Projector):
-    """The projector from an orthonormal basis V of the row space, or from coefficients W with ``V = W A``.
-
-    Args:
-        rows: A, ``[m, n]``.
-        rtol: Singular values of at most this fraction of the largest count as zero.
-
-    Attributes:
-        singular_values: Those above the cutoff, ``[r]``, float64.
-    """
-
-    def __init__(self, rows: Tensor, rtol: float):
-        self.rows = rows.double()
-        if not bool(torch.isfinite(self.rows).all()):
-            raise NonFiniteError("The rows of A are not finite.", expected="finite derivatives", got="NaN or infinity")
-        self.singular_values, self._basis, self._by_rows = row_space(self.rows, rtol)
-        self.rank = len(self.singular_values)
-
-    @override
-    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
-        wide = vectors.double()
-        for _ in range(2):  # the second pass removes rounding errors and the effect of V's loss of orthogonality
-            coordinates = wide @ self.rows.mT if self._by_rows else wide
-            inside = coordinates @ self._basis.mT @ self._basis
-            wide = wide - (inside @ self.rows if self._by_rows else inside)
-        scale = self.singular_values.amax() if self.rank else 1.0
-        residual = (wide @ self.rows.mT).norm(dim=-1) / (scale * vectors.double().norm(dim=-1)).clamp(min=1e-300)
-        ones = torch.ones(len(vectors), device=vectors.device)
-        return Projection(wide.to(vectors.dtype), residual.to(vectors.dtype), ones.long(), ones.bool())
 
 
 @dataclass(frozen=True)
@@ -358,44 +320,21 @@ class LSMRProjection(ProjectionMethod):
     max_iterations: int | None = None
     refinements: int | None = None
 
-    def __post_init__(self) -> None:
-        _require_fraction("tolerance", self.tolerance)
-
     @override
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
-        return LSMRProjector(whole, self)
+        return Projector(partial(self._project, whole))
 
-
-@dataclass(frozen=True)
-class LSMRProjector(Projector):
-    """The projector by LSMR.
-
-    Attributes:
-        rows: A.
-        options: Tolerances and caps.
-    """
-
-    rows: Operator
-    options: LSMRProjection
-
-    @override
-    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
-        options = self.options
-        solver: dict[str, Any] = {
-            "atol": options.tolerance,
-            "btol": options.tolerance,
-            "conlim": options.conlim,
-            "max_iterations": options.max_iterations,
-            "progress": progress,
-        }
-        with torch.no_grad():
-            found = project_null_space(self.rows, None, vectors, **solver)
-            value, residual, iterations = found.value, found.residual, found.iterations
-            default = 0 if vectors.dtype == torch.float64 else 1
-            for _ in range(default if options.refinements is None else options.refinements):
-                left = lsmr(self.rows, None, self.rows(value), **solver)
-                value, iterations = value - left.value, iterations + left.iterations
-                residual = kernels.vector_norm(self.rows(value))
+    @torch.no_grad()
+    def _project(self, rows: Operator, vectors: Tensor, *, progress: bool = False) -> Projection:
+        caps = {"conlim": self.conlim, "max_iterations": self.max_iterations, "progress": progress}
+        solver: dict[str, Any] = {"atol": self.tolerance, "btol": self.tolerance, **caps}
+        found = project_null_space(rows, None, vectors, **solver)
+        value, residual, iterations = found.value, found.residual, found.iterations
+        default = 0 if vectors.dtype == torch.float64 else 1
+        for _ in range(default if self.refinements is None else self.refinements):
+            left = lsmr(rows, None, rows(value), **solver)
+            value, iterations = value - left.value, iterations + left.iterations
+            residual = kernels.vector_norm(rows(value))
         norms = (found.operator_norm * kernels.vector_norm(vectors)).clamp(min=torch.finfo(vectors.dtype).tiny)
         # A solve that stagnated is as accurate as rounding allows.
         converged = (found.statuses == int(Status.CONVERGED)) | (found.statuses == int(Status.STAGNATED))
@@ -422,78 +361,51 @@ class AlternatingProjection(ProjectionMethod):
     accelerate: bool = True
     rtol: float | None = None
 
-    def __post_init__(self) -> None:
-        _require_fraction("tolerance", self.tolerance)
-        _require_fraction("rtol", self.rtol)
-        require_count("max_sweeps", self.max_sweeps, 1)
-
     @override
+    @torch.no_grad()
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
-        return AlternatingProjector(list(parts()), self)
-
-
-class AlternatingProjector(Projector):
-    """The projector by alternating projections.
-
-    Args:
-        parts: ``A_b``, batch by batch.
-        options: Tolerance and caps.
-    """
-
-    def __init__(self, parts: Sequence[Operator], options: AlternatingProjection):
-        self.parts, self.options = parts, options
-        rtol = _cutoff(options.rtol, parts[0].dtype)
-        self._inverses = []
-        self._norms = []
-        for part in parts:
-            with torch.no_grad():
-                gram = (part @ part.T).dense().double()
-            values, vectors = symmetric_eigen((gram + gram.mT) / 2)
+        batches = []
+        for part in parts():
+            gram = (part @ part.T).dense().double()
+            values, vectors = kernels.symmetric_eigen((gram + gram.mT) / 2)
             largest = values.amax().clamp(min=0)
-            kept = values > rtol * largest
-            self._inverses.append((vectors[:, kept].to(part.dtype), values[kept].reciprocal().to(part.dtype)))
-            self._norms.append(float(largest.sqrt()))
-        self.rank = len(self._inverses[0][1]) if len(parts) == 1 else None
+            kept = values > _cutoff(self.rtol, part.dtype) * largest
+            inverse = values[kept].reciprocal().to(part.dtype)
+            batches.append((part, vectors[:, kept].to(part.dtype), inverse, float(largest.sqrt())))
+        return Projector(partial(self._project, batches), len(batches[0][2]) if len(batches) == 1 else None)
 
-    @override
-    def project(self, vectors: Tensor, *, progress: bool = False) -> Projection:
+    @torch.no_grad()
+    def _project(self, batches: list[_Batch], vectors: Tensor, *, progress: bool = False) -> Projection:
         default = 1e-10 if vectors.dtype == torch.float64 else 1e-5
-        tolerance = default if self.options.tolerance is None else self.options.tolerance
-        v = vectors.clone()
-        norms = kernels.vector_norm(v).clamp(min=torch.finfo(v.dtype).tiny)
+        tolerance = default if self.tolerance is None else self.tolerance
+        v, norms = vectors.clone(), kernels.vector_norm(vectors).clamp(min=torch.finfo(vectors.dtype).tiny)
         sweeps = torch.zeros(len(v), dtype=torch.long, device=v.device)
-        residual = torch.full_like(norms, float("inf"))
-        active = torch.ones(len(v), dtype=torch.bool, device=v.device)
-        for _ in progress_bar(range(self.options.max_sweeps), enabled=progress, description="alternating projections"):
+        residual, active = torch.full_like(norms, torch.inf), torch.ones_like(norms, dtype=torch.bool)
+        for _ in progress_bar(range(self.max_sweeps), enabled=progress, description="alternating projections"):
             before = v[active]
-            moved, seen = self._sweep(before, norms[active])
+            # What one sweep subtracts is summed. A difference of v before and after would contain rounding errors in
+            # the null space, which the line search would amplify once the step is of the size √ε ‖v‖.
+            seen, moved = torch.zeros_like(norms[active]), torch.zeros_like(before)
+            for part, basis, inverse, norm in batches:
+                rows = part(before - moved)
+                seen = torch.maximum(seen, rows.norm(dim=-1) / (norm * norms[active])) if norm > 0 else seen
+                moved = moved + part.T((rows @ basis * inverse) @ basis.mT)
             residual[active] = seen  # of each batch before its own projection in this sweep
-            step = self._step(before, moved) if self.options.accelerate else 1.0
-            v[active] = before - step * moved
+            v[active] = before - (_step(before, moved) if self.accelerate else 1.0) * moved
             sweeps[active] += 1
             active[active.clone()] = seen > tolerance
             if not bool(active.any()):
                 break
         return Projection(v, residual, sweeps, ~active)
 
-    def _sweep(self, v: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """What one sweep subtracts from v, and the largest residual of a batch.
 
-        The subtracted vectors are summed. A difference of v before and after would contain rounding errors in the null
-        space, which the line search would amplify once the step is of the size ``√ε ‖v‖``.
-        """
-        worst, moved = torch.zeros_like(norms), torch.zeros_like(v)
-        with torch.no_grad():
-            for part, (vectors, inverse), norm in zip(self.parts, self._inverses, self._norms, strict=True):
-                rows = part(v - moved)
-                worst = torch.maximum(worst, rows.norm(dim=-1) / (norm * norms)) if norm > 0 else worst
-                moved = moved + part.T(((rows @ vectors) * inverse) @ vectors.mT)
-        return moved, worst
+_Batch = tuple[Operator, Tensor, Tensor, float]
+"""``A_b``, the eigenvectors of ``A_b A_bᵀ`` and the inverses of its eigenvalues above the cutoff, and ``‖A_b‖``."""
 
-    @staticmethod
-    def _step(v: Tensor, moved: Tensor) -> Tensor:
-        """The step along ``moved`` to the point nearest to the projection (Gearhart and Koshy, 1989), ``[k, 1]``."""
-        length = kernels.vector_norm(moved)
-        # Below this length, ``moved`` consists of rounding errors.
-        counts = length > 100 * torch.finfo(v.dtype).eps * kernels.vector_norm(v)
-        return torch.where(counts, kernels.inner(v, moved) / length.square(), 1.0)[:, None]
+
+def _step(v: Tensor, moved: Tensor) -> Tensor:
+    """The step along ``moved`` to the point nearest to the projection (Gearhart and Koshy, 1989), ``[k, 1]``."""
+    length = kernels.vector_norm(moved)
+    # Below this length, ``moved`` consists of rounding errors.
+    counts = length > 100 * torch.finfo(v.dtype).eps * kernels.vector_norm(v)
+    return torch.where(counts, kernels.inner(v, moved) / length.square(), 1.0)[:, None]

@@ -1,11 +1,10 @@
-"""What the iterative solvers share: scaled right-hand sides, statuses, guarded arithmetic, and checks."""
+"""What the iterative solvers share: scaled right-hand sides, limits, statuses, checks and implicit gradients."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
 from laplace_plus.kernels import inner, vector_norm
 from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec
-from laplace_plus.linalg.results import Status
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
+from laplace_plus.linalg.results import Solution, Status
 
 _LOOK_EVERY = 8
 """Iterations between looks at an accelerator, each of which waits for its queue; on the CPU a look is free."""
@@ -72,12 +71,6 @@ class RightHandSides:
         """An operator on rows; for one right-hand side ``[n]`` the operator gets single vectors."""
         return LinearMap(matvec, n, dtype=self.dtype, single=not self.shape, **options)
 
-    def preconditioner(self, function: Matvec | None) -> Callable[[Tensor], Tensor]:
-        """A preconditioner on rows; the identity, which returns its argument itself, if there is none."""
-        if function is None:
-            return lambda rows: rows
-        return self.map(function, self.length, parameters=(), name="preconditioner")
-
     def start(self, x0: Tensor | None, length: int) -> Tensor | None:
         """A copy of the first guess as rows.
 
@@ -95,35 +88,6 @@ class RightHandSides:
         return self._as_rows(x0) / self.scale[:, None]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Checked tolerances and caps of a solver of symmetric systems; see :func:`~laplace_plus.linalg.cg.cg`."""
-
-    rtol: float
-    atol: float
-    cap: int
-    check_symmetry: bool
-    progress: bool
-
-    @classmethod
-    def of(
-        cls,
-        sides: RightHandSides,
-        rtol: float | None,
-        atol: float,
-        max_iterations: int | None,
-        check_symmetry: bool,
-        progress: bool,
-    ) -> Limits:
-        """Check and fill in defaults."""
-        relative, absolute = tolerance("rtol", rtol, sides.dtype), tolerance("atol", atol, sides.dtype)
-        return cls(relative, absolute, iteration_cap(max_iterations, sides.length), check_symmetry, progress)
-
-    def target(self, size: Tensor, sides: RightHandSides) -> Tensor:
-        """``max(rtol ‖b‖, atol)`` in the scale of the rows, ``[R]``."""
-        return torch.maximum(self.rtol * size, self.atol / sides.scale)
-
-
 class Progress:
     """Which systems are still iterated, and how the others ended.
 
@@ -137,12 +101,14 @@ class Progress:
         active: Which systems have not ended.
         statuses: Integers, the :class:`~laplace_plus.linalg.results.Status` of each.
         iterations: Iterations of each.
+        coefficients: What the recurrence keeps of each iteration.
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device):
         self.active = torch.ones(tuple(shape), dtype=torch.bool, device=device)
         self.statuses = torch.full(tuple(shape), int(Status.MAX_ITERATIONS), device=device)
         self.iterations = torch.zeros_like(self.statuses)
+        self.coefficients: list[tuple[Tensor, Tensor]] = []
         self._interval = 1 if device.type == "cpu" else _LOOK_EVERY
 
     def finish(self, condition: Tensor, status: Status) -> None:
@@ -150,14 +116,10 @@ class Progress:
         self.statuses = torch.where(self.active & condition, int(status), self.statuses)
         self.active = self.active & ~condition
 
-    def revise(self, condition: Tensor, status: Status) -> None:
-        """Change the status of converged systems that meet a condition."""
-        wrong = condition & (self.statuses == int(Status.CONVERGED))
-        self.statuses = torch.where(wrong, int(status), self.statuses)
-
-    def stop(self, condition: Tensor) -> None:
-        """End all systems if any meets a condition: an error will be raised."""
-        self.active = self.active & ~condition.any()
+    @property
+    def broken(self) -> Tensor:
+        """The systems that met NaN or infinity."""
+        return self.statuses == int(Status.NOT_FINITE)
 
     def loop(self, cap: int, name: str, *, progress: bool) -> Iterator[int]:
         """``1 … cap``, with a progress bar, until no system is active as far as the host looks."""
@@ -212,27 +174,151 @@ def where_active(rows: Tensor, active: Tensor) -> Tensor:
     return rows.masked_fill_(~active[..., None], 0.0)
 
 
-def asymmetry(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Where ``⟨p, A q⟩`` and ``⟨A p, q⟩`` differ by more than rounding, from (p, A p) and (q, A q)."""
-    (p, p_image), (q, q_image) = first, second
-    scale = vector_norm(p) * vector_norm(q_image) + vector_norm(p_image) * vector_norm(q)
-    different = (dot(p, q_image) - dot(p_image, q)).abs() > math.sqrt(torch.finfo(dtype).eps) * scale
-    return different & (scale > 0)  # a scale that underflowed says nothing
+class SymmetricSystem:
+    """Systems ``A x = b`` with a symmetric A, as the recurrences of solvers get them; see :func:`cg` for the arguments.
+
+    Attributes:
+        A: The operator on rows.
+        preconditioner: ``P⁻¹`` on rows, if there is one.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        matvec: Matvec,
+        b: Tensor,
+        preconditioner: Matvec | None,
+        x0: Tensor | None,
+        rtol: float | None,
+        atol: float,
+        max_iterations: int | None,
+        parameters: Iterable[Tensor] | None,
+        dtype: torch.dtype | None,
+        check_symmetry: bool,
+        progress: bool,
+    ):
+        self._method, self._check, self._progress = method, check_symmetry, progress
+        self._b = converted(dtype, b)
+        self._sides = sides = RightHandSides("b", self._b)
+        self.A = sides.map(matvec, sides.length, symmetric=True, parameters=parameters)
+        self.preconditioner: LinearMap | None = None
+        if preconditioner is not None:
+            self.preconditioner = sides.map(preconditioner, sides.length, parameters=(), name="preconditioner")
+        self._rtol, self._atol = tolerance("rtol", rtol, sides.dtype), tolerance("atol", atol, sides.dtype)
+        self._cap = iteration_cap(max_iterations, sides.length)
+        self._start = sides.start(converted(dtype, x0), sides.length)
+
+    def solve(self, recurrence: Recurrence, shifts: Tensor | None = None) -> tuple[Solution, Progress]:
+        """The solutions of ``A + σ_t``, with the implicit gradient, and how the recurrence ended.
+
+        Args:
+            recurrence: Takes this system, right-hand sides, shifts ``[S, 1]`` or ``[1, R]`` and a first guess. It
+                returns solutions ``[S, R, n]``, true residuals, bounds on these, and the progress, ``[S, R]``; all
+                without S where it takes no shifts.
+            shifts: σ, ``[S]``.
+        """
+        A, sides, b = self.A, self._sides, self._b
+        sigma = None if shifts is None else shifts.detach().to(sides.rows)
+
+        def pullback(outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+            assert cotangents[0] is not None
+            cotangent = cotangents[0].contiguous()
+            backward = RightHandSides("x̄", cotangent)
+            each = None if sigma is None else sigma.repeat_interleave(len(sides.rows))[None]
+            rows, residual, state = self._run(recurrence, backward, each, None)
+            warn_unless_converged(self._method, state.statuses, backward.restore_norms(residual))
+            w = backward.restore(rows).reshape(cotangent.shape)
+            (solution,) = where_used(cotangent, outputs[0])
+            gradients = [-g for g in parameter_gradients(A, (solution, w))]
+            if shifts is None:
+                return [w, *gradients]
+            return [w.sum(0), *gradients, -(w * solution).flatten(1).sum(1).to(shifts)]
+
+        each = None if sigma is None else sigma[:, None]
+        x, residual, state = self._run(recurrence, sides, each, self._start)
+        shape = sides.shape if sigma is None else (len(sigma), *sides.shape)
+        matvecs, inputs = A.matvecs, [b, *A.tensors, *([] if shifts is None else [shifts])]
+        (value,) = attach([sides.restore(x).reshape(*shape, sides.length)], inputs, pullback)
+        residual, iterations, statuses = (
+            figures.reshape(shape) for figures in (sides.restore_norms(residual), state.iterations, state.statuses)
+        )
+        return Solution(value, residual, iterations, statuses, matvecs), state
+
+    def _run(
+        self, recurrence: Recurrence, sides: RightHandSides, sigma: Tensor | None, start: Tensor | None
+    ) -> tuple[Tensor, Tensor, Progress]:
+        with torch.no_grad():
+            x, residual, bound, state = recurrence(self, sides, sigma, start)
+        wrong = (residual > 2 * bound) & (state.statuses == int(Status.CONVERGED))
+        state.statuses = torch.where(wrong, int(Status.STAGNATED), state.statuses)
+        return torch.where(state.broken[..., None], torch.nan, x), residual.masked_fill(state.broken, torch.nan), state
+
+    def precondition(self, rows: Tensor) -> Tensor:
+        """``P⁻¹ r``; r itself if there is no preconditioner."""
+        return rows if self.preconditioner is None else self.preconditioner(rows)
+
+    def bound(self, size: Tensor, sides: RightHandSides) -> Tensor:
+        """``max(rtol ‖b‖, atol)`` in the scale of the rows, ``[R]``."""
+        return torch.maximum(self._rtol * size, self._atol / sides.scale)
+
+    def loop(self, state: Progress) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
+        """The iterations, each with a function for its product ``A p``.
+
+        Raises:
+            OperatorError: ``⟨p, A q⟩`` and ``⟨A p, q⟩`` differ by more than rounding for the first two vectors.
+        """
+        first: list[Tensor] = []
+
+        def compared(q: Tensor) -> Tensor:
+            image = self.A(q)
+            if first:
+                p, p_image = first
+                scale = vector_norm(p) * vector_norm(image) + vector_norm(p_image) * vector_norm(q)
+                require_adjoint(self._method, dot(p, image), dot(p_image, q), scale, self._sides.dtype)
+            first.extend((q.clone(), image.clone()))  # the vector changes, and an operator may return its input
+            return image
+
+        for k in state.loop(self._cap, self._method, progress=self._progress):
+            yield k, compared if self._check and k <= 2 else self.A
 
 
-def require_symmetric(method: str, asymmetric: Tensor) -> None:
-    """Raise if the operator was found not to be symmetric for any right-hand side.
+Recurrence = Callable[
+    [SymmetricSystem, RightHandSides, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor, Progress]
+]
+
+
+def require_adjoint(
+    method: str, left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, *, symmetric: bool = True
+) -> None:
+    """Check inner products that are equal if a map is its own transpose, or if two maps are each other's.
+
+    Args:
+        method: The solver's name.
+        left: ``⟨p, A q⟩`` of each right-hand side.
+        right: ``⟨Aᵀ p, q⟩``.
+        scale: The size that rounding errors are relative to; where it underflowed, nothing is checked.
+        dtype: Type in which A multiplies.
+        symmetric: Whether A is to be its own transpose.
 
     Raises:
-        OperatorError: It was.
+        OperatorError: They differ by more than rounding.
     """
-    if bool(asymmetric.any()):
+    different = (left - right).abs() > math.sqrt(torch.finfo(dtype).eps) * scale
+    if not bool((different & (scale > 0)).any()):
+        return
+    if symmetric:
         raise OperatorError(
             f"{method} needs a symmetric operator.",
             expected="⟨p, A q⟩ = ⟨A p, q⟩",
             got="different values for the first two search directions",
             fix="Use lsmr for any other operator; pass check_symmetry=False if the products are only noisy.",
         )
+    raise OperatorError(
+        f"{method} needs an operator and its transpose.",
+        expected="⟨u, A v⟩ = ⟨rmatvec(u), v⟩",
+        got="different values for the first pair of vectors",
+        fix="Check rmatvec, or leave it out (None) to let torch differentiate through matvec.",
+    )
 
 
 def parameter_gradients(A: LinearMap, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
