@@ -39,7 +39,7 @@ from laplace_plus.likelihoods.base import check_outputs
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.arguments import require_choice, require_count
 from laplace_plus.linalg.linear_maps import attach
-from laplace_plus.linalg.operators import Operator, Transposed
+from laplace_plus.linalg.operators import Operator
 from laplace_plus.network import Network, exact_arithmetic
 
 
@@ -133,11 +133,11 @@ class _RowOperator(NetworkOperator):
         return result
 
     @override
-    def _transpose(self) -> Operator:
-        return Transposed(self, lambda u: self._run(self._multiply_transposed, self, self.shape[1], u))
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return self._run(self._multiply_transposed, self, self.shape[1], vectors)
 
     @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def dense(self) -> Tensor:
         """The rows ``[m, n]``: as each belongs to one example, by one pass for each row that an example has."""
         result = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         start = first_row = 0

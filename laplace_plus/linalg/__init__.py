@@ -24,11 +24,19 @@ Estimates come as an :class:`Estimate` with a standard error, solutions as a :cl
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
-from laplace_plus.linalg.callables import as_operator, from_scipy
 from laplace_plus.linalg.cg import CGSolution, cg
 from laplace_plus.linalg.krylov import tridiagonal
 from laplace_plus.linalg.lsmr import LeastSquaresSolution, lsmr
-from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
+from laplace_plus.linalg.matrices import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Identity,
+    Kronecker,
+    LowRankPlusDiagonal,
+    as_operator,
+    from_scipy,
+)
 from laplace_plus.linalg.matrix_functions import FunctionValue, bilinear, matrix_function
 from laplace_plus.linalg.minres import minres
 from laplace_plus.linalg.null_space import (

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.callables import checked_product, leaves, overwrites
 from laplace_plus.linalg.operators import Operator, not_differentiable, unique
 
 Matvec = Operator | Callable[[Tensor], Tensor]
@@ -70,15 +69,8 @@ class LinearMap:
         single: bool = False,
         name: str = "operator",
     ):
-        require_callable(matvec, rmatvec)
         self.n, self.m = n, n if m is None else m
         if isinstance(matvec, Operator):
-            if matvec.shape != (self.m, self.n):
-                raise OperatorError(
-                    f"The {name} has another shape.",
-                    expected=f"an operator {self.m} × {self.n}",
-                    got=f"one of {matvec.shape[0]} × {matvec.shape[1]}",
-                )
             rmatvec = matvec.T if rmatvec is None else rmatvec
             parameters = matvec.tensors() if parameters is None else parameters
         self._matvec, self._rmatvec, self.symmetric = matvec, rmatvec, symmetric
@@ -147,8 +139,6 @@ class LinearMap:
         return total
 
     def _parameter_gradients(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
-        if isinstance(self._matvec, Operator):
-            return _filled(self._matvec.pullback(vectors, cotangents, self.tensors), self.tensors)
         with torch.inference_mode(False), torch.enable_grad():
             product = self._checked(self._matvec, _recordable(vectors), self.m)
             return _gradients(product, self.tensors, _recordable(cotangents))
@@ -177,20 +167,83 @@ class LinearMap:
         return product
 
 
-def require_callable(*functions: Matvec | None) -> None:
-    """Check that an operator and its transpose, if given, can be called.
+def checked_product(
+    function: Callable[[Tensor], Tensor], vectors: Tensor, size: int | None, name: str = "operator"
+) -> Tensor:
+    """``A v`` from a caller's function, with the shape, type and device of the result checked.
+
+    Args:
+        function: Maps row-stacked vectors ``[..., n]`` to ``[..., size]``.
+        vectors: ``[..., n]``.
+        size: Length of the vectors of the result; None if it is not known.
+        name: What error messages call the function.
 
     Raises:
-        OperatorError: One of them cannot.
+        OperatorError: The function failed, or its result has another shape, type or device.
     """
-    for function in functions:
-        if function is not None and not callable(function):
-            raise OperatorError(
-                "The operator is not callable.",
-                expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
-                got=type(function).__name__,
-                fix="Wrap a matrix: linalg.Dense(matrix).",
-            )
+    if not callable(function):
+        raise OperatorError(
+            f"The {name} is not callable.",
+            expected="a callable on row-stacked vectors [..., n], or an operator of laplace_plus.linalg",
+            got=type(function).__name__,
+            fix="Wrap a matrix: linalg.Dense(matrix).",
+        )
+    # A function ``A @ v`` fails for a stack of vectors, unless it holds exactly n vectors of length n: then the result
+    # would be silently transposed. One more row of zeros makes it fail in this case as well.
+    guarded = not isinstance(function, Operator) and vectors.ndim == 2 and vectors.shape[0] == vectors.shape[1] > 1
+    given = torch.cat([vectors, torch.zeros_like(vectors[:1])]) if guarded else vectors
+    version = None if given.is_inference() else given._version
+    try:
+        product = function(given)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(function, Operator):
+            raise
+        raise OperatorError(
+            f"The {name} failed: {error}",
+            expected=f"a function of row-stacked vectors {tuple(given.shape)} of type {given.dtype}",
+            got=type(error).__name__,
+            fix="Write it as v @ A.T rather than A @ v, and pass dtype= and device= if these differ.",
+        ) from error
+    is_tensor = isinstance(product, Tensor) and product.ndim == given.ndim
+    fits = is_tensor and product.shape == (*given.shape[:-1], product.shape[-1] if size is None else size)
+    if not fits or product.dtype != given.dtype or product.device != given.device:
+        found = f"{tuple(product.shape)} of {product.dtype} on {product.device}" if isinstance(product, Tensor) else ""
+        raise OperatorError(
+            f"The {name} returned another shape, number type or device.",
+            expected=f"{(*given.shape[:-1], size or 'm')} of {given.dtype} on {given.device} for {tuple(given.shape)}",
+            got=found or type(product).__name__,
+            fix="An operator maps row-stacked vectors [..., n] to [..., m]; some methods need a square one. Pass "
+            "vectors of its type and device, or dtype= (and device=) where the function has them.",
+        )
+    if version is not None and given._version != version:
+        raise overwrites(name, "the vectors that it was given")
+    return product[:-1] if guarded else product
+
+
+def overwrites(name: str, what: str) -> OperatorError:
+    """The error for a function that works in place."""
+    return OperatorError(
+        f"The {name} overwrites {what}.",
+        expected="a new tensor for each product",
+        got="a tensor that was written to in place",
+        fix="Leave out in-place operations such as v.mul_(…), and out=, in the operator.",
+    )
+
+
+def leaves(product: Tensor) -> tuple[Tensor, ...]:
+    """The leaf tensors of an autograd graph, in depth-first order."""
+    found: dict[int, Tensor] = {}
+    stack, seen = [product.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        stack.extend(following for following, _ in reversed(node.next_functions))
+    return tuple(found.values())
 
 
 def attach(
@@ -270,29 +323,22 @@ def number_type(
 
 def _first_tensor(thing: Any, levels: int) -> Any:
     """An object with the ``dtype`` and ``device`` that a callable works in, searched in its closure and attributes."""
-    if isinstance(thing, Operator):
+    if isinstance(thing, Operator) or (isinstance(thing, Tensor) and thing.is_floating_point()):
         return thing
-    if isinstance(thing, Tensor):
-        return thing if thing.is_floating_point() else None
+    inside: list[Any] = []
     if isinstance(thing, torch.nn.Module):
-        return next((p for p in thing.parameters() if p.is_floating_point()), None)
-    if levels == 0:
-        return None
-    inner: list[Any] = []
-    if isinstance(thing, partial):
-        inner = [*thing.args, *thing.keywords.values(), thing.func]
+        inside = list(thing.parameters())
+    elif isinstance(thing, partial):
+        inside = [*thing.args, *thing.keywords.values(), thing.func]
     elif inspect.ismethod(thing):
-        inner = [thing.__self__, thing.__func__]
+        inside = [thing.__self__, thing.__func__]
     elif inspect.isfunction(thing):
-        try:
-            names = inspect.getclosurevars(thing)
-        except (TypeError, ValueError):
-            return None
+        names = inspect.getclosurevars(thing)
         defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        inner = [*names.nonlocals.values(), *defaults, *names.globals.values()]
-    elif not isinstance(thing, ModuleType) and hasattr(thing, "__dict__"):
-        inner = list(vars(thing).values())
-    found = (_first_tensor(x, levels - 1) for x in inner)
+        inside = [*names.nonlocals.values(), *defaults, *names.globals.values()]
+    elif not isinstance(thing, ModuleType | Tensor) and hasattr(thing, "__dict__"):
+        inside = list(vars(thing).values())
+    found = (_first_tensor(x, levels - 1) for x in inside) if levels else ()
     return next((x for x in found if x is not None), None)
 
 
@@ -312,10 +358,6 @@ def add_gradients(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[
     if not left or not right:
         return left or right
     return tuple(x + y for x, y in zip(left, right, strict=True))
-
-
-def _filled(gradients: Iterable[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(x) if g is None else g.detach() for g, x in zip(gradients, tensors, strict=True))
 
 
 def _gradients(
@@ -344,7 +386,7 @@ def _gradients(
         ) from error
     if all(gradient is None for gradient in gradients):
         raise not_differentiable()
-    return _filled(gradients, inputs)
+    return tuple(torch.zeros_like(x) if g is None else g.detach() for g, x in zip(gradients, inputs, strict=True))
 
 
 def _recordable(vectors: Tensor) -> Tensor:

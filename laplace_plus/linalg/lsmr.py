@@ -12,8 +12,7 @@ from torch import Tensor
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.callables import checked_product
-from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, require_callable
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach, checked_product
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Solution, Status
 from laplace_plus.linalg.solving import (
@@ -295,7 +294,6 @@ def result_length(matvec: Matvec, vectors: Tensor, name: str = "operator") -> tu
     """The length of the products with some vectors, and the number of products that it took to find it."""
     if isinstance(matvec, Operator):
         return matvec.shape[0], 0
-    require_callable(matvec)
     with torch.no_grad():
         return checked_product(matvec, vectors.detach(), None, name).shape[-1], vectors.shape[:-1].numel()
 

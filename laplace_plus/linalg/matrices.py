@@ -1,18 +1,22 @@
-"""Operators that store their entries: dense, diagonal, Kronecker, block-diagonal, low-rank plus diagonal."""
+"""Operators that store their entries, and operators from functions and from SciPy's matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.operators import Operator, unique
+from laplace_plus.linalg.linear_maps import attach_one, checked_product, leaves
+from laplace_plus.linalg.operators import Operator, require_alike, unique
 
 
 class Dense(Operator):
@@ -44,10 +48,12 @@ class Dense(Operator):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.matrix,)
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
+    @override
+    def dense(self) -> Tensor:
         return self.matrix
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
         return self.matrix.diagonal()
 
 
@@ -76,14 +82,16 @@ class Diagonal(Operator):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.entries,)
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
+    @override
+    def dense(self) -> Tensor:
         return self.entries.diag()
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
         return self.entries
 
 
-class Identity(Operator):
+class Identity(Diagonal):
     """The identity; ``c * Identity(n)`` is ``c I``.
 
     Args:
@@ -92,22 +100,10 @@ class Identity(Operator):
         device: Device of the vectors; torch's default device by default.
     """
 
-    symmetric = True
-
     def __init__(self, n: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None):
         if n < 0:
             raise OperatorError("n must not be negative.", expected="n >= 0", got=str(n))
-        like = torch.empty(0, dtype=dtype, device=device)
-        self.shape, self.dtype, self.device = (n, n), like.dtype, like.device
-
-    def _apply(self, vectors: Tensor) -> Tensor:
-        return vectors
-
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        return torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
-
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
-        return torch.ones(self.shape[0], dtype=self.dtype, device=self.device)
+        Diagonal.__init__(self, torch.ones((), dtype=dtype, device=device).expand(n))
 
 
 class Kronecker(Operator):
@@ -129,22 +125,21 @@ class Kronecker(Operator):
         self.symmetric = all(factor.symmetric for factor in self.factors)
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        axes = vectors.unflatten(-1, [factor.shape[1] for factor in self.factors])
-        for axis, factor in enumerate(self.factors, -len(self.factors)):
-            axes = factor(axes.movedim(axis, -1)).movedim(-1, axis)
-        return axes.flatten(-len(self.factors))
+        return _kronecker_product(self.factors, vectors)
 
-    def _transpose(self) -> Operator:
-        return Kronecker([factor.T for factor in self.factors])
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return _kronecker_product([factor.T for factor in self.factors], vectors)
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        return reduce(_kronecker, [factor.dense(chunk_size=chunk_size) for factor in self.factors])
+    @override
+    def dense(self) -> Tensor:
+        return reduce(torch.kron, [factor.dense().contiguous() for factor in self.factors])  # others fail for one row
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
         if any(factor.shape[0] != factor.shape[1] for factor in self.factors):
-            return super()._diagonal(chunk_size, limit)
-        diagonals = [factor.diagonal(chunk_size=chunk_size, limit=limit) for factor in self.factors]
-        return reduce(lambda left, right: torch.outer(left, right).flatten(), diagonals)
+            return super().diagonal(limit=limit)
+        diagonals = [factor.diagonal(limit=limit) for factor in self.factors]
+        return reduce(torch.kron, diagonals)
 
     def _details(self) -> str:
         return " ⊗ ".join(f"[{factor.shape[0]} × {factor.shape[1]}]" for factor in self.factors)
@@ -167,20 +162,21 @@ class BlockDiagonal(Operator):
         self.symmetric = all(block.symmetric for block in self.blocks)
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        slices = vectors.split([block.shape[1] for block in self.blocks], dim=-1)
-        return torch.cat([block(part) for block, part in zip(self.blocks, slices, strict=True)], dim=-1)
+        return _block_products(self.blocks, vectors)
 
-    def _transpose(self) -> Operator:
-        return BlockDiagonal([block.T for block in self.blocks])
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        return _block_products([block.T for block in self.blocks], vectors)
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        return torch.block_diag(*(block.dense(chunk_size=chunk_size) for block in self.blocks))
+    @override
+    def dense(self) -> Tensor:
+        return torch.block_diag(*(block.dense() for block in self.blocks))
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
         # A rectangular block shifts the following blocks off the diagonal.
         if any(block.shape[0] != block.shape[1] for block in self.blocks):
-            return super()._diagonal(chunk_size, limit)
-        return torch.cat([block.diagonal(chunk_size=chunk_size, limit=limit) for block in self.blocks])
+            return super().diagonal(limit=limit)
+        return torch.cat([block.diagonal(limit=limit) for block in self.blocks])
 
     def _details(self) -> str:
         return f"{len(self.blocks)} blocks"
@@ -208,20 +204,14 @@ class LowRankPlusDiagonal(Operator):
         size, rank = basis.shape
         if not isinstance(diagonal, Tensor):
             diagonal = torch.tensor(float(diagonal), dtype=basis.dtype, device=basis.device)
-        values_fit = values.shape in ((rank,), (rank, rank))
-        if not values_fit or diagonal.shape not in ((), (size,)):
+        fits = values.shape in ((rank,), (rank, rank)) and diagonal.shape in ((), (size,))
+        if not fits or any((x.dtype, x.device) != (basis.dtype, basis.device) for x in (values, diagonal)):
             raise OperatorError(
-                "The shapes of basis, values and diagonal do not match.",
-                expected=f"values [{rank}] or [{rank}, {rank}], and a diagonal [{size}] or one number",
-                got=f"{list(values.shape)} and {list(diagonal.shape)}",
+                "Basis, values and diagonal do not fit.",
+                expected=f"values [{rank}] or [{rank}, {rank}], a diagonal [{size}] or one number, of {basis.dtype}",
+                got=f"{list(values.shape)} of {values.dtype}, {list(diagonal.shape)} of {diagonal.dtype}",
+                fix=f"Move them to {basis.device} as well",
             )
-        for name, tensor in (("values", values), ("diagonal", diagonal)):
-            if tensor.dtype != basis.dtype or tensor.device != basis.device:
-                raise OperatorError(
-                    f"The {name} have another type or device than the basis.",
-                    expected=f"{basis.dtype} on {basis.device}",
-                    got=f"{tensor.dtype} on {tensor.device}",
-                )
         if values.ndim == 2:
             _require_symmetric(values)
         self.basis, self.values, self.added = basis, values, diagonal
@@ -234,7 +224,8 @@ class LowRankPlusDiagonal(Operator):
     def tensors(self) -> tuple[Tensor, ...]:
         return unique([self.basis, self.values, self.added])
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
         return (self._times_values(self.basis) * self.basis).sum(-1) + self.added
 
     def inverse(self) -> LowRankPlusDiagonal:
@@ -277,84 +268,173 @@ class LowRankPlusDiagonal(Operator):
 
     def _factored(self) -> tuple[Tensor, Tensor]:
         """``D⁻¹ U``, and ``I + C Uᵀ D⁻¹ U`` in float64, after the check for positive definiteness."""
-        if not bool((self.added > 0).all()):
-            raise NotPositiveDefiniteError(
-                "The diagonal is not positive.",
-                expected="d > 0",
-                got=f"a smallest entry of {float(self.added.min()):.3g}",
-                fix="Add a positive diagonal, for instance a prior precision",
-            )
         scaled = self.basis / (self.added if self.added.ndim == 0 else self.added[:, None])
         # Chunks of 2²⁰ rows limit the memory of the float64 copies.
         pairs = zip(self.basis.split(2**20), scaled.split(2**20), strict=True)
         gram = torch.stack([left.double().mT @ right.double() for left, right in pairs]).sum(0)
-        gram = (gram + gram.mT) / 2
-        core = self._core()
-        self._require_positive_definite(gram.detach(), core.detach())
-        return scaled, torch.eye(len(gram), dtype=gram.dtype, device=gram.device) + core @ gram
-
-    def _require_positive_definite(self, gram: Tensor, core: Tensor) -> None:
-        """Raise unless ``I + G^½ C G^½`` is positive definite; it has the extreme eigenvalues of ``D^-½ A D^-½``."""
-        if self.values.ndim == 1 and bool((self.values >= 0).all()):
-            return
-        if not (bool(torch.isfinite(gram).all()) and bool(torch.isfinite(core).all())):
-            return  # the result is not finite either, and shows it
-        squares, vectors = torch.linalg.eigh(gram)
-        root = vectors * squares.clamp_min(0.0).sqrt()  # [r, r]
-        middle = root.mT @ core @ root
-        smallest = 1 + torch.linalg.eigvalsh((middle + middle.mT) / 2)[:1]
-        if bool((smallest <= len(gram) * torch.finfo(gram.dtype).eps).any()):
+        core = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) + self._core() @ (gram + gram.mT) / 2
+        smallest = self.added.detach().min() if self.added.numel() else self.added.new_ones(())
+        known = self.values.ndim == 1 and bool((self.values >= 0).all())
+        # Infinity and NaN show in the result.
+        if not known and bool(smallest > 0) and bool(torch.isfinite(core).all()) and len(core):
+            # The eigenvalues are those of D^-½ A D^-½, but for ones.
+            smallest = torch.linalg.eigvals(core.detach()).real.min() - len(core) * torch.finfo(core.dtype).eps
+        if not bool(smallest > 0):
             raise NotPositiveDefiniteError(
                 "The matrix is not positive definite.",
-                expected="d large enough to outweigh the negative part of U C Uᵀ",
-                got=f"an eigenvalue of {float(smallest):.3g} relative to d",
-                fix="Add a larger diagonal, or drop the eigenvectors of negative eigenvalues",
+                expected="d > 0, large enough to outweigh the negative part of U C Uᵀ",
+                got=f"a smallest entry of d, or eigenvalue relative to d, of {float(smallest):.3g}",
+                fix="Add a larger diagonal, for instance a prior precision, or drop negative eigenvalues",
             )
+        return scaled, core
 
     def _details(self) -> str:
         return f"rank {self.basis.shape[1]}"
 
 
-def _kronecker(left: Tensor, right: Tensor) -> Tensor:
-    # torch.kron fails for some transposed matrices with one row.
-    product = left[:, None, :, None] * right[None, :, None, :]
-    return product.reshape(left.shape[0] * right.shape[0], left.shape[1] * right.shape[1])
-
-
 def _require(tensor: Any, dimensions: int, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.ndim != dimensions or not tensor.is_floating_point():
-        what = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise OperatorError(
             f"The {name} has the wrong type or number of axes.",
             expected=f"a floating-point tensor with {dimensions} axes",
-            got=what,
+            got=f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__,
         )
 
 
 def _require_symmetric(matrix: Tensor) -> None:
-    if matrix.shape[0] != matrix.shape[1]:
-        raise OperatorError("The matrix is not square.", expected="[n, n], as it is symmetric", got=f"{matrix.shape}")
     values = matrix.detach()
-    difference = (values - values.mT).abs()
-    if bool((difference > torch.finfo(matrix.dtype).eps ** 0.5 * values.abs().amax()).any() if values.numel() else 0):
+    slack = torch.finfo(matrix.dtype).eps ** 0.5 * (values.abs().max() if values.numel() else 0.0)
+    if values.shape != values.mT.shape or bool(((values - values.mT).abs() > slack).any()):
         raise OperatorError(
             "The matrix is not symmetric.",
-            expected="a matrix that equals its transpose",
-            got=f"entries that differ by {float(difference.max()):.3g}",
+            expected="a matrix [n, n] that equals its transpose",
+            got=f"{list(values.shape)}, or entries that differ by more than {float(slack):.3g}",
             fix="Symmetrise it, or leave symmetric=True out",
         )
+
+
+def _kronecker_product(factors: Sequence[Operator], vectors: Tensor) -> Tensor:
+    axes = vectors.unflatten(-1, [factor.shape[1] for factor in factors])
+    for axis, factor in enumerate(factors, -len(factors)):
+        axes = factor(axes.movedim(axis, -1)).movedim(-1, axis)
+    return axes.flatten(-len(factors))
+
+
+def _block_products(blocks: Sequence[Operator], vectors: Tensor) -> Tensor:
+    slices = vectors.split([block.shape[1] for block in blocks], dim=-1)
+    return torch.cat([block(part) for block, part in zip(blocks, slices, strict=True)], dim=-1)
 
 
 def _operators(parts: Sequence[Tensor | Operator], what: str) -> tuple[Operator, ...]:
     """At least one matrix or operator, as operators of one type on one device."""
     operators = tuple(part if isinstance(part, Operator) else Dense(part) for part in parts)
-    if not operators:
-        raise OperatorError(f"The list of {what} is empty.", expected="at least one", got="none")
-    for other in operators[1:]:
-        if (other.dtype, other.device) != (operators[0].dtype, operators[0].device):
-            raise OperatorError(
-                f"The {what} have different types or devices.",
-                expected=f"{operators[0].dtype} on {operators[0].device}",
-                got=f"{other.dtype} on {other.device}",
-            )
+    require_alike(operators, what)
     return operators
+
+
+@dataclass(eq=False, repr=False)
+class FunctionOperator(Operator):
+    """A function as an operator; made by :func:`as_operator`."""
+
+    function: Callable[[Tensor], Tensor]
+    shape: tuple[int, int]
+    rmatvec: Callable[[Tensor], Tensor] | None
+    dtype: torch.dtype
+    device: torch.device
+    parameters: tuple[Tensor, ...] | None
+    symmetric: bool = False
+
+    def _apply(self, vectors: Tensor) -> Tensor:
+        return checked_product(self.function, vectors, self.shape[0])
+
+    def _apply_transposed(self, vectors: Tensor) -> Tensor:
+        if self.rmatvec is None:
+            return super()._apply_transposed(vectors)
+        return checked_product(self.rmatvec, vectors, self.shape[1])
+
+    @override
+    def tensors(self) -> tuple[Tensor, ...]:
+        if self.parameters is None:
+            with torch.enable_grad():
+                self.parameters = leaves(self(torch.zeros(1, self.shape[1], dtype=self.dtype, device=self.device)))
+        return self.parameters
+
+
+def as_operator(
+    function: Callable[[Tensor], Tensor],
+    shape: int | tuple[int, int],
+    *,
+    rmatvec: Callable[[Tensor], Tensor] | None = None,
+    symmetric: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    parameters: Iterable[Tensor] | None = None,
+) -> Operator:
+    """An operator from a linear function of row-stacked vectors.
+
+    Args:
+        function: ``v [..., n] -> A v [..., m]``; an operator of this shape is returned unchanged.
+        shape: ``(m, n)``, or n for a square operator.
+        rmatvec: ``u [..., m] -> Aᵀ u [..., n]``; by default torch differentiates through ``function``.
+        symmetric: Whether A is symmetric; not checked.
+        dtype: Type of the numbers; torch's default type by default.
+        device: Device of the vectors; torch's default device by default.
+        parameters: The tensors that A depends on; by default the leaves of the autograd graph of one product.
+
+    Raises:
+        OperatorError: A bad shape, a symmetric operator that is not square, or an operator of another shape.
+    """
+    rows, columns = (shape, shape) if isinstance(shape, int) else shape
+    if min(rows, columns) < 0 or (symmetric and rows != columns):
+        raise OperatorError(
+            "The shape of the operator is out of range.",
+            expected="sizes that are not negative" + (", and equal as it is symmetric" if symmetric else ""),
+            got=f"{rows} × {columns}",
+        )
+    if isinstance(function, Operator):
+        if function.shape != (rows, columns):
+            raise OperatorError("The operator has another shape.", expected=f"{(rows, columns)}", got=f"{function}")
+        return function
+    dtype, device = dtype or torch.get_default_dtype(), torch.empty(0, device=device).device
+    tensors = None if parameters is None else tuple(parameters)
+    return FunctionOperator(function, (rows, columns), rmatvec, dtype, device, tensors, symmetric)
+
+
+def from_scipy(
+    matrix: Any, *, symmetric: bool = False, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Operator:
+    """A ``scipy.sparse.linalg.LinearOperator``, sparse matrix or array as an operator; the inverse of ``to_scipy``.
+
+    Products run in numpy, in main memory. They are differentiable in the vectors only, given the transpose.
+
+    Args:
+        matrix: A real matrix that ``scipy.sparse.linalg.aslinearoperator`` accepts.
+        symmetric: Whether the matrix is symmetric; not checked.
+        dtype: Type of the vectors; that of the matrix by default.
+        device: Device of the vectors; torch's default device by default.
+
+    Raises:
+        OperatorError: A complex matrix, or a symmetric one that is not square.
+    """
+    known: LinearOperator = aslinearoperator(matrix)
+    number = np.dtype(known.dtype if known.dtype is not None else np.float64)
+    if number.kind == "c":
+        raise OperatorError("The matrix is complex.", expected="real numbers", got=str(number))
+    if dtype is None:
+        dtype = torch.from_numpy(np.zeros(0, number)).dtype if number.kind == "f" else torch.float64
+    adjoint = known.matmat if symmetric else known.rmatmat
+
+    def forward(vectors: Tensor) -> Tensor:
+        return attach_one(_by_numpy(known.matmat, vectors), [vectors], lambda u: [_by_numpy(adjoint, u)])
+
+    def backward(vectors: Tensor) -> Tensor:
+        return attach_one(_by_numpy(adjoint, vectors), [vectors], lambda u: [_by_numpy(known.matmat, u)])
+
+    shape = int(known.shape[0]), int(known.shape[1])
+    return as_operator(forward, shape, rmatvec=backward, symmetric=symmetric, dtype=dtype, device=device, parameters=())
+
+
+def _by_numpy(multiply: Callable[[Any], Any], vectors: Tensor) -> Tensor:
+    columns = vectors.detach().reshape(vectors.shape[:-1].numel(), vectors.shape[-1]).cpu().numpy().T
+    product = torch.from_numpy(np.ascontiguousarray(multiply(columns).T))
+    return product.to(vectors).reshape(*vectors.shape[:-1], product.shape[-1])

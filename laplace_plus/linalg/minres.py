@@ -79,27 +79,18 @@ def minres(
         tensor([3., 2.])
     """
     if shifts is not None:
-        _check_shifts(shifts, preconditioner is not None or x0 is not None)
+        stacked = isinstance(shifts, Tensor) and shifts.ndim == 1 and len(shifts) > 0 and shifts.is_floating_point()
+        if not stacked or preconditioner is not None or x0 is not None:
+            raise ConfigurationError(
+                "The shifts do not fit the other arguments.",
+                expected="a floating-point tensor [S], and neither preconditioner nor x0: they share no Krylov space",
+                got=f"{tuple(shifts.shape)}" if isinstance(shifts, Tensor) else repr(shifts),
+                fix="Call minres once for each shift, with the shift in the operator.",
+            )
     system = SymmetricSystem(
         "minres", matvec, b, preconditioner, x0, rtol, atol, max_iterations, parameters, dtype, check_symmetry, progress
     )
     return system.solve(_iterate, shifts)[0]
-
-
-def _check_shifts(shifts: Tensor, restricted: bool) -> None:
-    if not isinstance(shifts, Tensor) or shifts.ndim != 1 or not len(shifts) or not shifts.is_floating_point():
-        raise ConfigurationError(
-            "shifts must be a vector of numbers.",
-            expected="a floating-point tensor [S]",
-            got=str(tuple(shifts.shape)) if isinstance(shifts, Tensor) else repr(shifts),
-        )
-    if restricted:
-        raise ConfigurationError(
-            "Shifts cannot be combined with a preconditioner or x0: they would share no Krylov space.",
-            expected="neither preconditioner nor x0 along with shifts",
-            got="one of them",
-            fix="Call minres once for each shift, with the shift in the operator.",
-        )
 
 
 def _iterate(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.linalg.arguments import require_count, require_tolerance, without_autocast, working_type
+from laplace_plus.linalg.arguments import require_count, without_autocast, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.linalg.sketches import frobenius_norm, symmetric_core
@@ -30,13 +30,11 @@ class NystromApproximation:
             Differentiable.
         vectors: U, ``[l, n]``; without gradients, which do not exist where values are equal.
         matvecs: Number of operator–vector products.
-        converged: Whether the smallest value is below the tolerance; true without a tolerance.
     """
 
     values: Tensor
     vectors: Tensor
     matvecs: int
-    converged: bool
     _tensors: tuple[Tensor, ...] = field(default=(), repr=False)
     _pullback: Pullback | None = field(default=None, repr=False)
 
@@ -90,8 +88,6 @@ def nystrom(
     n: int,
     rank: int,
     *,
-    tolerance: float | None = None,
-    cap: int | None = None,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -111,8 +107,6 @@ def nystrom(
         matvec: A, a callable on row-stacked vectors or an operator.
         n: Its size.
         rank: Number of vectors; at most n is used.
-        tolerance: Double the rank until the smallest value is below this fraction of the largest.
-        cap: Limit on the rank with a tolerance; 8 ``rank`` by default.
         generator: Source of the randomness; torch's global generator by default.
         dtype: Type of the vectors; that of the operator's tensors by default.
         device: Device of the vectors; that of the operator's tensors by default.
@@ -131,30 +125,15 @@ def nystrom(
     """
     require_count("n", n, 1)
     require_count("rank", rank, 1)
-    require_tolerance(tolerance=tolerance)
-    cap = 8 * rank if cap is None else cap
-    require_count("cap", cap, rank)
-    cap, rank = min(cap, n), min(rank, n)
     dtype, device = number_type(matvec, dtype, device)
     operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=dtype)
     wide = working_type(dtype)
-    probes = torch.empty(0, n, dtype=wide, device=device)
-    sketch = probes
-    while True:
-        new = draw_probes("gaussian", rank - len(probes), n, generator=generator, dtype=wide, device=device)
-        for _ in range(2):
-            new = new - (new @ probes.mT) @ probes
-            new = torch.linalg.qr(new.mT)[0].mT
-        # Rounded to the operator's type, in which they are multiplied.
-        probes = torch.cat([probes, new.to(dtype).to(wide)])
-        products = operator(probes[len(sketch) :])
-        require_finite("nystrom", products)
-        sketch = torch.cat([sketch, products])
-        values, vectors, coordinates = _factor(probes, sketch, torch.finfo(dtype).eps)
-        met = tolerance is None or len(probes) == n or bool(values[-1] <= tolerance * values[0])
-        if met or rank == cap:
-            break
-        rank = min(2 * rank, cap)
+    drawn = draw_probes("gaussian", min(rank, n), n, generator=generator, dtype=wide, device=device)
+    # Rounded to the operator's type, in which they are multiplied.
+    probes = torch.linalg.qr(drawn.mT)[0].mT.to(dtype).to(wide)
+    sketch = operator(probes)
+    require_finite("nystrom", sketch)
+    values, vectors, coordinates = _factor(probes, sketch, torch.finfo(dtype).eps)
 
     def outer(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ leftᵢᵀ Â rightᵢ``."""
@@ -170,7 +149,7 @@ def nystrom(
 
     positive, matvecs = values > 0, operator.matvecs
     values = attach_one(values, operator.tensors, pullback)
-    return NystromApproximation(values, vectors, matvecs, met, operator.tensors, outer)
+    return NystromApproximation(values, vectors, matvecs, operator.tensors, outer)
 
 
 def _factor(probes: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,15 +9,13 @@ multiplied and transposed; no matrix is formed::
     tensor([[8., 8.],
             [2., 4.]])
 
-:mod:`laplace_plus.linalg.matrices` has the operators that store their entries, and
-:mod:`laplace_plus.linalg.callables` makes operators from functions.
+:mod:`laplace_plus.linalg.matrices` has the operators that store their entries, and those made from functions.
 """
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from numbers import Real
 from operator import add
@@ -38,15 +36,15 @@ class Operator(ABC):
     """A linear map given by its products with row-stacked vectors.
 
     Calling it on ``v [..., n]`` returns ``A v``, ``[..., m]``, for each vector. A plain function of this form can be
-    used wherever an operator can; :func:`~laplace_plus.linalg.callables.as_operator` makes it an operator. Products are
+    used wherever an operator can; :func:`~laplace_plus.linalg.matrices.as_operator` makes it an operator. Products are
     differentiable in the vectors and in :meth:`tensors`.
 
     ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``-A`` and ``A @ B`` are operators; ``c`` may be a 0-d tensor that
     requires gradients. A sum is symmetric if its terms are symmetric or transposes of each other. A product is
     symmetric if it is a palindrome of transposes, such as ``A.T @ A`` and ``A.T @ S @ A``.
 
-    A subclass implements ``_apply`` and ``tensors``. It overrides ``_transpose`` or ``_apply_transposed`` where that is
-    cheaper than differentiating through ``_apply``, and ``_dense`` and ``_diagonal`` where it knows its entries.
+    A subclass implements ``_apply`` and ``tensors``. It overrides ``_apply_transposed`` where that is cheaper than
+    differentiating through ``_apply``, and :meth:`dense` and :meth:`diagonal` where it knows its entries.
 
     Attributes:
         shape: ``(m, n)``.
@@ -64,7 +62,6 @@ class Operator(ABC):
 
     # Makes numpy call ``Operator.__rmul__`` for ``numpy_number * operator``.
     __array_ufunc__ = None
-    _known_transpose: weakref.ReferenceType[Operator] | None = None
 
     @abstractmethod
     def _apply(self, vectors: Tensor) -> Tensor:
@@ -75,17 +72,17 @@ class Operator(ABC):
         return unique(tensor for operand in self.operands for tensor in operand.tensors())
 
     def _transpose(self) -> Operator:
-        """The transpose; not called for symmetric operators."""
-        return Transposed(self, self._apply_transposed)
+        """The transpose of an operator that is not symmetric."""
+        return Transposed(self)
 
     def _apply_transposed(self, vectors: Tensor) -> Tensor:
         """``Aᵀ u`` for ``[..., m]``; by default from automatic differentiation of a product."""
+        graph = torch.is_grad_enabled()
         with torch.enable_grad():  # the pullback of a linear function is the same at every point
             point = vectors.new_zeros(*vectors.shape[:-1], self.shape[1]).requires_grad_()
             product = self._apply(point)
         gradient = None
         if product.requires_grad:
-            graph = torch.is_grad_enabled()
             (gradient,) = torch.autograd.grad(product, point, vectors, create_graph=graph, allow_unused=True)
         if gradient is None:
             raise not_differentiable()
@@ -111,61 +108,33 @@ class Operator(ABC):
 
     @property
     def T(self) -> Operator:  # noqa: N802
-        """The transpose; the same object as long as a reference to it exists."""
-        if self.symmetric:
-            return self
-        known = None if self._known_transpose is None else self._known_transpose()
-        if known is None:
-            known = self._transpose()
-            self._known_transpose = weakref.ref(known)
-        return known
-
-    def pullback(self, vectors: Tensor, cotangents: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The derivative of ``Σ ⟨u, A v⟩`` in some of :meth:`tensors`, from one vector–Jacobian product.
-
-        Args:
-            vectors: v, ``[..., n]``.
-            cotangents: u, ``[..., m]``.
-            tensors: The tensors to differentiate in.
-        """
-        with torch.enable_grad():
-            product = self(vectors)
-        return torch.autograd.grad(product, tensors, cotangents, retain_graph=True, allow_unused=True)
+        """The transpose."""
+        return self if self.symmetric else self._transpose()
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
+    def dense(self) -> Tensor:
         """The matrix ``[m, n]``; differentiable. Takes ``min(m, n)`` products unless the structure gives the entries.
 
-        Args:
-            chunk_size: Number of unit vectors multiplied in one call; by default as many as have 2²⁴ entries.
+        Products are taken with chunks of unit vectors, as many as have 2²⁴ entries.
         """
-        _require_chunk(chunk_size)
+        rows, columns = self.shape
         if min(self.shape) == 0:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return self._dense(chunk_size)
-
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        rows, columns = self.shape
         if rows < columns:
-            return torch.cat([self.T(unit) for _, unit in self._units(rows, chunk_size)])
-        return torch.cat([self(unit) for _, unit in self._units(columns, chunk_size)]).mT
+            return torch.cat([self.T(unit) for _, unit in self._units(rows)])
+        return torch.cat([self(unit) for _, unit in self._units(columns)]).mT
 
-    def diagonal(self, *, chunk_size: int | None = None, limit: int | None = 2**15) -> Tensor:
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
         """The exact diagonal, ``[min(m, n)]``; differentiable.
 
         Args:
-            chunk_size: As for :meth:`dense`.
             limit: Largest number of products to spend, one per entry, where the structure does not give the diagonal;
                 None for no limit.
 
         Raises:
             OperatorError: The diagonal needs more than ``limit`` products.
         """
-        _require_chunk(chunk_size)
-        return self._diagonal(chunk_size, limit)
-
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
         size = min(self.shape)
         if limit is not None and size > limit:
             raise OperatorError(
@@ -176,16 +145,15 @@ class Operator(ABC):
             )
         operator = self.T if self.shape[0] < self.shape[1] else self
         entries = [torch.zeros(0, dtype=self.dtype, device=self.device)]
-        for start, unit in self._units(size, chunk_size):
+        for start, unit in self._units(size):
             entries.append(operator(unit)[:, start : start + len(unit)].diagonal())
         return torch.cat(entries)
 
-    def _units(self, size: int, chunk_size: int | None) -> Iterator[tuple[int, Tensor]]:
+    def _units(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """Chunks of rows of the identity, each with the index of its first row."""
-        step = chunk_size or max(1, _CHUNK_ENTRIES // max(1, *self.shape))
+        step = max(1, _CHUNK_ENTRIES // max(1, *self.shape))
         for start in range(0, size, step):
-            count = min(step, size - start)
-            unit = torch.zeros(count, size, dtype=self.dtype, device=self.device)
+            unit = torch.zeros(min(step, size - start), size, dtype=self.dtype, device=self.device)
             unit.diagonal(start).fill_(1.0)
             yield start, unit
 
@@ -195,23 +163,7 @@ class Operator(ABC):
         A block of vectors is one product. bfloat16, which numpy does not have, becomes float32. Real and imaginary
         parts of complex vectors are multiplied separately.
         """
-        dtype = torch.float32 if self.dtype is torch.bfloat16 else self.dtype
-
-        def multiply(operator: Operator, x: Any) -> Any:  # [n, k] -> [m, k]
-            if x.dtype.kind == "c":
-                return multiply(operator, x.real) + 1j * multiply(operator, x.imag)
-            given = torch.tensor(x.T, dtype=operator.dtype, device=operator.device)
-            with torch.no_grad():
-                return operator(given).to("cpu", dtype).numpy().T
-
-        return LinearOperator(
-            self.shape,
-            matvec=lambda x: multiply(self, x.reshape(-1, 1))[:, 0],
-            rmatvec=lambda x: multiply(self.T, x.reshape(-1, 1))[:, 0],
-            matmat=lambda x: multiply(self, x),
-            rmatmat=lambda x: multiply(self.T, x),
-            dtype=torch.zeros((), dtype=dtype).numpy().dtype,
-        )
+        return _ScipyView(self)
 
     # -- algebra -------------------------------------------------------------------------------------------------------
 
@@ -227,8 +179,7 @@ class Operator(ABC):
     def __mul__(self, factor: float | Tensor) -> Operator:
         return Scaled(self, factor) if _is_scalar(factor) else NotImplemented
 
-    def __rmul__(self, factor: float | Tensor) -> Operator:
-        return Scaled(self, factor) if _is_scalar(factor) else NotImplemented
+    __rmul__ = __mul__
 
     def __truediv__(self, divisor: float | Tensor) -> Operator:
         return Scaled(self, 1 / divisor) if _is_scalar(divisor) else NotImplemented
@@ -246,10 +197,6 @@ class Operator(ABC):
             fix="Call A(v) for row-stacked vectors v [..., n], or write Dense(matrix)",
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Weak references can be neither copied nor pickled.
-        return {key: value for key, value in vars(self).items() if key != "_known_transpose"}
-
     def _details(self) -> str:
         """Text that ``repr`` adds to size and type; by default the operands."""
         return ", ".join(map(repr, self.operands))
@@ -262,30 +209,46 @@ class Operator(ABC):
         return f"{type(self).__name__}({', '.join(words)})"
 
 
+class _ScipyView(LinearOperator):
+    """An operator in SciPy; see :meth:`Operator.to_scipy`."""
+
+    def __init__(self, operator: Operator):
+        self._operator = operator
+        self._number = torch.float32 if operator.dtype is torch.bfloat16 else operator.dtype
+        super().__init__(torch.zeros((), dtype=self._number).numpy().dtype, operator.shape)
+
+    def _matmat(self, columns: Any) -> Any:  # [n, k] -> [m, k]
+        if columns.dtype.kind == "c":
+            return self._matmat(columns.real) + 1j * self._matmat(columns.imag)
+        given = torch.tensor(columns.T, dtype=self._operator.dtype, device=self._operator.device)
+        with torch.no_grad():
+            return self._operator(given).to("cpu", self._number).numpy().T
+
+    def _adjoint(self) -> LinearOperator:
+        return _ScipyView(self._operator.T)
+
+
 class Transposed(Operator):
-    """The transpose of an operator, given by a function that multiplies with it.
+    """The transpose of an operator; its own transpose is the original."""
 
-    Args:
-        original: The operator.
-        apply: ``u [..., m] -> Aᵀ u [..., n]``.
-    """
-
-    def __init__(self, original: Operator, apply: Callable[[Tensor], Tensor]):
-        self.original, self._function, self.operands = original, apply, (original,)
+    def __init__(self, original: Operator):
+        self.original, self.operands = original, (original,)
         self.shape = (original.shape[1], original.shape[0])
         self.dtype, self.device = original.dtype, original.device
 
     def _apply(self, vectors: Tensor) -> Tensor:
-        return self._function(vectors)
+        return self.original._apply_transposed(vectors)
 
     def _transpose(self) -> Operator:
         return self.original
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        return self.original.dense(chunk_size=chunk_size).mT
+    @override
+    def dense(self) -> Tensor:
+        return self.original.dense().mT
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
-        return self.original.diagonal(chunk_size=chunk_size, limit=limit)
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
+        return self.original.diagonal(limit=limit)
 
 
 class Scaled(Operator):
@@ -300,19 +263,12 @@ class Scaled(Operator):
     """
 
     def __init__(self, operator: Operator, factor: float | Tensor):
-        if not isinstance(factor, Tensor):
-            factor = float(factor)
-            if isinstance(operator, Scaled) and isinstance(operator.factor, float):
-                factor = operator.factor * factor
-                operator = operator.operator
-        elif factor.ndim or factor.device not in (operator.device, torch.device("cpu")):
+        if isinstance(factor, Tensor) and factor.device not in (operator.device, torch.device("cpu")):
             raise OperatorError(
-                "The factor does not fit the operator.",
-                expected=f"a number, or a 0-d tensor on {operator.device}",
-                got=f"a tensor {list(factor.shape)} on {factor.device}",
+                "The factor is on another device.", expected=f"a number on {operator.device}", got=f"{factor.device}"
             )
-        self.operator: Operator = operator
-        self.factor: float | Tensor = factor
+        self.operator, self.operands = operator, (operator,)
+        self.factor = factor if isinstance(factor, Tensor) else float(factor)
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.symmetric = operator.symmetric
 
@@ -332,11 +288,13 @@ class Scaled(Operator):
         own = (self.factor,) if isinstance(self.factor, Tensor) else ()
         return unique([*own, *self.operator.tensors()])
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        return self.operator.dense(chunk_size=chunk_size) * self._number
+    @override
+    def dense(self) -> Tensor:
+        return self.operator.dense() * self._number
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
-        return self.operator.diagonal(chunk_size=chunk_size, limit=limit) * self._number
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
+        return self.operator.diagonal(limit=limit) * self._number
 
     def _details(self) -> str:
         factor = self.factor.detach() if isinstance(self.factor, Tensor) else self.factor
@@ -356,10 +314,9 @@ class Sum(Operator):
     def __init__(self, terms: Sequence[Operator]):
         flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
         self.terms: tuple[Operator, ...] = tuple(flat)
-        first, self.operands = self.terms[0], self.terms
-        for other in self.terms[1:]:
-            if (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
-                raise _mismatch("The terms of a sum differ.", first, other)
+        first, self.operands = require_alike(self.terms, "terms of a sum"), self.terms
+        if any(other.shape != first.shape for other in self.terms):
+            raise OperatorError("The shapes of the terms differ.", expected=f"{first.shape}", got=f"{self.terms}")
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
         remaining = [term for term in self.terms if not term.symmetric]
         while remaining:  # terms that are not symmetric must pair up as transposes
@@ -375,11 +332,13 @@ class Sum(Operator):
     def _transpose(self) -> Operator:
         return Sum([term.T for term in self.terms])
 
-    def _dense(self, chunk_size: int | None) -> Tensor:
-        return reduce(add, [term.dense(chunk_size=chunk_size) for term in self.terms])
+    @override
+    def dense(self) -> Tensor:
+        return reduce(add, [term.dense() for term in self.terms])
 
-    def _diagonal(self, chunk_size: int | None, limit: int | None) -> Tensor:
-        return reduce(add, [term.diagonal(chunk_size=chunk_size, limit=limit) for term in self.terms])
+    @override
+    def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
+        return reduce(add, [term.diagonal(limit=limit) for term in self.terms])
 
 
 class Product(Operator):
@@ -395,11 +354,10 @@ class Product(Operator):
     def __init__(self, factors: Sequence[Operator]):
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
         self.factors: tuple[Operator, ...] = tuple(flat)
-        self.operands = self.factors
+        first, last, self.operands = require_alike(self.factors, "factors of a product"), self.factors[-1], self.factors
         for left, right in zip(self.factors, self.factors[1:], strict=False):
-            if (left.shape[1], left.dtype, left.device) != (right.shape[0], right.dtype, right.device):
-                raise _mismatch("The factors of a product do not fit.", left, right)
-        first, last = self.factors[0], self.factors[-1]
+            if left.shape[1] != right.shape[0]:
+                raise OperatorError("The shapes of factors differ.", expected=f"{left.shape[1]} rows", got=f"{right}")
         self.shape, self.dtype, self.device = (first.shape[0], last.shape[1]), first.dtype, first.device
         pairs = zip(self.factors, reversed(self.factors), strict=True)
         self.symmetric = all(_are_transposes(left, right) for left, right in pairs)
@@ -418,9 +376,22 @@ def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _require_chunk(chunk_size: int | None) -> None:
-    if chunk_size is not None and chunk_size < 1:
-        raise OperatorError("chunk_size must be positive.", expected="chunk_size >= 1", got=str(chunk_size))
+def require_alike(operators: Sequence[Operator], what: str) -> Operator:
+    """The first of some operators, after a check that all have the same type and device.
+
+    Raises:
+        OperatorError: They differ, or there are none.
+    """
+    if not operators:
+        raise OperatorError(f"The list of {what} is empty.", expected="at least one", got="none")
+    for other in operators[1:]:
+        if (other.dtype, other.device) != (operators[0].dtype, operators[0].device):
+            raise OperatorError(
+                f"The {what} have different types or devices.",
+                expected=f"{operators[0].dtype} on {operators[0].device}",
+                got=f"{other.dtype} on {other.device}",
+            )
+    return operators[0]
 
 
 def _is_scalar(factor: Any) -> bool:
@@ -433,14 +404,10 @@ def _are_transposes(left: Operator, right: Operator) -> bool:
         return left.symmetric
     if isinstance(left, Scaled) and isinstance(right, Scaled):
         return left.factor is right.factor and _are_transposes(left.operator, right.operator)
-    pairs = ((left, right), (right, left))
-    return any(a._known_transpose is not None and a._known_transpose() is b for a, b in pairs)
-
-
-def _mismatch(what: str, left: Operator, right: Operator) -> OperatorError:
-    return OperatorError(
-        what, expected=f"operators that fit {left!r} on {left.device}", got=f"{right!r} on {right.device}"
-    )
+    for kind, order in ((Sum, 1), (Product, -1)):
+        if isinstance(left, kind) and isinstance(right, kind) and len(left.operands) == len(right.operands):
+            return all(map(_are_transposes, left.operands, right.operands[::order]))
+    return any(isinstance(a, Transposed) and a.original is b for a, b in ((left, right), (right, left)))
 
 
 def not_differentiable() -> OperatorError:

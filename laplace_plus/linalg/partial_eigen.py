@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, OperatorError
-from laplace_plus.kernels import orthogonalize, vector_norm
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels import inner, orthogonalize, vector_norm
 from laplace_plus.linalg.arguments import (
     require_choice,
     require_count,
@@ -28,6 +29,8 @@ from laplace_plus.linalg.arguments import (
 from laplace_plus.linalg.krylov import product_length
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach_one, number_type, require_finite
 from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.solving import require_adjoint
 
 Which = Literal["largest", "smallest", "magnitude"]
 
@@ -128,18 +131,18 @@ def eigsh(
         ([3.0, 3.0], True)
     """
     require_choice("which", which, Which)
-    options = _Options.of(matvec, n, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
-    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=options.dtype)
-    level = options.tolerance
+    search = _ThickRestart("eigsh", matvec, n, n, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
+    operator = LinearMap(matvec, n, symmetric=True, parameters=parameters, dtype=search.dtype)
+    level = search.level
     with torch.no_grad():
-        found = _ThickRestart(operator, min(k, n), which, lambda x, norm: torch.full_like(x, level * norm), options)
-        vectors = found.vectors
+        search.run(operator, which, lambda x, norm: torch.full_like(x, level * norm))
+        vectors = search.vectors
         products = operator(vectors) if len(vectors) else vectors
         values = (vectors * products).sum(dim=-1)
         residuals = vector_norm(products - values[:, None] * vectors)
-        good = residuals <= 2 * level * found.norm
+        good = residuals <= 2 * level * search.norm
         values, vectors, residuals = values[good], vectors[good], residuals[good]
-    converged, matvecs = found.complete and bool(good.all()), operator.matvecs
+    converged, matvecs = search.complete and bool(good.all()), operator.matvecs
 
     def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
         return operator.parameter_pullback(vectors, cotangent[:, None] * vectors)
@@ -202,9 +205,9 @@ def svds(
     if m is None:
         m = matvec.shape[0] if isinstance(matvec, Operator) else n
     size = min(m, n)
-    options = _Options.of(matvec, n, size, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
-    operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=options.dtype)
-    start, level, eps = options.start, options.tolerance, torch.finfo(options.dtype).eps
+    search = _ThickRestart("svds", matvec, n, size, k, tolerance, max_restarts, subspace, v0, generator, dtype, device)
+    operator = LinearMap(matvec, n, m=m, rmatvec=rmatvec, parameters=parameters, dtype=search.dtype)
+    start, level, eps = search.start, search.level, torch.finfo(search.dtype).eps
     scale = 1.0
 
     def forward(vectors: Tensor) -> Tensor:
@@ -221,21 +224,27 @@ def svds(
 
     with torch.no_grad():
         # AᵀA squares the numbers, so A is divided by a power of two. This product also finds the operator's tensors.
-        largest = float(forward(start if size == n else start.new_ones(n)).abs().amax())
+        v = start if size == n else start.new_ones(n)
+        image = forward(v)
+        largest = float(image.abs().amax())
         scale = 2.0 ** math.frexp(largest)[1] if 0 < largest < math.inf else 1.0
-        found = _ThickRestart(lambda v: second(first(v)), min(k, size), "largest", limit, options, name="AᵀA")
+        image = image / scale
+        back, square = adjoint(image), inner(image, image)
+        bound = square + vector_norm(back) * vector_norm(v)
+        require_adjoint("svds", square, inner(back, v), bound, search.dtype, symmetric=False)
+        search.run(lambda v: second(first(v)), "largest", limit)
         left, right, values, residuals = start.new_zeros(0, m), start.new_zeros(0, n), start[:0], start[:0]
-        if len(found.vectors):
-            change, values, other = torch.linalg.svd(first(found.vectors), full_matrices=False)
-            pair = (other, change.mT @ found.vectors)
+        if len(search.vectors):
+            change, values, other = torch.linalg.svd(first(search.vectors), full_matrices=False)
+            pair = (other, change.mT @ search.vectors)
             left, right = pair if n <= m else pair[::-1]
             residuals = torch.maximum(
                 vector_norm(forward(right) - values[:, None] * left),
                 vector_norm(adjoint(left) - values[:, None] * right),
             )
-        good = residuals <= 2 * level * found.norm**0.5
+        good = residuals <= 2 * level * search.norm**0.5
         left, right, values, residuals = left[good], right[good], values[good] * scale, residuals[good] * scale
-    converged, matvecs = found.complete and bool(good.all()), operator.matvecs
+    converged, matvecs = search.complete and bool(good.all()), operator.matvecs
 
     def pullback(cotangent: Tensor) -> tuple[Tensor, ...]:
         return operator.parameter_pullback(right, cotangent[:, None] * left)
@@ -243,20 +252,22 @@ def svds(
     return PartialSVD(attach_one(values, operator.tensors, pullback), left, right, residuals, matvecs, converged)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Checked options of a search."""
+class _ThickRestart:
+    """A search for the outermost eigenpairs of a symmetric operator; see :func:`eigsh` for the arguments.
 
-    dtype: torch.dtype
-    tolerance: float
-    subspace: int
-    max_restarts: int
-    random: Callable[[], Tensor]
-    start: Tensor
+    Attributes:
+        dtype: Type in which the operator multiplies.
+        level: Relative accuracy.
+        start: The start vector.
+        values: ``[j]`` eigenvalues found, the most wanted first; float64 on the CPU.
+        vectors: ``[j, size]`` their eigenvectors.
+        norm: A lower bound of ‖A‖, usually close.
+        complete: Whether ``k`` pairs converged, and a search from a random vector found nothing better.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
+        method: str,
         matvec: Matvec,
         n: int,
         size: int,
@@ -268,16 +279,13 @@ class _Options:
         generator: torch.Generator | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
-    ) -> _Options:
-        """Check and fill in defaults; ``size`` is the length of the vectors of the search."""
-        require_count("n", n, 1)
-        require_count("k", k, 1)
-        require_count("max_restarts", max_restarts, 0)
+    ):
+        self._subspace = max(2 * k + 1, k + 20) if subspace is None else subspace
+        self._method, self._k, self._restarts = method, min(k, size), max_restarts
+        for name, value, least in (("n", n, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
+            require_count(name, value, least)
+        require_count("subspace", self._subspace, k + 2)
         require_tolerance(tolerance=tolerance)
-        stored = max(2 * k + 1, k + 20) if subspace is None else subspace
-        if stored < k + 2:
-            message = "The subspace is too small."
-            raise ConfigurationError(message, expected=f"subspace ≥ k + 2 = {k + 2}", got=str(stored))
         if v0 is not None:
             if v0.shape != (size,) or not v0.is_floating_point() or not float(v0.norm()) > 0:
                 raise ConfigurationError(
@@ -286,57 +294,30 @@ class _Options:
                     got=f"{v0.dtype} {tuple(v0.shape)}",
                 )
             dtype, device = v0.dtype if dtype is None else dtype, v0.device if device is None else device
-        outer, device = number_type(matvec, dtype, device)
-        inner, eps = working_type(outer), torch.finfo(outer).eps
-
-        def random() -> Tensor:
-            source = device if generator is None else generator.device
-            return torch.randn(size, generator=generator, dtype=inner, device=source).to(device)
-
+        self.dtype, device = number_type(matvec, dtype, device)
+        wide, eps = working_type(self.dtype), torch.finfo(self.dtype).eps
+        self._random = partial(draw_probes, "gaussian", 1, size, generator=generator, dtype=wide, device=device)
         # residuals below a few units of rounding cannot be reached
-        level = eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
-        start = random() if v0 is None else v0.detach().to(device, inner)
-        return cls(outer, level, stored, max_restarts, random, start)
+        self.level = eps ** (2 / 3) if tolerance is None else max(tolerance, 10 * eps)
+        self.start = self._random()[0] if v0 is None else v0.detach().to(device, wide)
+        self.values, self.vectors = torch.zeros(0, dtype=torch.float64), self.start.new_zeros(0, size)
+        self.norm, self.complete = 0.0, False
 
+    def run(self, product: Callable[[Tensor], Tensor], which: Which, limit: Callable[[Tensor, float], Tensor]) -> None:
+        """Search.
 
-class _ThickRestart:
-    """A search for the outermost eigenpairs of a symmetric operator.
-
-    Args:
-        product: ``A v`` for one vector ``[n]``.
-        k: Number of pairs; at most n.
-        which: Which end of the spectrum.
-        limit: The largest residual of a converged pair, given the eigenvalues ``[j]`` and an estimate of ``‖A‖``.
-        options: Start vector, subspace and caps.
-        name: Name of the operator in errors.
-
-    Attributes:
-        values: ``[j]`` eigenvalues found, the most wanted first; float64 on the CPU.
-        vectors: ``[j, n]`` their eigenvectors.
-        norm: A lower bound of ‖A‖, usually close.
-        complete: Whether ``k`` pairs converged, and a search from a random vector found nothing better.
-    """
-
-    def __init__(
-        self,
-        product: Callable[[Tensor], Tensor],
-        k: int,
-        which: Which,
-        limit: Callable[[Tensor, float], Tensor],
-        options: _Options,
-        name: str = "A",
-    ):
-        self._product, self._which, self._limit, self._name = product, which, limit, name
-        self._random, self._subspace, self._restarts = options.random, options.subspace, options.max_restarts
-        self._asymmetry = torch.finfo(options.dtype).eps ** 0.5
-        start = options.start
-        self.values, self.vectors = torch.zeros(0, dtype=torch.float64), start.new_zeros(0, len(start))
-        self.norm = 0.0
+        Args:
+            product: ``A v`` for one vector.
+            which: Which end of the spectrum.
+            limit: The largest residual of a converged pair, given the eigenvalues ``[j]`` and an estimate of ``‖A‖``.
+        """
+        self._product, self._which, self._limit = product, which, limit
+        start, k = self.start, self._k
         self.complete = self._search(start, k, None)
         while self.complete and len(self.values) < len(start):
             # the complement may contain another copy of an eigenvalue that was found
             last, found = self.values[k - 1], len(self.values)
-            self.complete = self._search(self._random(), 1, last)
+            self.complete = self._search(self._random()[0], 1, last)
             rounding = 10 * torch.finfo(start.dtype).eps * self.norm
             if len(self.values) == found or self._key(self.values[-1]) <= self._key(last) + rounding:
                 break
@@ -360,34 +341,29 @@ class _ThickRestart:
         free = n - known
         k, size = min(k, free), min(self._subspace, free)
         basis = torch.cat([self.vectors, start.new_zeros(size, n)])
-        eps = torch.finfo(start.dtype).eps
-        projected = start.new_zeros(size, size)
-        coupling = start.new_zeros(0)  # the entries of the new column that follow from symmetry
-        asymmetry = start.new_zeros(())
-        vector, kept = self._unit(start, basis[:known]), 0
+        # Q A Qᵀ: on and above the diagonal from products, below it as it follows from symmetry.
+        matrix = start.new_zeros(size + 1, size)
+        vector, kept, beta = self._unit(start, basis[:known]), 0, 0.0
         while True:
-            beta = 0.0
             for j in range(kept, size):
                 basis[known + j] = vector
                 product = self._product(vector)
                 rest, coefficients = orthogonalize(basis[: known + j + 1], product)
-                column = coefficients[known:]
-                if j:
-                    asymmetry = torch.maximum(asymmetry, (column[:j] - coupling).abs().max())
-                projected[: j + 1, j] = projected[j, : j + 1] = column
+                matrix[: j + 1, j] = coefficients[known:]
                 lengths = torch.stack([product_length(product), vector_norm(rest)])
                 require_finite("The search for eigenpairs", lengths)
                 length, beta = lengths.tolist()
                 self.norm = max(self.norm, length)
-                coupling = torch.nn.functional.pad(start.new_zeros(j), (0, 1), value=beta)
-                if beta > 10 * eps * self.norm:
+                if beta > 10 * torch.finfo(start.dtype).eps * self.norm:
                     vector = rest / beta
                 else:
-                    beta, coupling = 0.0, torch.zeros_like(coupling)
+                    beta = 0.0
                     if j + 1 < free:
-                        vector = self._unit(self._random(), basis[: known + j + 1])
-            self._require_symmetric(float(asymmetry))
-            values, vectors = torch.linalg.eigh(projected.double().cpu())
+                        vector = self._unit(self._random()[0], basis[: known + j + 1])
+                matrix[j + 1, j] = beta
+            square = matrix[:size]
+            require_adjoint(self._method, square, square.mT, self.norm, self.dtype)
+            values, vectors = torch.linalg.eigh(square.double().cpu(), UPLO="U")
             order = self._order(values)
             values, vectors = values[order], vectors[:, order]
             residuals = beta * vectors[-1].abs()
@@ -404,24 +380,12 @@ class _ThickRestart:
             self._restarts -= 1
             kept = min(k + (size - k) // 2, size - 1)
             basis[known : known + kept] = vectors[:, :kept].to(basis).T @ basis[known:]
-            projected.zero_()
-            projected[:kept, :kept] = torch.diag(values[:kept]).to(basis)
-            coupling = beta * vectors[-1, :kept].to(basis)
+            matrix.zero_()
+            matrix[:kept, :kept] = torch.diag(values[:kept]).to(basis)
+            matrix[kept, :kept] = beta * vectors[-1, :kept].to(basis)
 
     def _unit(self, vector: Tensor, basis: Tensor) -> Tensor:
         """A unit vector orthogonal to the basis."""
         for _ in range(2):
-            vector = vector / vector_norm(vector)
-            if len(basis):
-                vector = orthogonalize(basis, vector)[0]
+            vector = orthogonalize(basis, vector / vector_norm(vector))[0]
         return vector / vector_norm(vector)
-
-    def _require_symmetric(self, asymmetry: float) -> None:
-        if asymmetry > self._asymmetry * self.norm:
-            plain = self._name == "A"
-            raise OperatorError(
-                "The operator is not symmetric." if plain else "rmatvec is not the transpose.",
-                expected=f"uᵀ({self._name})v = vᵀ({self._name})u to a relative {self._asymmetry:.0e}",
-                got=f"a relative difference of {asymmetry / self.norm:.1e} on its Krylov space",
-                fix="Symmetrise it, or use svds." if plain else "Leave rmatvec out to let torch differentiate matvec.",
-            )

@@ -288,7 +288,7 @@ Recurrence = Callable[
 
 
 def require_adjoint(
-    method: str, left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, *, symmetric: bool = True
+    method: str, left: Tensor, right: Tensor, scale: Tensor | float, dtype: torch.dtype, *, symmetric: bool = True
 ) -> None:
     """Check inner products that are equal if a map is its own transpose, or if two maps are each other's.
 
@@ -308,10 +308,10 @@ def require_adjoint(
         return
     if symmetric:
         raise OperatorError(
-            f"{method} needs a symmetric operator.",
+            f"The operator is not symmetric, as {method} needs it to be.",
             expected="⟨p, A q⟩ = ⟨A p, q⟩",
-            got="different values for the first two search directions",
-            fix="Use lsmr for any other operator; pass check_symmetry=False if the products are only noisy.",
+            got="different values for vectors of its Krylov space",
+            fix="Use lsmr or svds for any other operator; pass check_symmetry=False if a solver's products are noisy.",
         )
     raise OperatorError(
         f"{method} needs an operator and its transpose.",

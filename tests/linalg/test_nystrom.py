@@ -31,7 +31,7 @@ class TestApproximation:
         assert float(torch.linalg.eigvalsh(matrix - approximation).min()) > -1e-9 * size
         if rank >= true_rank:
             torch.testing.assert_close(approximation, matrix, rtol=0, atol=1e-9 * size)
-        assert result.matvecs == count and result.converged
+        assert result.matvecs == count
 
     def test_close_to_the_best_approximation_of_a_decaying_spectrum(self):
         spectrum = 0.8 ** torch.arange(300, dtype=DTYPE)
@@ -50,15 +50,6 @@ class TestApproximation:
         limit = 1e-5 if dtype == torch.float32 else 0.2
         torch.testing.assert_close(result.values[:3], spectrum[:3].float(), rtol=limit, atol=0)
         assert float(result.values[3:].max()) < limit * 4
-
-    def test_the_rank_grows_to_the_tolerance(self):
-        spectrum = 0.8 ** torch.arange(300, dtype=DTYPE)
-        matrix = with_spectrum(spectrum)
-        result = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-3, generator=generator())
-        assert result.converged and len(result.values) == result.matvecs == 40
-        capped = nystrom(lambda v: v @ matrix, 300, 10, tolerance=1e-9, cap=25, generator=generator())
-        assert not capped.converged and len(capped.values) == 25
-        torch.testing.assert_close(capped.vectors @ capped.vectors.mT, torch.eye(25, dtype=DTYPE))
 
     def test_a_seed_determines_it(self):
         matrix = with_spectrum(torch.linspace(0, 1, 50, dtype=DTYPE))
@@ -146,7 +137,7 @@ class TestBadInput:
         with pytest.raises(OperatorError):
             nystrom(lambda v: v.double(), 40, 20, dtype=torch.float32)
 
-    @pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 3, "tolerance": -1.0}, {"rank": 3, "cap": 2}])
+    @pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 1.5}])
     def test_arguments(self, bad):
         with pytest.raises(ConfigurationError):
             nystrom(lambda v: v, 40, **bad)

@@ -18,10 +18,18 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from laplace_plus.errors import NotPositiveDefiniteError, OperatorError
-from laplace_plus.linalg.callables import as_operator, from_scipy, leaves
-from laplace_plus.linalg.linear_maps import LinearMap
-from laplace_plus.linalg.matrices import BlockDiagonal, Dense, Diagonal, Identity, Kronecker, LowRankPlusDiagonal
-from laplace_plus.linalg.operators import Operator, Product, Scaled, Sum
+from laplace_plus.linalg import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Identity,
+    Kronecker,
+    LowRankPlusDiagonal,
+    as_operator,
+    from_scipy,
+)
+from laplace_plus.linalg.linear_maps import LinearMap, leaves
+from laplace_plus.linalg.operators import Operator, Product, Sum
 
 F64 = torch.float64
 
@@ -106,13 +114,12 @@ def test_products_are_those_of_the_matrix(case):
 @each
 def test_is_written_out(case):
     operator, matrix, _ = build(case)
-    for chunk in (None, 1, 2):
-        close(operator.dense(chunk_size=chunk), matrix)
-        close(operator.T.dense(chunk_size=chunk), matrix.mT)
-        close(Operator.dense(operator, chunk_size=chunk), matrix)
-        close(operator.diagonal(chunk_size=chunk), matrix.diagonal())
-        close(operator.T.diagonal(chunk_size=chunk), matrix.diagonal())
-        close(Operator.diagonal(operator, chunk_size=chunk), matrix.diagonal())
+    close(operator.dense(), matrix)
+    close(operator.T.dense(), matrix.mT)
+    close(Operator.dense(operator), matrix)
+    close(operator.diagonal(), matrix.diagonal())
+    close(operator.T.diagonal(), matrix.diagonal())
+    close(Operator.diagonal(operator), matrix.diagonal())
 
 
 @each
@@ -121,9 +128,7 @@ def test_symmetric_only_if_it_is(case):
     if operator.symmetric:
         close(matrix, matrix.mT)
         assert operator.T is operator
-    else:
-        assert operator.T is operator.T
-        assert operator.T.T is operator or operator.T.T.shape == operator.shape
+    close(operator.T.T.dense(), matrix)
 
 
 @each
@@ -200,10 +205,10 @@ def test_symmetry_propagates():
 
 
 def test_transposes_are_recognised_although_they_are_not_kept():
-    a = Dense(A)
-    gram = a.T @ a
-    assert gram.symmetric and gram.T is gram
-    assert a.T is a.T and a.T.T is a
+    a, square = Dense(A), Dense(A[:3])
+    gram, total = a.T @ a, square + 2 * square @ square
+    assert gram.symmetric and gram.T is gram and a.T.T is a
+    assert (total.T @ total).symmetric and (total + total.T).symmetric
 
 
 def test_sums_and_products_are_flat():
@@ -211,8 +216,6 @@ def test_sums_and_products_are_flat():
     total, product = (a + a) - a, (a @ c) @ (c.T @ c)
     assert isinstance(total, Sum) and len(total.terms) == 3
     assert isinstance(product, Product) and len(product.factors) == 4
-    nested = 2.0 * (3.0 * a)
-    assert isinstance(nested, Scaled) and nested.factor == 6.0
 
 
 def test_scalars_of_every_kind():
@@ -348,7 +351,6 @@ def test_vectors_that_do_not_fit(vectors):
         lambda: LowRankPlusDiagonal(U, A[:2, :2], ADDED),
         lambda: as_operator(lambda v: v, (2, 3), symmetric=True),
         lambda: as_operator(Dense(A), (3, 4)),
-        lambda: Operator.dense(Dense(A), chunk_size=0),
         lambda: as_operator(lambda v: v, 50, symmetric=True).diagonal(limit=10),
         lambda: from_scipy(scipy.sparse.eye(3) * 1j),
     ],

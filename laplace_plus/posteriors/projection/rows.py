@@ -107,5 +107,5 @@ class _ScaledRows(Product):
         self._scales, self._rows = scales, rows
 
     @override
-    def dense(self, *, chunk_size: int | None = None) -> Tensor:
-        return self._rows.dense(chunk_size=chunk_size).mul_(self._scales[:, None])
+    def dense(self) -> Tensor:
+        return self._rows.dense().mul_(self._scales[:, None])
