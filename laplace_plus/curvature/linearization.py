@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from laplace_plus.network import Network
 
 ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
 
+T = TypeVar("T")
+
 _ROWS = 16
 """Outputs that are differentiated together where no other mode works; bounds memory at 16 gradients."""
 
@@ -30,14 +32,44 @@ _SMALL = 100_000
 """Up to this many parameters, mapped backward passes are faster than a loop on a CPU, too."""
 
 
-class ADModes:
-    """The AD modes that gave correct products for a network, and those that did not; shared by all batches."""
+class Checked:
+    """Ways to compute the same thing, each compared at its first use with what is known to be right.
+
+    Attributes:
+        right: Whether a way gave right results, as far as it was tried.
+        reason: Why the last way that failed did so.
+    """
 
     def __init__(self) -> None:
-        self.right: set[ADMode] = set()
-        self.wrong: set[ADMode] = set()
+        self.right: dict[Any, bool] = {}
+        self.reason = ""
 
-    def attempt(
+    def attempt(self, way: Any, compute: Callable[[], T], agrees: Callable[[T], bool | None]) -> T | None:
+        """``compute()``, or None where this way is wrong or fails.
+
+        ``agrees`` judges the first result; with None it leaves the decision to the next one.
+        """
+        if self.right.get(way) is False:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about slow batching rules and torch's own imports
+                found = compute()
+                verdict = self.right[way] if way in self.right else agrees(found)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  -- there is a way that works in any case, or says why not
+            self.right[way], self.reason = False, f": {error}"
+            return None
+        if verdict is not None:
+            self.right[way] = verdict
+        return None if verdict is False else found
+
+
+class ADModes(Checked):
+    """The AD modes that gave correct products for a network, and those that did not; shared by all batches."""
+
+    def products(
         self,
         mode: ADMode,
         compute: Callable[[Tensor], Tensor],
@@ -45,25 +77,11 @@ class ADModes:
         agrees: Callable[[Tensor, Tensor], bool],
     ) -> Tensor | None:
         """``compute(vectors)`` for vectors ``[m, k]``, or None if the mode fails or ``agrees`` rejects its products."""
-        if mode in self.wrong:
-            return None
-        known = mode in self.right
         # The caller's vectors may be zero or one-hot; one more, random vector makes the comparison meaningful.
-        given = vectors if known else torch.cat([vectors, _random_like(vectors[:1])])
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about slow batching rules and torch's own imports
-                products = compute(given)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # noqa: BLE001  -- a plain backward pass works in any case
-            self.wrong.add(mode)
-            return None
-        if known:
-            return products
-        if bool(torch.isfinite(given).all()):
-            (self.right if agrees(given, products) else self.wrong).add(mode)
-        return None if mode in self.wrong else products[: len(vectors)]
+        given = vectors if mode in self.right else torch.cat([vectors, _random_like(vectors[:1])])
+        finite = mode in self.right or bool(torch.isfinite(given).all())
+        found = self.attempt(mode, lambda: compute(given), lambda products: agrees(given, products) if finite else None)
+        return None if found is None else found[: len(vectors)]
 
 
 class Pullback:
@@ -81,7 +99,7 @@ class Pullback:
         if not self._outputs.requires_grad:
             return total
         if len(cotangents) > 1 and (self._point.device.type != "cpu" or len(self._point) <= _SMALL):
-            mapped = self._ad_modes.attempt("mapped backward", self._gradients, cotangents, self._agrees)
+            mapped = self._ad_modes.products("mapped backward", self._gradients, cotangents, self._agrees)
             if mapped is not None:
                 return total.add_(mapped)
         for row, cotangent in zip(total, cotangents, strict=True):
@@ -131,7 +149,7 @@ class Linearization:
 
     def push(self, vectors: Tensor) -> Tensor:
         """``J v``, ``[m, P] -> [m, B, *, C]``."""
-        forward_works = not self._ad_modes.right.isdisjoint(("mapped forward", "forward"))
+        forward_works = any(self._ad_modes.right.get(mode) for mode in ("mapped forward", "forward"))
         if not (forward_works or self._graph[1].requires_grad):
             return vectors.new_zeros(len(vectors), *self.outputs.shape)
         seen: list[Tensor] = []
@@ -153,7 +171,7 @@ class Linearization:
         if len(vectors) > 1:
             modes.insert(0, ("mapped forward", partial(forward, mapped=True)))
         for mode, compute in modes:
-            products = self._ad_modes.attempt(mode, compute, vectors, self._adjoint)
+            products = self._ad_modes.products(mode, compute, vectors, self._adjoint)
             if products is not None:
                 if mode != "backward twice" and self._known is None:
                     self._known = seen[-1]

@@ -6,23 +6,21 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus.curvature.linearization import Checked
 from laplace_plus.errors import UnsupportedError
 
 Scalar = Callable[[Tensor], Tensor]
 """From ``[P]`` to a 0-d tensor."""
-
-T = TypeVar("T")
 
 
 class Derivatives(NamedTuple):
@@ -98,37 +96,6 @@ def gradients(function: Scalar, points: Tensor) -> Tensor:
         if value.requires_grad:
             (result[row],) = torch.autograd.grad(value, leaf, allow_unused=True, materialize_grads=True)
     return result
-
-
-class Checked:
-    """Ways to compute the same thing, each compared at its first use with what is known to be right."""
-
-    def __init__(self) -> None:
-        self.right: dict[Any, bool] = {}
-        self.reason = ""
-
-    def attempt(self, way: Any, compute: Callable[[], T], agrees: Callable[[T], bool | None]) -> T | None:
-        """``compute()``, or None where this way is wrong or fails.
-
-        ``agrees`` judges the first result; with None it leaves the decision to the next one.
-        """
-        if self.right.get(way) is False:
-            return None
-        found: T | None = None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # slow batching rules
-                found = compute()
-                verdict = self.right[way] if way in self.right else agrees(found)
-                if verdict is not None:
-                    self.right[way] = verdict
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if self.right.get(way):
-                raise
-            self.right[way], self.reason = False, f": {error}"
-        return found if self.right.get(way, True) else None
 
 
 class SecondOrder(Checked):

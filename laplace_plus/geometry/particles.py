@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
+from laplace_plus.curvature.linearization import Checked
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.geometry.landscape import Checked, gradients
+from laplace_plus.geometry.landscape import gradients
 from laplace_plus.geometry.loss import LossLandscape
 from laplace_plus.linalg import lanczos
 from laplace_plus.linalg.probes import draw_probes
