@@ -68,7 +68,7 @@ class FittedData:
         Raises:
             DataError: Other data than were fitted to.
         """
-        fix = "Pass the training data, all of them and each once, or fit the posterior to these."
+        fix = "Pass the training data, each once and without random augmentation, with the autocast of the fit."
         what = "These are not the data that the posterior was fitted to."
         if self.n_examples != self._n_data:
             raise DataError(what, expected=f"{self._n_data} examples", got=f"{self.n_examples}", fix=fix)
@@ -78,12 +78,9 @@ class FittedData:
         rounding = 0.0 if likelihood.is_gaussian else accuracy * self.n_rows
         allowed = accuracy * (fitted.abs() + 2 * self._slope) + accuracy**2 * self._square + rounding
         if not bool(((self._statistics - fitted).abs() <= allowed).all()):
-            raise DataError(
-                what,
-                expected=f"a log-likelihood of {float(self._model.log_likelihood()):.6g} nats at the network's outputs",
-                got=f"{float(likelihood.log_likelihood(self._statistics)):.6g}",
-                fix=f"{fix} Inputs, targets and autocast must be those of the fit, without random augmentation.",
-            )
+            expected = f"a log-likelihood of {float(self._model.log_likelihood()):.6g} nats at the network's outputs"
+            got = f"{float(likelihood.log_likelihood(self._statistics)):.6g}"
+            raise DataError(what, expected=expected, got=got, fix=fix)
 
 
 def survey(
@@ -95,13 +92,7 @@ def survey(
     progress: bool = False,
     description: str = "training data",
 ) -> FittedData:
-    """Run the network once over data that should be those of the fit, and check them; arguments as `FittedData`.
-
-    Raises:
-        DataError: Other data than were fitted to.
-        LabelError: Targets that do not fit.
-        OutputError: Outputs that do not fit.
-    """
+    """Run the network once over data and check that they are those of the fit; arguments as :class:`FittedData`."""
     found = FittedData(model, network, n_data)
     for batch in iterate(data, device=network.device, progress=progress, description=description):
         outputs = network.forward(batch.inputs)
@@ -112,33 +103,20 @@ def survey(
 
 
 def check_training_prior(precision: Any, weight_decay: Any) -> bool:
-    """Whether the prior of training is given; a weight decay of zero counts as not given.
-
-    Raises:
-        ConfigurationError: Both are given, or a weight decay that is not a finite number >= 0.
-    """
+    """Whether the prior of training is given; :class:`ConfigurationError` if twice, or by a bad weight decay."""
     if precision is not None and weight_decay is not None:
-        raise ConfigurationError(
-            "The prior precision of training is given twice.",
-            expected="training_prior_precision or weight_decay",
-            got="both",
-        )
+        raise ConfigurationError("Training has one of training_prior_precision and weight_decay.", got="both")
     number = isinstance(weight_decay, (int, float)) and not isinstance(weight_decay, bool)
     if weight_decay is not None and not (number and 0 <= weight_decay < math.inf):
-        raise ConfigurationError(
-            "weight_decay must be a non-negative number.", expected="weight_decay >= 0", got=repr(weight_decay)
-        )
+        raise ConfigurationError("weight_decay must be a non-negative number.", got=repr(weight_decay))
     return precision is not None or bool(weight_decay)
 
 
 def unknown_training_prior(fix: str | None = None) -> ConfigurationError:
     """The error where neither a precision nor a weight decay of training is given."""
-    return ConfigurationError(
-        "Leave-one-out needs the prior precision of training.",
-        expected="training_prior_precision=, or weight_decay= above 0",
-        got="none",
-        fix=fix or "Pass the weight decay of training; without one, tune by marginal likelihood or on held-out data.",
-    )
+    fix = fix or "Pass the weight decay of training; without one, tune by marginal likelihood or on held-out data."
+    expected = "training_prior_precision=, or weight_decay= above 0"
+    return ConfigurationError("Leave-one-out needs the prior precision of training.", expected=expected, fix=fix)
 
 
 def precision_of_weight_decay(
@@ -152,7 +130,6 @@ def precision_of_weight_decay(
     if not model.likelihood.is_classifier:
         raise UnsupportedError(
             "weight_decay= needs a classifier trained on a mean of −log p(y|f).",
-            expected='likelihood="classification" or "binary" with weight_decay=',
             got=repr(model.likelihood),
             fix="Pass training_prior_precision=; with nn.MSELoss over N examples of C outputs and a noise of σ it is "
             "N · C · weight_decay / (2 σ²).",

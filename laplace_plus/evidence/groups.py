@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.normalized_groups import NAME as NORMALISED
 from laplace_plus.evidence.normalized_groups import normalized_groups
-from laplace_plus.evidence.tuning import HasPriorGroups, Tunable
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
 from laplace_plus.structured.blocks import EigenBlock
 from laplace_plus.structured.low_rank import LowRankBlock
@@ -32,17 +30,10 @@ def check_structure(structure: Any) -> None:
         )
 
 
-def chosen_groups(posterior: HasPriorGroups, structure: str | Groups, data: Iterable[Any] | None = None) -> Groups:
-    """The groups that a structure asks for.
+def chosen_groups(posterior: Any, structure: str | Groups, data: Iterable[Any] | None = None) -> Groups:
+    """The groups of ``"layerwise"``, ``"normalized_groups"`` or given groups, for a posterior's network.
 
-    Args:
-        posterior: Gives the network, its training data and its present groups.
-        structure: ``"layerwise"``, ``"normalized_groups"`` or groups.
-        data: Training data, of which one batch finds normalised groups; by default those of the fit.
-
-    Raises:
-        ConfigurationError: An unknown structure, or groups of other parameters.
-        DataError: Normalised groups are not known yet, and there are no data to find them with.
+    One batch of ``data``, by default of the fit's, finds normalised groups; :class:`DataError` if there are none.
     """
     check_structure(structure)
     network = posterior.network
@@ -57,22 +48,6 @@ def chosen_groups(posterior: HasPriorGroups, structure: str | Groups, data: Iter
     data = posterior.training_data.again(data, why, part=True)
     batch = next(iter(batches.iterate(data, device=network.device, progress=False)))
     return normalized_groups(network, batch.inputs)
-
-
-def grouped_model(
-    posterior: Tunable, structure: str | Groups, data: Iterable[Any] | None
-) -> tuple[LaplaceModel, PriorStructure, Groups]:
-    """A posterior's model with the groups that a structure asks for, the structure over these groups, and the groups.
-
-    Raises:
-        ConfigurationError: As :func:`chosen_groups`.
-        DataError: Likewise.
-    """
-    model = posterior.laplace_model()
-    if structure == "scalar" or structure == "diagonal":
-        return model, "scalar" if structure == "scalar" else "diagonal", posterior.prior_groups
-    groups = chosen_groups(posterior, structure, data)
-    return replace(model, layer_index=groups.index), LAYERWISE, groups
 
 
 def g_prior_scaling(model: LaplaceModel, structure: PriorStructure) -> Tensor:

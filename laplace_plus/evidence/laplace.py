@@ -10,9 +10,10 @@ a hyperparameter are taken once; each evaluation after that costs one pass over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,11 +56,7 @@ class LaplaceModel:
     n_outputs: int
 
     def prior(self, precision: Any) -> GaussianPrior:
-        """The prior at a precision (0-d, ``[L]`` or ``[P]``).
-
-        Raises:
-            ConfigurationError: A precision of another shape, or one that is not positive and finite.
-        """
+        """The prior at a precision (0-d, ``[L]`` or ``[P]``), which is checked."""
         return self._unit_prior.with_precision(as_hyperparameter(precision))
 
     @property
@@ -78,11 +75,7 @@ class LaplaceModel:
         return torch.bincount(self.layer_index, minlength=self.n_layers).to(self.vector.device, torch.float64)
 
     def scatter(self, structure: str) -> Tensor:
-        """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64.
-
-        Args:
-            structure: ``"scalar"``, ``"layerwise"`` or ``"diagonal"``.
-        """
+        """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64."""
         known = {} if self.prior_mean.requires_grad else self._known_scatter  # a derivative's graph is used up by one
         if structure not in known:
             squares = self._unit_prior.deviation(self.vector).double().square()
@@ -155,25 +148,21 @@ class LaplaceModel:
         return result
 
     def factor_sets(self, points: Sequence[tuple[Any, Any]], temperature: Any = 1.0) -> Sequence[Mapping[str, Factor]]:
-        """As :meth:`factors`, for several hyperparameters with which the same stacks of gradients are to be weighed.
+        """As :meth:`factors`, for several pairs of a prior precision and a noise level, with shared eigenbases.
 
-        Factors that share a basis are preferred, and those of many eigenvalues are computed whenever they are used if
-        all of them would take too much memory.
-
-        Args:
-            points: Pairs of a prior precision and a noise level.
-            temperature: That of all points.
-
-        Raises:
-            UnsupportedError: The structure does not take this prior.
-            NotPositiveDefiniteError: The precision is not positive definite.
+        If all factors would take too much memory, each is computed whenever it is used.
         """
         blocks = [block for _, block in self.curvature]
         fixed = [block for block in blocks if isinstance(block, EigenBlock) and block.n_components == 1]
         unit = torch.ones(1, dtype=self.vector.dtype, device=self.vector.device)
         for block in fixed:
             block.eigen(unit)
-        sets = [FactorsOnDemand(self, precision, temperature, noise) for precision, noise in points]
+        sets = []
+        for precision, noise in points:
+            weights = (self.weights(noise) / as_hyperparameter(temperature).to(self.vector.device)).to(self.vector)
+            own = {key: value.to(weights) for key, value in self.diagonals(self.prior(precision).precision).items()}
+            functions = {at.key: partial(block.factor, weights, own[at.key]) for at, block in self.curvature}
+            sets.append(FactorsOnDemand(functions))
         n_bytes = len(points) * len(self.vector) * self.vector.element_size()
         definite = len(fixed) == len(blocks) and all(block.spectrum(unit).is_definite for block in fixed)
         if definite and n_bytes > _memory.budget(self.vector.device) // 4:
@@ -237,18 +226,10 @@ class LaplaceModel:
         return None if any(spectrum.nodes() is None for spectrum in spectra) else JoinedSpectra(spectra, groups)
 
     def solve(self, factors: Mapping[str, Factor], vector: Tensor) -> Tensor:
-        """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type.
-
-        By ``M⁻¹ = S Sᵀ``, with the S that turns white noise into draws, whatever the structure.
-        """
+        """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type."""
         result = torch.zeros_like(vector)
         for key, placement in self.parameter_slices.items():
-            own = placement.gather(vector.to(self.vector))[None]
-            with torch.enable_grad():
-                noise = torch.zeros_like(own, requires_grad=True)
-                (pulled,) = torch.autograd.grad(factors[key].sample(noise), noise, own)
-            with torch.no_grad():
-                placement.scatter_(result, factors[key].sample(pulled)[0])
+            placement.scatter_(result, factors[key].solve(placement.gather(vector.to(self.vector))[None])[0])
         return result
 
     def variances(self, factors: Mapping[str, Factor]) -> Tensor:
@@ -259,31 +240,10 @@ class LaplaceModel:
         return result
 
 
-class FactorsOnDemand(Mapping[str, Factor]):
-    """The factors of a posterior precision by layout key, computed whenever one is asked for.
-
-    Args:
-        model: What they are factors of.
-        precision: As for :meth:`LaplaceModel.factors`.
-        temperature: As there.
-        noise_std: As there.
-    """
-
-    def __init__(self, model: LaplaceModel, precision: Any, temperature: Any, noise_std: Any):
-        vector = model.vector
-        weights = model.weights(noise_std) / as_hyperparameter(temperature).to(vector.device)
-        self._weights = weights.to(vector)
-        self._diagonals = model.diagonals(model.prior(precision).precision)
-        self._blocks = {layout.key: block for layout, block in model.curvature}
+class FactorsOnDemand(UserDict[str, Any]):
+    """Factors by layout key, each computed whenever it is asked for, by the function that the dictionary was given."""
 
     @override
     def __getitem__(self, key: str) -> Factor:
-        return self._blocks[key].factor(self._weights, self._diagonals[key].to(self._weights))
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._blocks)
+        factor: Factor = self.data[key]()
+        return factor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,17 +10,17 @@ from typing import Any, ClassVar
 import torch
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning
-from laplace_plus.evidence.groups import check_structure, grouped_model
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.groups import check_structure
 from laplace_plus.evidence.normalized_groups import NAME as NORMALISED
-from laplace_plus.evidence.objective import Objective, ascend, fixed_point_step
+from laplace_plus.evidence.objective import Objective
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, check_counts, check_positive
 from laplace_plus.priors import Groups
 
 
 @dataclass(frozen=True)
 class EvidenceTuner:
-    """What the three tuners by the Laplace evidence share; see :class:`MarginalLikelihood`."""
+    """Options of the tuners by an evidence, and tuning by the Laplace evidence; see :class:`MarginalLikelihood`."""
 
     structure: str | Groups = "scalar"
     scaling: str | None = None
@@ -31,13 +30,14 @@ class EvidenceTuner:
     max_iterations: int = 2000
 
     name: ClassVar[str]
+    passes_over_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_structure(self.structure)
         check_choice("scaling of the prior", self.scaling, (None, "g_prior"))
         check_positive(tolerance=self.tolerance)
         check_counts(max_iterations=self.max_iterations)
-        if self.data is not None and self.structure != NORMALISED:
+        if self.data is not None and self.structure != NORMALISED and not self.passes_over_data:
             raise ConfigurationError(
                 f"{type(self).__name__} uses data for normalised groups only.",
                 expected=f'structure="{NORMALISED}", or lp.Validation(data)',
@@ -56,48 +56,19 @@ class EvidenceTuner:
         Warns:
             ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
         """
-        model, structure, groups = grouped_model(posterior, self.structure, self.data)
-        objective = Objective.create(model, structure, posterior.temperature, self.tune_noise, self.scaling)
-        ticks = iter(progress_bar(itertools.count(), enabled=progress, description=f"tuning by {self.name}"))
+        objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
+        ticks = iter(progress_bar(itertools.count(1), enabled=progress, description=f"tuning by {self.name}"))
+        now, count = objective.at(objective.start()), 0
         if self.name == "marginal_likelihood":
-            value, point, evaluations = ascend(objective, objective.start(), self.tolerance, self.max_iterations, ticks)
-            _, gradient = objective.value_and_gradient(point)
+            now, count = now.ascend(self.tolerance, self.max_iterations, ticks)
         else:
-            point = objective.start()
-            value, gradient = objective.value_and_gradient(point)
-            evaluations = 0
-            while evaluations < self.max_iterations:
-                next(ticks)
-                evaluations += 1
-                if objective.free_gradient(point, gradient).abs().max() <= self.tolerance / 10:
-                    break
-                point = fixed_point_step(objective, point, gradient, self.name)
-                value, gradient = objective.value_and_gradient(point)
-        free = objective.free_gradient(point, gradient)
-        norm, pressing = free.abs().max().item(), (gradient - free).abs().max().item()
-        settled = norm <= self.tolerance or objective.predicted_gain(point, gradient) <= self.tolerance
-        if pressing > self.tolerance:
-            warn_of_limits(f"Tuning by {self.name}", pressing)
-        elif not settled:
-            warnings.warn(
-                f"Tuning by {self.name} ended with a derivative of {norm:.2g} nats (tolerance {self.tolerance:.2g}) "
-                f"after {evaluations} evaluations; raise max_iterations, or use lp.MarginalLikelihood.",
-                ConvergenceWarning,
-                stacklevel=5,
-            )
-        precision, noise = objective.split(point)
-        precision, converged = precision.to(model.vector.dtype), settled and pressing <= self.tolerance
-        return TuningResult(self.name, precision, noise, value, converged, norm, evaluations, groups=groups)
-
-
-def warn_of_limits(what: str, pressing: float) -> None:
-    """Warn that the evidence still rises at the end of the search; ``pressing`` is in nats for each e-fold."""
-    warnings.warn(
-        f"{what} ended at the limits of the search, where the evidence still rises by {pressing:.2g} nats for each "
-        "e-fold of a hyperparameter: the data do not determine it. Is the fit exact?",
-        ConvergenceWarning,
-        stacklevel=6,
-    )
+            while count < self.max_iterations and now.norm > self.tolerance / 10:
+                count, now = next(ticks), objective.at(now.fixed_point_step(self.name))
+        advice = f"after {count} evaluations; raise max_iterations, or use lp.MarginalLikelihood"
+        converged = now.has_converged(self.tolerance, f"Tuning by {self.name}", advice)
+        precision, noise = objective.split(now.logarithms)
+        precision, groups = precision.to(objective.model.vector.dtype), objective.groups
+        return TuningResult(self.name, precision, noise, now.value, converged, now.norm, count, groups=groups)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,11 @@ _READS = frozenset({"__bool__", "__float__", "__int__", "__setitem__", "item", "
 """Names of functions that return no tensor but read the entries."""
 
 
+_OPERATORS = {"truediv": "div", "itruediv": "div"} | {
+    prefix + name: name for prefix in "ri" for name in ("add", "sub", "mul", "matmul")
+}
+"""Names of operators' special methods, and those of the functions that they stand for."""
+
 _TOLERANCE = 1e-3
 """Largest relative change of outputs, when a group is doubled, that counts as rounding: 8000 float32 epsilons."""
 
@@ -125,10 +130,8 @@ def normalized_groups(network: Network, inputs: Any) -> Groups:
     groups = tracer.scale_free()
     free = {name for group in groups if _is_free(network, inputs, group) for name in group}
     last = None if tracer.last_used is None else layer_of(tracer.last_used)
-    keys = []
-    for item in network.selected:
-        apart = item.name in free or item.layer == last
-        keys.append(f"layer {item.layer}" if apart else REST)
+    apart = [item.name in free or item.layer == last for item in network.selected]
+    keys = [f"layer {item.layer}" if own else REST for item, own in zip(network.selected, apart, strict=True)]
     order = sorted(dict.fromkeys(keys), key=lambda key: key == REST)
     number = {key: i for i, key in enumerate(order)}
     sizes = [item.size for item in network.selected]
@@ -138,15 +141,11 @@ def normalized_groups(network: Network, inputs: Any) -> Groups:
 
 def _is_free(network: Network, inputs: Any, names: list[str]) -> bool:
     """Whether doubling some parameters leaves the outputs unchanged."""
-    parameters = network.parameters
-    doubled = {name: 2 * parameters[name] for name in names}
-    before, after = (_arranged(network, inputs, changed) for changed in ({}, doubled))
-    return bool((after - before).abs().max() <= _TOLERANCE * before.abs().max())
-
-
-def _arranged(network: Network, inputs: Any, changed: dict[str, Tensor]) -> Tensor:
+    doubled = {name: 2 * network.parameters[name] for name in names}
     with torch.no_grad(), _BatchStatistics():
-        return network.arrange(batches.output_tensor(network.raw(inputs, network.parameters | changed))).double()
+        raw = [network.raw(inputs, network.parameters | changed) for changed in ({}, doubled)]
+    before, after = (network.arrange(batches.output_tensor(output)).double() for output in raw)
+    return bool((after - before).abs().max() <= _TOLERANCE * before.abs().max())
 
 
 class _BatchStatistics(TorchFunctionMode):
@@ -158,14 +157,8 @@ class _BatchStatistics(TorchFunctionMode):
         given = dict(zip(_NORMS[func], args, strict=False)) | (kwargs or {}) | {"eps": _NO_EPSILON}
         if func not in (F.batch_norm, F.instance_norm):
             return func(**given)
-        x = given["input"]
-        axes = [axis for axis in range(x.ndim) if axis != 1 and (axis != 0 or func is F.batch_norm)]
-        variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-        x = (x - mean) / (variance + _NO_EPSILON).sqrt()
-        for combine, name in ((torch.mul, "weight"), (torch.add, "bias")):
-            if given.get(name) is not None:
-                x = combine(x, given[name].view(-1, *[1] * (x.ndim - 2)))
-        return x
+        norm = torch.batch_norm if func is F.batch_norm else torch.instance_norm
+        return norm(given["input"], given.get("weight"), given.get("bias"), None, None, True, 0.0, _NO_EPSILON, False)
 
 
 class _Tracer(TorchFunctionMode):
@@ -185,12 +178,8 @@ class _Tracer(TorchFunctionMode):
 
     def scale_free(self) -> list[list[str]]:
         """Sets of parameters whose common scale a normalisation removes."""
-        escaped = {self._find(name) for name in self._escaped}
-        sets: dict[str, list[str]] = {self._find(name): [] for name in self._normalised}
-        for name in self.parameters:
-            if self._find(name) in sets:
-                sets[self._find(name)].append(name)
-        return [names for leader, names in sets.items() if leader not in escaped]
+        leaders = {self._find(name) for name in self._normalised} - {self._find(name) for name in self._escaped}
+        return [[name for name in self.parameters if self._find(name) == leader] for leader in sorted(leaders)]
 
     def escape(self, tree: Any) -> None:
         """Record that the scale of these tensors matters."""
@@ -224,14 +213,12 @@ class _Tracer(TorchFunctionMode):
         elif not produced:
             if name in _READS:
                 self.escape(tensors)
-        elif name == "pad" and kwargs.get("value") in (None, 0) and len(args) < 4:
-            self._mark(produced, self._union(tensors[:1]))
-        elif name in _KEEPING:
+        elif name in _KEEPING or name == "pad" and kwargs.get("value") in (None, 0) and len(args) < 4:
             floating = [tensor for tensor in tensors if tensor.is_floating_point()]
             self._mark(produced, self._together(floating[:1], floating[1:]))
         elif name in _SUMS:
             floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-            shifted = name not in _JOINING and any(n != 0 for n in (*args, kwargs.get("other", 0)) if _is_number(n))
+            shifted = name not in _JOINING and any(_is_shift(n) for n in (*args, kwargs.get("other", 0)))
             self.escape(floating if shifted else ())
             self._mark(produced, frozenset() if shifted else self._together(floating, []))
         elif name in _PRODUCTS:
@@ -241,27 +228,22 @@ class _Tracer(TorchFunctionMode):
             self._mark(produced, frozenset())
 
     def _linear(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
-        if func is F.multi_head_attention_forward:
-            names = F.multi_head_attention_forward.__code__.co_varnames
-            given = dict(zip(names, args, strict=False)) | kwargs
-            weight, bias = given["out_proj_weight"], given["out_proj_bias"]
-        else:
-            given = dict(zip(_LINEAR[func], args, strict=False)) | kwargs
-            weight, bias = given["weight"] if "weight" in given else given["mat2"], given.get("bias")
-            if given.get("max_norm") is not None:
-                bias = weight.new_zeros(())  # rescales the table itself
+        names = _LINEAR[func] or F.multi_head_attention_forward.__code__.co_varnames
+        given = dict(zip(names, args, strict=False)) | kwargs
+        weight = next(given[name] for name in ("out_proj_weight", "weight", "mat2") if name in given)
+        bias = given.get("out_proj_bias", given.get("bias"))
+        if given.get("max_norm") is not None:
+            bias = weight.new_zeros(())  # rescales the table itself
         return self._together([part for part in (weight, bias) if part is not None], tensors)
 
     def _norm(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> frozenset[str]:
         given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
-        source = given["input"]
-        self._normalised |= self._set(source)
-        scale, shift = given.get("weight"), given.get("bias")
-        others = [tensor for tensor in tensors if tensor is not source]
-        if scale is None:
+        self._normalised |= self._set(given["input"])
+        others = [tensor for tensor in tensors if tensor is not given["input"]]
+        if given.get("weight") is None:
             self.escape(others)
             return frozenset()
-        return self._together([part for part in (scale, shift) if part is not None], others)
+        return self._together([given[name] for name in ("weight", "bias") if given.get(name) is not None], others)
 
     def _product(self, name: str, tensors: list[Tensor]) -> frozenset[str]:
         with_set = [tensor for tensor in tensors if self._set(tensor)]
@@ -309,19 +291,14 @@ class _Tracer(TorchFunctionMode):
 def _plain_name(func: Any) -> str:
     """A function's name, the same for its function, method, operator and in-place forms."""
     name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__getitem__", "__neg__") or name in _READS or name == "requires_grad_":
+    if name in _KEEPING | _READS:
         return name
-    if name.startswith("__") and name.endswith("__"):
-        name = name.strip("_")
-        for prefix in ("r", "i"):
-            if name.startswith(prefix) and name[1:] in ("add", "sub", "mul", "matmul"):
-                name = name[1:]
-        return "div" if name in ("truediv", "itruediv") else name
-    return name.lstrip("_").rstrip("_")
+    bare = name.strip("_")
+    return _OPERATORS.get(bare, bare)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_shift(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

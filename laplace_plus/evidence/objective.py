@@ -9,23 +9,26 @@ the way to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
-from laplace_plus.evidence.groups import g_prior_scaling
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.evidence.groups import chosen_groups, g_prior_scaling
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import tunes_noise
-from laplace_plus.priors import PriorStructure
+from laplace_plus.evidence.tuning import Tunable, tunes_noise
+from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
 
-LOW, HIGH = math.log(1e-10), math.log(1e12)
-"""Log precisions that the search may always reach: weights of standard deviations from 1e-6 to 1e5."""
+REACH = math.log(1e20)
+"""Half-width of the search in log precision around the scale of the parameters: standard deviations of 1e±10 times
+that."""
 
 SPAN = math.log(1e30)
 """Largest log precision, in absolute value: float32 ends at 1e38."""
@@ -39,10 +42,11 @@ class Objective:
     """The evidence as a function of one vector of logarithms, ``[log precisions…, log noise…]``, float64 on the CPU.
 
     Attributes:
-        model: What the evidence is a function of.
+        model: The evidence's model.
         structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
         temperature: 0-d.
         tune_noise: Whether noise levels are searched too.
+        groups: The groups of the model; for other structures than ``"layerwise"`` those of the posterior.
         scaling: Positive ``[P]``: the prior precision of each entry over that of its group; None for ones.
         limits: The box ``[2, n]`` in which to search; None for the default.
     """
@@ -51,36 +55,43 @@ class Objective:
     structure: PriorStructure
     temperature: Tensor
     tune_noise: bool
+    groups: Groups
     scaling: Tensor | None = None
     limits: Tensor | None = None
 
     @classmethod
     def create(
         cls,
-        model: LaplaceModel,
-        structure: PriorStructure,
-        temperature: Tensor,
+        posterior: Tunable,
+        structure: str | Groups,
+        data: Iterable[Any] | None = None,
         tune_noise: bool | None = None,
         scaling: str | None = None,
     ) -> Objective:
-        """Check the choices.
+        """The objective of a posterior with the groups that a structure asks for.
 
         Raises:
-            ConfigurationError: A scaling beside one precision for each entry, or noise to be tuned that does not exist.
+            ConfigurationError: A scaling beside one precision for each entry, noise to be tuned that does not exist, or
+                groups as :func:`chosen_groups` refuses them.
+            DataError: Normalised groups cannot be found.
         """
-        chosen = tunes_noise(model.likelihood, tune_noise)
-        if scaling is not None and structure == "diagonal":
+        model, groups, kind = posterior.laplace_model(), posterior.prior_groups, LAYERWISE
+        if structure == "scalar" or structure == "diagonal":
+            kind = "scalar" if structure == "scalar" else "diagonal"
+        else:
+            groups = chosen_groups(posterior, structure, data)
+            model = replace(model, layer_index=groups.index)
+        if scaling is not None and kind == "diagonal":
             raise ConfigurationError(
-                "A precision for each entry leaves nothing to scale.",
-                expected='structure="scalar", "layerwise" or "normalized_groups" with scaling="g_prior"',
-                got=repr(structure),
+                "A precision for each entry leaves nothing to scale.", expected="another structure", got=repr(structure)
             )
-        diagonal = None if scaling is None else g_prior_scaling(model, structure)
-        return cls(model, structure, temperature.detach(), chosen, diagonal)
+        tune_noise = tunes_noise(model.likelihood, tune_noise)
+        diagonal = None if scaling is None else g_prior_scaling(model, kind)
+        return cls(model, kind, posterior.temperature.detach(), tune_noise, groups, diagonal)
 
     @property
     def n_precisions(self) -> int:
-        """How many prior precisions there are."""
+        """The number of prior precisions."""
         return {"scalar": 1, "layerwise": self.model.n_layers, "diagonal": len(self.model.vector)}[self.structure]
 
     def split(self, logarithms: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -101,13 +112,13 @@ class Objective:
         precision, noise = self.split(logarithms)
         return self.model.log_marginal_likelihood(precision, self.temperature, noise)
 
-    def value_and_gradient(self, logarithms: Tensor) -> tuple[float, Tensor]:
+    def at(self, logarithms: Tensor) -> EvidencePoint:
         """The log evidence and its gradient."""
         with torch.enable_grad():
             point = logarithms.detach().clone().requires_grad_()
             value = self.value(point)
             (gradient,) = torch.autograd.grad(value, point)
-        return value.item(), gradient
+        return EvidencePoint(self, point.detach(), value.item(), gradient)
 
     def scatter(self) -> Tensor:
         """``Σ s_j (θ̂−μ₀)_j²`` over the entries that share a precision, with their scaling s, ``[n_precisions]``."""
@@ -116,7 +127,7 @@ class Objective:
         return self._sums(self.model.scatter("diagonal").detach().cpu() * self.scaling.double().cpu())
 
     def sizes(self) -> Tensor:
-        """How many entries share each precision, ``[n_precisions]`` float64."""
+        """The number of entries that share each precision, ``[n_precisions]`` float64."""
         return self._sums(torch.ones(len(self.model.vector), dtype=torch.float64, device="cpu"))
 
     def _sums(self, entries: Tensor) -> Tensor:
@@ -127,7 +138,7 @@ class Objective:
         return entries.new_zeros(self.n_precisions).index_add(0, self.model.layer_index.cpu(), entries)
 
     def residual_noise(self) -> Tensor:
-        """Log noise levels that the training residuals alone suggest, ``[n_noise]``."""
+        """Log noise levels of the training residuals, ``[n_noise]``."""
         sums, counts = self.model.statistics.double().chunk(2)
         return (sums / counts).clamp_min(1e-20).log() / 2
 
@@ -137,109 +148,148 @@ class Objective:
             return [torch.zeros(0, dtype=torch.float64, device="cpu")]
         return [self.residual_noise() + shift for shift in NOISE_SHIFTS]
 
+    @cached_property
+    def scales(self) -> Tensor:
+        """Log precisions ``log d_g/‖θ̂−μ‖²_g`` of the parameters' own size, ``[n_precisions]``.
+
+        A search from there does not depend on the scale of a group. With a precision for each entry all are alike.
+        """
+        squares = self.scatter() / self.sizes()
+        overall = squares.mean().clamp(1e-16, 1e26)
+        if self.structure == "diagonal":
+            return -overall.log().expand(len(squares))
+        return -torch.where(squares > 1e-12 * overall, squares, overall).log()
+
     def start(self) -> Tensor:
         """The best point of a coarse grid: far away from the optimum the evidence is flat."""
-        centre = self._centre
-        ends = min(math.log(1e-6), centre - 5), max(math.log(1e8), centre + 5)
-        # One precision for all: the evidence is that of a scalar prior, whatever the structure.
-        alike = replace(self, structure="scalar")
-        grid = torch.linspace(*ends, 29, dtype=torch.float64, device="cpu")[:, None]
-        points = [torch.cat([level, noise]) for level in grid for noise in self.noise_grid()]
+        # One precision for all: the evidence is that of a scalar prior, which costs less.
+        quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
+        levels = torch.linspace(-10.0, 10.0, 21, dtype=torch.float64, device="cpu")
+        pairs = [(self.scales + level, noise) for level in levels for noise in self.noise_grid()]
         with torch.no_grad():
-            best = max(points, key=lambda point: alike.value(point).item())
-        return torch.cat([best[:1].expand(self.n_precisions), best[1:]])
-
-    @cached_property
-    def _centre(self) -> float:
-        """Logarithm of the precision that the parameters' size alone suggests."""
-        squares = self.scatter().sum() / len(self.model.vector)
-        return -math.log(squares.clamp(1e-16, 1e26).item())
+            values = [quick.value(torch.cat([scales[: quick.n_precisions], noise])) for scales, noise in pairs]
+        return torch.cat(pairs[max(range(len(pairs)), key=values.__getitem__)])
 
     @cached_property
     def box(self) -> Tensor:
         """The least and the greatest point that is searched, ``[2, n]``; wide on the scale of the parameters."""
         if self.limits is not None:
             return self.limits
-        ends = max(min(LOW, self._centre - 30), -SPAN), min(max(HIGH, self._centre + 30), SPAN)
-        box = torch.tensor(ends, dtype=torch.float64, device="cpu")[:, None].expand(2, self.n_precisions)
+        box = torch.stack([self.scales - REACH, self.scales + REACH]).clamp(-SPAN, SPAN)
         if not self.tune_noise:
             return box
         noise = self.residual_noise()
         return torch.cat([box, torch.stack([noise - 12, noise + 8])], 1)
 
-    def effective_parameters(self, point: Tensor, gradient: Tensor) -> Tensor:
-        """``γ_g = d_g − ∂ log det Λ / ∂ log λ_g``, how many of each precision's entries the data determine.
 
-        Taken from the evidence's gradient, ``∂E/∂log λ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g)``.
-        """
-        n = self.n_precisions
-        effective = 2 * gradient[:n] + point[:n].exp() * self.scatter()
-        return effective.clamp(min=0.0).minimum(self.sizes())
+@dataclass(frozen=True)
+class EvidencePoint:
+    """The evidence at one point.
 
-    def free_gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
+    Attributes:
+        objective: The evidence.
+        logarithms: The point.
+        value: The log evidence, in nats.
+        gradient: Its derivatives, ``[n]``.
+    """
+
+    objective: Objective
+    logarithms: Tensor
+    value: float
+    gradient: Tensor
+
+    @cached_property
+    def free(self) -> Tensor:
         """The gradient without the entries that only press against a bound."""
-        low, high = self.box
-        pressing = ((point <= low + 1e-9) & (gradient < 0)) | ((point >= high - 1e-9) & (gradient > 0))
-        return gradient.masked_fill(pressing, 0.0)
+        (low, high), point = self.objective.box, self.logarithms
+        pressing = ((point <= low + 1e-9) & (self.gradient < 0)) | ((point >= high - 1e-9) & (self.gradient > 0))
+        return self.gradient.masked_fill(pressing, 0.0)
 
-    def predicted_gain(self, point: Tensor, gradient: Tensor, step: float = 1e-2) -> float:
-        """What the best step along the gradient would still gain, in nats, by a quadratic model.
+    @property
+    def norm(self) -> float:
+        """The largest derivative away from bounds."""
+        return self.free.abs().max().item()
+
+    @property
+    def pressing(self) -> float:
+        """The largest derivative at a bound, beyond which the evidence still rises."""
+        return (self.gradient - self.free).abs().max().item()
+
+    def effective_parameters(self) -> Tensor:
+        """``γ_g = d_g − ∂ log det Λ / ∂ log λ_g``, the number of each precision's entries that the data determine.
+
+        It follows from the evidence's gradient, ``∂E/∂log λ_g = ½ (γ_g − λ_g ‖θ−μ‖²_g)``.
+        """
+        n = self.objective.n_precisions
+        effective = 2 * self.gradient[:n] + self.logarithms[:n].exp() * self.objective.scatter()
+        return effective.clamp(min=0.0).minimum(self.objective.sizes())
+
+    def predicted_gain(self, step: float = 1e-2) -> float:
+        """The gain of the best step along the gradient, in nats, by a quadratic model.
 
         With millions of parameters the evidence is large, and rounding hides steps that gain less than its last digits:
         the derivative then cannot reach an absolute tolerance, but there is nothing left to gain.
         """
-        free = self.free_gradient(point, gradient)
-        slope = free.norm()
-        _, ahead = self.value_and_gradient(point + step * free / slope)
-        curvature = (slope - ahead @ free / slope) / step
+        slope = self.free.norm()
+        ahead = self.objective.at(self.logarithms + step * self.free / slope).gradient
+        curvature = (slope - ahead @ self.free / slope) / step
         return (slope.square() / (2 * curvature)).item() if curvature > 0 else math.inf
 
+    def has_converged(self, tolerance: float, what: str, advice: str, *, accurate: bool = True) -> bool:
+        """Whether no derivative, or no gain, exceeds the tolerance, and the weights are ``accurate``; warns if not."""
+        if self.pressing > tolerance:
+            reason = (
+                f"at the limits of the search, where the evidence still rises by {self.pressing:.2g} nats for each "
+                "e-fold of a hyperparameter: the data do not determine it. Is the fit exact?"
+            )
+        elif accurate and (self.norm <= tolerance or self.predicted_gain() <= tolerance):
+            return True
+        else:
+            reason = f"with a derivative of {self.norm:.2g} nats (tolerance {tolerance:.2g}) {advice}."
+        warnings.warn(f"{what} ended {reason}", ConvergenceWarning, stacklevel=6)
+        return False
 
-def ascend(
-    objective: Objective, start: Tensor, tolerance: float, max_iterations: int, ticks: Iterator[int]
-) -> tuple[float, Tensor, int]:
-    """L-BFGS with bounds and line search (Byrd et al., 1995): value, point and number of evaluations."""
+    def ascend(self, tolerance: float, max_iterations: int, ticks: Iterator[int]) -> tuple[EvidencePoint, int]:
+        """L-BFGS with bounds and line search (Byrd et al., 1995): where it ends, and the number of evaluations."""
+        objective = self.objective
 
-    def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
-        next(ticks)
-        value, gradient = objective.value_and_gradient(torch.from_numpy(x))
-        return -value, -gradient.numpy()
+        def negative(x: np.ndarray) -> tuple[float, np.ndarray]:
+            next(ticks)
+            found = objective.at(torch.from_numpy(x))
+            return -found.value, -found.gradient.numpy()
 
-    result = minimize(
-        negative,
-        start.numpy(),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=objective.box.T.tolist(),
-        options={"maxiter": max_iterations, "maxfun": 10 * max_iterations, "gtol": tolerance / 10, "ftol": 1e-15},
-    )
-    return -float(result.fun), torch.from_numpy(result.x), int(result.nfev)
+        options = {"maxiter": max_iterations, "maxfun": 10 * max_iterations, "gtol": tolerance / 10, "ftol": 1e-15}
+        start, bounds = self.logarithms.numpy(), objective.box.T.tolist()
+        result = minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        return objective.at(torch.from_numpy(result.x)), int(result.nfev)
+
+    def fixed_point_step(self, method: str) -> Tensor:
+        """The point after one step of ``"mackay"`` or ``"em"``; see :func:`updated_precision`."""
+        objective = self.objective
+        n, precision = objective.n_precisions, self.logarithms[: objective.n_precisions].exp()
+        scatter, size = objective.scatter().clamp_min(1e-30), objective.sizes()
+        effective = self.effective_parameters()
+        new = [updated_precision(method, precision, effective, size, scatter).clamp_min(1e-30).log()]
+        if objective.tune_noise:
+            temperature = objective.temperature.double().cpu()
+            sums, counts = objective.model.statistics.double().chunk(2)
+            # dE/dlogσ = (SSE/σ² − N)/T + γ
+            noise_effective = self.gradient[n:] - (sums / (2 * self.logarithms[n:]).exp() - counts) / temperature
+            new.append(updated_noise(objective.model.statistics, noise_effective, temperature).log())
+        low, high = objective.box
+        return torch.cat(new).clamp(low, high)
 
 
-def fixed_point_step(objective: Objective, point: Tensor, gradient: Tensor, method: str) -> Tensor:
-    """One step of MacKay's (1992) fixed point or of expectation maximisation.
+def updated_precision(method: str, precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
+    """New precisions of groups of ``d_g`` entries with ``γ_g`` effective parameters and squares ``‖θ−μ‖²_g``.
 
-    With ``γ_g`` effective parameters in group g, MacKay sets ``λ_g = γ_g / ‖θ−μ‖²_g`` and EM
-    ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``; both set each noise level to ``σ² = SSE / (N − T γ)``.
-
-    Args:
-        objective: The evidence.
-        point: Where to step from.
-        gradient: The evidence's gradient there.
-        method: ``"mackay"`` or ``"em"``.
+    MacKay's (1992) fixed point, ``"mackay"``, is ``λ_g = γ_g / ‖θ−μ‖²_g``. Expectation maximisation, ``"em"``, is
+    ``λ_g = d_g / (‖θ−μ‖²_g + (d_g − γ_g)/λ_g)``.
     """
-    n, precision = objective.n_precisions, point[: objective.n_precisions].exp()
-    scatter, size = objective.scatter().clamp_min(1e-30), objective.sizes()
-    effective = objective.effective_parameters(point, gradient)
-    if method == "mackay":
-        new = [(effective / scatter).clamp_min(1e-30).log()]
-    else:
-        new = [(size / (scatter + (size - effective) / precision)).log()]
-    if objective.tune_noise:
-        temperature = objective.temperature.double().cpu()
-        sums, counts = objective.model.statistics.double().chunk(2)
-        # dE/dlogσ = (SSE/σ² − N)/T + γ
-        noise_effective = gradient[n:] - (sums / (2 * point[n:]).exp() - counts) / temperature
-        new.append((sums / (counts - temperature * noise_effective).clamp_min(1e-12)).clamp_min(1e-30).log() / 2)
-    low, high = objective.box
-    return torch.cat(new).clamp(low, high)
+    return effective / squares if method == "mackay" else size / (squares + (size - effective) / precision)
+
+
+def updated_noise(statistics: Tensor, effective: Tensor | float, temperature: Tensor | float) -> Tensor:
+    """The noise levels ``σ² = SSE / (N − T γ)`` at which the evidence is stationary, ``[K]`` float64 on the CPU."""
+    sums, counts = statistics.double().cpu().chunk(2)
+    return (sums / (counts - temperature * effective).clamp_min(1e-12)).clamp_min(1e-30).sqrt()

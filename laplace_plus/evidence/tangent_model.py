@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from laplace_plus import _memory
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients
-from laplace_plus.curvature.output_roots import exact_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.errors import NonFiniteError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
@@ -126,10 +125,9 @@ class TangentModel:
             n_bytes = self._stream.n_outputs * len(self.vector) * self.vector.element_size()
             if keep_jacobian is None:
                 keep_jacobian = n_bytes <= min(_KEPT_BYTES, _memory.budget(self.network.device) // 2)
-            self._counter = [1]
+            self._counter = [1 + keep_jacobian]
             self._kept = None
             if keep_jacobian:
-                self._counter[0] += 1
                 batches = self._stream.batches("tangent model", ordered=False)
                 self._kept = [(batch.target, *batch_jacobian(self.network, batch.inputs)) for batch in batches]
 
@@ -156,55 +154,24 @@ class TangentModel:
             deviation: ``θ − θ̃``, ``[P]``.
         """
         gradient = torch.zeros(len(self.vector), dtype=torch.float64, device=self.vector.device)
-        statistics = torch.zeros(())
-        pushed = deviation.to(self.vector)
+        statistics, pushed = torch.zeros(()), deviation.to(self.vector)
         with exact_arithmetic(self.network), torch.no_grad():
-            if self._kept is not None:
-                for target, outputs, jacobian in self._kept:
-                    outputs = outputs + (jacobian @ pushed).view(outputs.shape)
-                    statistics = statistics + self._statistics(outputs, target)
-                    gradient += jacobian.T @ self._residual(outputs, target).flatten().to(pushed)
-            else:
-                for batch, line in self._lines():
-                    outputs = line.outputs + line.push(pushed[None])[0]
-                    statistics = statistics + self._statistics(outputs, batch.target)
-                    gradient += line.pull.one(self._residual(outputs, batch.target).to(pushed))
+            for target, outputs, line in self._lines():
+                kept = isinstance(line, Tensor)
+                outputs = outputs + ((line @ pushed).view(outputs.shape) if kept else line.push(pushed[None])[0])
+                statistics = statistics + self.likelihood.statistics(outputs, target).cpu()
+                residual = self._residual(outputs, target).to(pushed)
+                gradient += line.T @ residual.flatten() if kept else line.pull.one(residual)
         loss = -self.likelihood.log_likelihood(statistics) / self.temperature
         return Evaluation(float(loss), gradient / self.temperature.to(gradient.device), statistics)
 
-    def curvature(self, deviation: Tensor, vectors: Tensor) -> Tensor:
-        """``Σ_n J_nᵀ Λ_n J_n v / T`` with the output curvature Λ at ``h(θ)``: the loss's Hessian times vectors.
-
-        Args:
-            deviation: ``θ − θ̃``, ``[P]``.
-            vectors: ``[m, P]``.
-
-        Returns:
-            ``[m, P]``, in one pass.
-        """
-        result, pushed = torch.zeros_like(vectors), deviation.to(self.vector)
-        with exact_arithmetic(self.network), torch.no_grad():
-            if self._kept is not None:
-                for target, outputs, jacobian in self._kept:
-                    outputs = outputs + (jacobian @ pushed).view(outputs.shape)
-                    tangents = (vectors.to(pushed) @ jacobian.T).view(len(vectors), *outputs.shape)
-                    root = exact_root(self.likelihood, outputs, target)
-                    result += root.up(root.down(tangents)).flatten(1).to(vectors) @ jacobian.to(vectors)
-            else:
-                for batch, line in self._lines():
-                    outputs = line.outputs + line.push(pushed[None])[0]
-                    root = exact_root(self.likelihood, outputs, batch.target)
-                    for some in torch.arange(len(vectors)).split(self._stream.chunk_size):
-                        tangents = line.push(vectors[some].to(pushed))
-                        result[some] += line.pull(root.up(root.down(tangents)).to(pushed)).to(result)
-        return result / self.temperature.to(result)
-
-    def _lines(self) -> Iterable[Any]:
+    def _lines(self) -> Iterable[tuple[Any, Tensor, Any]]:
+        """Of each batch the target, the outputs at θ̃ and the linearisation; where it is kept, the Jacobian."""
+        if self._kept is not None:
+            return self._kept
         self._counter[0] += 1
-        return self._stream.linearizations("tangent model", ordered=False)
-
-    def _statistics(self, outputs: Tensor, target: Any) -> Tensor:
-        return self.likelihood.statistics(outputs, target).cpu()
+        lines = self._stream.linearizations("tangent model", ordered=False)
+        return ((batch.target, line.outputs, line) for batch, line in lines)
 
     def _residual(self, outputs: Tensor, target: Any) -> Tensor:
         """``−∂ log p(y | h) / ∂h`` at the current noise, in the outputs' shape."""

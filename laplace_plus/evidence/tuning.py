@@ -8,7 +8,7 @@ that it supports in ``tuners``, by shorthand; the first of them is ``"auto"``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -70,31 +70,19 @@ GAUSSIAN_TUNERS: dict[str, type[Any]] = {}
 """The tuners of Gaussian posteriors, by shorthand; the first is ``"auto"``. Each package of tuners adds its own."""
 
 
-class Restartable(Protocol):
-    """The loaders of a fit."""
-
-    def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
-        """``data`` where given, else the loaders of the fit; ``why`` says what needs them."""
-
-
-class HasPriorGroups(Protocol):
-    """What choosing the groups of a prior needs of a posterior."""
+class Tunable(Protocol):
+    """A posterior, for the tuners of Gaussian posteriors."""
 
     network: Network
+    n_data: int
 
     @property
     def prior_groups(self) -> Groups:
         """Which entries share a precision ``[G]``."""
 
     @property
-    def training_data(self) -> Restartable:
-        """The loaders of the fit."""
-
-
-class Tunable(HasPriorGroups, Protocol):
-    """What the tuners of Gaussian posteriors need of a posterior."""
-
-    n_data: int
+    def training_data(self) -> Any:
+        """The loaders of the fit; their method ``again`` returns given data, or the loaders."""
 
     @property
     def prior_precision(self) -> Tensor:
@@ -137,30 +125,25 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     given = {name: value for name, value in options.items() if value is not None}
     known = ", ".join(['"auto"', *(f'"{name}"' for name in tuners)])
     if not tuners:
-        raise UnsupportedError(
-            f"{owner} has no prior to tune.", expected="a class with a tuner", got=f"fit_prior_precision({tuner!r})"
-        )
+        raise UnsupportedError(f"{owner} has no prior to tune.", got=f"fit_prior_precision({tuner!r})")
     if not isinstance(tuner, str):
-        types = ", ".join(dict.fromkeys(f"lp.{cls.__name__}" for cls in tuners.values()))
         if type(tuner) not in tuners.values():
+            types = ", ".join(dict.fromkeys(f"lp.{cls.__name__}" for cls in tuners.values()))
             raise UnsupportedError(f"{owner} cannot be tuned by {tuner!r}.", expected=f"{types}, or {known}")
         if given:
-            raise ConfigurationError(
-                "A tuner has its own options.", expected=f"lp.{type(tuner).__name__}(...) alone", got=", ".join(given)
-            )
+            what = f"Options belong to the tuner itself, lp.{type(tuner).__name__}(...)."
+            raise ConfigurationError(what, got=", ".join(given))
         return tuner
-    if tuner == "auto":
-        tuner = given.pop("method", "auto")
+    tuner = given.pop("method", "auto") if tuner == "auto" else tuner
     name = next(iter(tuners)) if tuner == "auto" else tuner
-    if "evidence" in given and "tangent" in tuners:
-        evidence = given.pop("evidence")
-        if evidence == "tangent":
-            if tuner not in ("auto", "tangent"):
-                given["method"] = tuner
-            name = "tangent"
-        elif evidence != "laplace" or "marginal_likelihood" not in tuners:
-            kinds = '"laplace" or "tangent"' if "marginal_likelihood" in tuners else '"tangent"'
-            raise ConfigurationError("Unknown evidence.", expected=kinds, got=repr(evidence))
+    evidence = given.pop("evidence", None) if "tangent" in tuners else None
+    kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
+    if evidence is not None:
+        check_choice("evidence", evidence, kinds)
+    if evidence == "tangent":
+        name = "tangent"
+        if tuner not in ("auto", "tangent"):
+            given["method"] = tuner
     if name not in tuners:
         raise ConfigurationError(f"{owner} has no tuner {name!r}: unknown method.", expected=known, got=repr(name))
     cls = tuners[name]
@@ -171,12 +154,9 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         del given["predictive_mean"]
     unknown = [name for name in given if name not in own]
     if unknown:
-        raise ConfigurationError(
-            f"{cls.__name__}, the tuner {name!r} of {owner}, has no such option.",
-            expected=", ".join(own),
-            got=", ".join(unknown),
-            fix='predictive_mean="tangent" needs evidence="tangent".' if "predictive_mean" in unknown else None,
-        )
+        fix = 'predictive_mean="tangent" needs evidence="tangent".' if "predictive_mean" in unknown else None
+        what = f"{cls.__name__}, the tuner {name!r} of {owner}, has no such option."
+        raise ConfigurationError(what, expected=", ".join(own), got=", ".join(unknown), fix=fix)
     return cls(**given)
 
 
@@ -185,11 +165,8 @@ def require_only(owner: str, tuner: Any, *names: str) -> None:
     given = [item.name for item in fields(tuner) if getattr(tuner, item.name) is not item.default]
     others = [name for name in given if name not in names]
     if others:
-        raise ConfigurationError(
-            f"{owner} does not take these options of {type(tuner).__name__}.",
-            expected=", ".join(names) or "none",
-            got=", ".join(others),
-        )
+        what = f"{owner} does not take these options of {type(tuner).__name__}."
+        raise ConfigurationError(what, expected=", ".join(names) or "none", got=", ".join(others))
 
 
 def check_choice(what: str, value: Any, known: tuple[Any, ...]) -> None:
@@ -209,9 +186,7 @@ def check_counts(**numbers: Any) -> None:
     """Raise :class:`ConfigurationError` unless each number is a positive integer."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(
-                f"{name} must be a positive integer.", expected=f"{name}: an integer >= 1", got=repr(value)
-            )
+            raise ConfigurationError(f"{name} must be a positive integer.", expected=f"{name} >= 1", got=repr(value))
 
 
 def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:
@@ -221,7 +196,5 @@ def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:
         ConfigurationError: Noise is to be tuned that does not exist.
     """
     if tune_noise and likelihood.noise_std is None:
-        raise ConfigurationError(
-            "There is no noise to tune.", expected="a Gaussian likelihood", got=type(likelihood).__name__
-        )
+        raise ConfigurationError("There is no noise to tune.", expected="Gaussian", got=type(likelihood).__name__)
     return likelihood.noise_std is not None if tune_noise is None else tune_noise

@@ -63,15 +63,10 @@ class Validation:
         if self.data is None:
             raise ConfigurationError("Validation needs held-out data.", expected="data=loader", got="None")
         if self.structure != "scalar":
-            raise ConfigurationError(
-                "A grid of held-out losses searches one precision.",
-                expected='structure="scalar"',
-                got=repr(self.structure),
-                fix="Tune several precisions by marginal_likelihood.",
-            )
+            fix = "Tune several precisions by marginal_likelihood."
+            raise ConfigurationError("A grid of held-out losses searches one precision.", got=self.structure, fix=fix)
         check_counts(n_samples=self.n_samples)
-        if self.grid is not None:
-            checked_grid(self.grid)
+        checked_grid(1.0 if self.grid is None else self.grid)
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None
@@ -86,8 +81,8 @@ class Validation:
             ConvergenceWarning: The best point lies at the end of the grid, and the loss still falls there.
         """
         model, network = posterior.laplace_model(), posterior.network
-        likelihood, temperature = model.likelihood, posterior.temperature.detach()
-        objective = Objective.create(model, "scalar", temperature, self.tune_noise)
+        objective = Objective.create(posterior, "scalar", tune_noise=self.tune_noise)
+        likelihood, temperature = model.likelihood, objective.temperature
         levels = torch.logspace(-4, 6, 21, device="cpu") if self.grid is None else checked_grid(self.grid)
         initial = posterior.prior_precision.detach()
         base = initial if initial.ndim else torch.ones_like(initial)
@@ -102,7 +97,7 @@ class Validation:
         # The probit link only looks at variances, and with many outputs covariances cost many times as much.
         outputs: Outputs = "diagonal" if model.n_outputs > MANY_OUTPUTS and link == "probit" else None
         # A loss of the user's own may look at samples, whatever the link.
-        draws = link == "mc" or self.loss is not None
+        draws, loss = link == "mc" or self.loss is not None, self.loss or _negative_log_density
         totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0
         source = "cpu" if generator is None else generator.device
         assert self.data is not None
@@ -117,30 +112,26 @@ class Validation:
                 for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
                     # The same random numbers for every point, so that they differ by their merits alone.
                     common = torch.Generator(device=mean.device).manual_seed(seed)
-                    prediction = from_functional(
-                        candidate, mean, covariance, link=self.link, n_samples=self.n_samples, generator=common
-                    )
-                    losses = (
-                        -prediction.log_prob(batch.target) if self.loss is None else self.loss(prediction, batch.target)
-                    )
-                    totals[number] += losses.double().sum().cpu()
+                    options: Any = {"link": self.link, "n_samples": self.n_samples, "generator": common}
+                    prediction = from_functional(candidate, mean, covariance, **options)
+                    totals[number] += loss(prediction, batch.target).double().sum().cpu()
                 count += functional[0].mean.shape[0]
         if not n_targets:
             raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
         scores = torch.where(torch.isfinite(totals), totals / count, torch.inf)
         best = int(scores.argmin())
         if not math.isfinite(scores[best].item()):
-            raise NonFiniteError(
-                "The loss on the held-out data is finite nowhere on the grid.",
-                expected="a finite loss for some of the points",
-                got=f"NaN or Inf for all {len(points)}",
-                fix="Look at what loss(prediction, targets) gives, and whether the held-out data are finite.",
-            )
+            fix = "Look at what loss(prediction, targets) gives, and whether the held-out data are finite."
+            raise NonFiniteError("The loss on the held-out data is finite nowhere on the grid.", fix=fix)
         precision, candidate = points[best]
         by_level = scores.view(len(levels), -1).amin(1)
         converged = grid_settled(levels, by_level, best // len(candidates), "validation", float(precision.mean()))
         noise = candidate.noise_std if objective.tune_noise else None
         return TuningResult("validation", precision, noise, -scores[best].item(), converged, n_evaluations=len(points))
+
+
+def _negative_log_density(prediction: Prediction, targets: Tensor) -> Tensor:
+    return -prediction.log_prob(targets)
 
 
 def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:
@@ -171,9 +162,8 @@ def grid_settled(levels: Tensor, losses: Tensor, best: int, method: str, chosen:
     order = levels.argsort()
     losses, place = losses[order], int((order == best).nonzero())
     inside = [losses[at] for at in (place - 1, place + 1) if 0 <= at < len(losses) and bool(losses[at].isfinite())]
-    settled = len(inside) == 2  # noqa: PLR2004
-    if len(inside) == 1 and place in (0, len(losses) - 1):
-        settled = float(inside[0] - losses[place]) < FLAT
+    at_end = len(inside) == 1 and place in (0, len(losses) - 1)
+    settled = len(inside) == 2 or at_end and float(inside[0] - losses[place]) < FLAT  # noqa: PLR2004
     if not settled:
         warnings.warn(
             f"Tuning by {method} ended at {chosen:.3g}, the last point of the grid that can be used, and the loss may "

@@ -93,6 +93,13 @@ class Factor(ABC):
     def sample(self, noise: Tensor) -> Tensor:
         """Draws from N(0, M⁻¹) for standard normal ``noise [n, G, o, i]``."""
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        """``M⁻¹ v`` for ``[k, G, o, i]``, by ``M⁻¹ = S Sᵀ`` with the S that maps white noise to draws."""
+        with torch.enable_grad():
+            noise = torch.zeros_like(vectors, requires_grad=True)
+            (pulled,) = torch.autograd.grad(self.sample(noise), noise, vectors)
+        return self.sample(pulled).detach()
+
     @property
     def reads_matrices(self) -> bool:
         """Whether :meth:`sample` reads matrices larger than a draw, so that many draws at a time are faster."""

@@ -13,6 +13,7 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.evidence.objective import updated_noise
 from laplace_plus.linalg import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
@@ -20,9 +21,8 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     LARGEST_STEP,
     effective_dimension,
     group_sums,
+    limited_precision,
     total_dimension,
-    updated_noise,
-    updated_precision,
 )
 from laplace_plus.posteriors.sampled.objective import PriorUnits, TangentCurvature, largest_eigenvalue
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
@@ -309,9 +309,9 @@ def test_updates_with_exact_traces_end_where_the_evidence_is_stationary(method):
     sizes = torch.full((3,), 3.0, dtype=torch.float64)
     for _ in range(300):
         mean, gamma, squares = fitted(x, y, index, precision, noise)
-        precision = updated_precision(method, precision, gamma, sizes, squares)
+        precision = limited_precision(method, precision, gamma, sizes, squares)
         statistics = torch.stack([(y - x @ mean).square().sum(), torch.tensor(80.0, dtype=torch.float64)])
-        noise = updated_noise(statistics, float(gamma.sum()), 1.0)
+        noise = updated_noise(statistics, float(gamma.sum()), 1.0)[0]
     logarithms = torch.cat([precision.log(), noise.log()[None]]).requires_grad_()
     value = evidence(x, y, index, logarithms[:3].exp(), logarithms[3].exp())
     (gradient,) = torch.autograd.grad(value, logarithms)
@@ -326,7 +326,7 @@ def test_expectation_maximisation_never_lowers_the_evidence():
         for _ in range(40):
             _, gamma, squares = fitted(x, y, index, precision, 0.5)
             values.append(float(evidence(x, y, index, precision, 0.5)))
-            precision = updated_precision("em", precision, gamma, torch.full((3,), 3.0, dtype=torch.float64), squares)
+            precision = limited_precision("em", precision, gamma, torch.full((3,), 3.0, dtype=torch.float64), squares)
         assert all(after >= before - 1e-10 for before, after in zip(values[:-1], values[1:], strict=True))
         assert values[-1] > values[0]
 
@@ -334,10 +334,10 @@ def test_expectation_maximisation_never_lowers_the_evidence():
 def test_steps_are_limited():
     one = torch.ones(1, dtype=torch.float64)
     for squares, sign in ((1e-9, 1), (1e9, -1)):
-        step = updated_precision("mackay", one, one, 5 * one, squares * one).log()
+        step = limited_precision("mackay", one, one, 5 * one, squares * one).log()
         assert float(step) == pytest.approx(sign * LARGEST_STEP)
     # No effective parameter at all still has a logarithm.
-    assert torch.isfinite(updated_precision("mackay", one, 0 * one, 5 * one, 0 * one)).all()
+    assert torch.isfinite(limited_precision("mackay", one, 0 * one, 5 * one, 0 * one)).all()
 
 
 # -- solvers by name ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus.evidence.objective import updated_precision
 from laplace_plus.linalg.arguments import require_choice
 from laplace_plus.linalg.results import jackknife, standard_error
 from laplace_plus.network import Network
@@ -110,27 +111,18 @@ def _ratio(function_space: Tensor, weight_space: Tensor, size: Tensor) -> Tensor
     return torch.where(total > 0, size * a / torch.where(total > 0, total, 1.0), 0.0).minimum(size)
 
 
-def updated_precision(
+def limited_precision(
     method: SampledMethod, precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor
 ) -> Tensor:
     """One update of the precisions ``[G]``, with a limited step."""
-    if method == "mackay":
-        step = mackay_steps(precision, effective, size, squares)
-    else:
-        effective = effective.clamp_min(_LEAST).minimum(size)
-        step = (size / (precision * squares + size - effective).clamp_min(_TINY)).log()
-    return precision * step.clamp(-LARGEST_STEP, LARGEST_STEP).exp()
+    effective = effective.clamp_min(_LEAST).minimum(size)
+    new = updated_precision(method, precision, effective, size, squares.clamp_min(_TINY / precision))
+    return precision * (new / precision).log().clamp(-LARGEST_STEP, LARGEST_STEP).exp()
 
 
 def mackay_steps(precision: Tensor, effective: Tensor, size: Tensor, squares: Tensor) -> Tensor:
     """``log(γ_g / (λ_g ‖θ★_g − μ_g‖²))``, ``[G]``: zero where the evidence is stationary."""
     return (effective.clamp_min(_LEAST).minimum(size) / (precision * squares).clamp_min(_TINY)).log()
-
-
-def updated_noise(statistics: Tensor, effective: float, temperature: float) -> Tensor:
-    """The noise level σ at which the evidence is stationary, 0-d float64."""
-    total, count = statistics.double().cpu()
-    return (total / (count - temperature * effective).clamp_min(1e-12)).clamp_min(1e-30).sqrt()
 
 
 @dataclass(frozen=True)

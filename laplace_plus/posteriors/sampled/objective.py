@@ -132,8 +132,7 @@ class TangentCurvature(GGNOperator):
 
             def product(vectors: Tensor, line: Any = line, root: Any = root) -> Tensor:
                 result = torch.zeros_like(vectors)
-                for start in range(0, len(vectors), self._stream.chunk_size):
-                    some = slice(start, start + self._stream.chunk_size)
+                for some in self._stream.chunks(len(vectors)):
                     line.pull.add_to(result[some], root.up(root.down(line.push(vectors[some]))).to(result.dtype))
                 return result.mul_(self.n_batches)
 

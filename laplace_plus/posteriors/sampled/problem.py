@@ -17,7 +17,6 @@ from laplace_plus.linalg.nystrom import nystrom
 from laplace_plus.network import Network, exact_arithmetic
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Rows, Solved, TangentCurvature
 from laplace_plus.posteriors.sampled.solvers import CGSolver, Solver
-from laplace_plus.structured import Factor
 
 Preconditioner = Callable[[PriorUnits], Rows]
 """Gives the approximate inverse of a system."""
@@ -67,8 +66,7 @@ class TangentProblem:
                     rate = system.learning_rate(draws, solver.momentum)
 
                 def products() -> Iterator[Rows]:
-                    for product in curvature.minibatches():
-                        yield partial(system.system, product=product)
+                    return (partial(system.system, product=product) for product in curvature.minibatches())
 
                 u, n = solver.iterate(products, curvature.n_batches, b, rate=rate, start=guess, **options)
             return system.check(u, draws, solver.largest_residual, n)
@@ -95,20 +93,12 @@ def _kronecker_preconditioner(curvature: TangentCurvature, data: Iterable[Any]) 
         def apply(vectors: Tensor) -> Tensor:
             scaled, result = vectors * system.root, torch.zeros_like(vectors)
             for layout, factor in factors:
-                layout.scatter_(result, _inverse(factor, layout.gather(scaled)))
+                layout.scatter_(result, factor.solve(layout.gather(scaled)))
             return result.mul_(system.root)
 
         return apply
 
     return at
-
-
-def _inverse(factor: Factor, blocks: Tensor) -> Tensor:
-    """``M⁻¹ v`` for ``[k, G, o, i]`` by ``M⁻¹ = S Sᵀ``, with the S that maps white noise to draws."""
-    with torch.enable_grad():
-        noise = torch.zeros_like(blocks, requires_grad=True)
-        (pulled,) = torch.autograd.grad(factor.sample(noise), noise, blocks)
-    return factor.sample(pulled).detach()
 
 
 def _nystrom_preconditioner(curvature: TangentCurvature, rank: int) -> Preconditioner:

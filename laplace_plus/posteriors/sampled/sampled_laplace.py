@@ -37,7 +37,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.problem import TangentProblem
 from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
-from laplace_plus.posteriors.sampled.tuning import SampledEvidence, SampledTuningResult, tune_prior
+from laplace_plus.posteriors.sampled.tuning import Alternation, SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.selection import Selection
@@ -172,45 +172,32 @@ class SampledLaplace(SampleBased, ResumableFit):
         """One pass over the data, which are checked."""
         return TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
 
-    def _drawn(
-        self, problem: TangentProblem, checkpoint: Checkpoint | None, generator: torch.Generator | None
-    ) -> Draws:
-        saved = None if checkpoint is None else checkpoint.read("draws", self.network.device)
+    def _drawn(self, problem: TangentProblem, checkpoint: Checkpoint, generator: torch.Generator | None) -> Draws:
+        saved = checkpoint.read("draws", self.network.device)
         if saved is not None:
-            return Draws(saved[1]["prior"], saved[1]["data"])
+            return Draws(**saved[1])
         own, k = problem.curvature, self.n_samples
         prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)
         draws = Draws(prior, own.pulled_noise(k, generator))
-        if checkpoint is not None:
-            checkpoint.write("draws", {}, {"prior": draws.prior, "data": draws.data})
+        checkpoint.write("draws", {}, vars(draws))
         return draws
 
     def _solve(
-        self,
-        problem: TangentProblem,
-        draws: Draws,
-        start: Tensor | None,
-        checkpoint: Checkpoint | None,
-        *,
-        progress: bool,
+        self, problem: TangentProblem, draws: Draws, start: Tensor | None, checkpoint: Checkpoint, *, progress: bool
     ) -> tuple[Tensor, Solved]:
         """Samples ``z [k, P]`` at the present hyperparameters, and how their solve ended."""
-        saved = None if checkpoint is None else checkpoint.read("fit", self.network.device)
-        system = self._system(problem)
+        saved = checkpoint.read("fit", self.network.device)
+        system = PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
         solved = problem.solve(
             system,
             draws,
             start,
             state=None if saved is None else saved[1],
-            keep=None if checkpoint is None else lambda state: checkpoint.write("fit", {}, state),
+            keep=lambda state: checkpoint.write("fit", {}, state),
             progress=progress,
             description=f"{type(self).__name__}: samples",
         )
         return solved.u / system.root, solved
-
-    def _system(self, problem: TangentProblem) -> PriorUnits:
-        """The linear system at the present hyperparameters."""
-        return PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
 
     def _weight(self) -> float:
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
@@ -255,7 +242,7 @@ class SampledLaplace(SampleBased, ResumableFit):
         self.require_fit()
         assert self._draws is not None
         problem = self._known_problem(data)
-        z, solved = self._solve(problem, self._draws, self._z, None, progress=progress)
+        z, solved = self._solve(problem, self._draws, self._z, Checkpoint(None, {}), progress=progress)
         self._problem = problem
         self._take(z, solved)
         return self
@@ -283,11 +270,8 @@ class SampledLaplace(SampleBased, ResumableFit):
         assert self._z is not None
         return self._z
 
-    def _checkpoint(self, folder: Path | None, problem: TangentProblem, **more: Any) -> Checkpoint | None:
-        if folder is None:
-            return None
-        curvature = problem.curvature
-        options = self.options()
+    def _checkpoint(self, folder: Path | None, problem: TangentProblem, **more: Any) -> Checkpoint:
+        curvature, options = problem.curvature, self.options()
         if isinstance(self.solver, CGSolver):  # which does the same whatever its budget, and may be given a greater one
             options["solver"] = {**options["solver"], "max_iterations": None}
         numbers = {"number of batches": curvature.n_batches, "data": f"{curvature.data_sum:.6e}", "options": options}
@@ -310,8 +294,8 @@ class SampledLaplace(SampleBased, ResumableFit):
         noise = tunes_noise(self.likelihood, options.tune_noise)
         problem = self._problem = self._known_problem(options.data)
         settings, draws = options.identity(tune_noise=noise), digest(self._draws.data)
-        folder = self._checkpoint(options.checkpoint, problem, tuning=settings, draws=draws)
-        return tune_prior(self, problem, self._draws, z, options, folder, tune_noise=noise, progress=progress)
+        checkpoint = self._checkpoint(options.checkpoint, problem, tuning=settings, draws=draws)
+        return Alternation(self, problem, self._draws, options, tune_noise=noise, progress=progress).run(z, checkpoint)
 
     @override
     def apply_tuning(self, result: TuningResult) -> None:
@@ -377,6 +361,5 @@ class SampledLaplace(SampleBased, ResumableFit):
         self._draws = Draws(tensors["draws.prior"], tensors["draws.data"])
         self._parts = [tensors["report.function_space"], tensors["report.weight_space"]]
         self._solved_at, self.data_sum = self._hyperparameters(), header.get("data_sum")
-        self._report = SamplingReport.create(
-            self._parts, self.network, tensors["report.residual"], header["iterations"], header["converged"]
-        )
+        residual, iterations, converged = tensors["report.residual"], header["iterations"], header["converged"]
+        self._report = SamplingReport.create(self._parts, self.network, residual, iterations, converged)

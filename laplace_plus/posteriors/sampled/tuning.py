@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import TuningResult
 from laplace_plus.evidence.groups import check_structure, chosen_groups, with_floor
+from laplace_plus.evidence.objective import updated_noise
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
-from laplace_plus.evidence.tuning import HasPriorGroups, check_choice, check_counts, check_positive
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.resuming import Checkpoint, with_prefix
@@ -39,10 +40,9 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     SampledMethod,
     effective_dimension,
     group_sums,
+    limited_precision,
     mackay_steps,
     total_dimension,
-    updated_noise,
-    updated_precision,
 )
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.problem import TangentProblem
@@ -150,7 +150,7 @@ class SampledEvidence:
         check_choice("mean of predictions", self.predictive_mean, ("network", "tangent"))
 
     def tune(
-        self, posterior: SampledPosterior, *, progress: bool = False, generator: torch.Generator | None = None
+        self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None
     ) -> SampledTuningResult:
         """Alternate until the evidence is stationary; arguments as for :class:`~laplace_plus.Tuner`.
 
@@ -160,7 +160,8 @@ class SampledEvidence:
         Warns:
             ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
         """
-        return posterior.tune_by_samples(self, progress=progress)
+        result: SampledTuningResult = posterior.tune_by_samples(self, progress=progress)
+        return result
 
     def identity(self, *, tune_noise: bool) -> dict[str, Any]:
         """Identifies an interrupted tuning: all options but the data and where it gives up."""
@@ -168,31 +169,6 @@ class SampledEvidence:
         structure = [groups.name, digest(groups.index)] if isinstance(groups, Groups) else groups
         options = {name: value for name, value in vars(self).items() if name not in ("data", "checkpoint")}
         return {**options, "evidence": "tangent", "structure": structure, "tune_noise": tune_noise, "max_steps": None}
-
-
-class SampledPosterior(HasPriorGroups, Protocol):
-    """What :class:`SampledEvidence` needs of a posterior."""
-
-    likelihood: Likelihood
-    chunk_size: int
-
-    def prior(self) -> GaussianPrior:
-        """The prior at the present precision."""
-
-    @property
-    def noise_std(self) -> Tensor | None:
-        """The noise level."""
-
-    @property
-    def temperature(self) -> Tensor:
-        """Divides the log-likelihood."""
-
-    @property
-    def mean(self) -> Tensor:
-        """The network's weights, ``[P]``."""
-
-    def tune_by_samples(self, options: SampledEvidence, *, progress: bool) -> SampledTuningResult:
-        """Tune by samples."""
 
 
 # -- the iteration -----------------------------------------------------------------------------------------------------
@@ -215,6 +191,46 @@ class _State:
     pending: TuningStep | None = None
     sound: bool = True
 
+    @property
+    def residual(self) -> float:
+        """That of the last step."""
+        return self.steps[-1].residual if self.steps else math.inf
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write the state to a checkpoint."""
+        tensors = {name: getattr(self, name) for name in ("precision", "noise_std", "z", "optimum")}
+        tensors |= {f"solver.{name}": value for name, value in (self.solver or {}).items()}
+        steps = [*self.steps, *([] if self.pending is None else [self.pending])]
+        for number, step in enumerate(steps):
+            for name, value in vars(step).items():
+                tensors[f"step.{number}.{name}"] = value if value is None else torch.as_tensor(value).double()
+        header = {"steps": len(steps), "pending": self.pending is not None, "sound": self.sound}
+        checkpoint.write("tuning", header, {name: value for name, value in tensors.items() if value is not None})
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, device: torch.device) -> _State | None:
+        """The state that a checkpoint holds, if any."""
+        found = checkpoint.read("tuning", device)
+        if found is None:
+            return None
+        header, tensors = found
+        steps = []
+        for number in range(header["steps"]):
+            own = {name: value.cpu() for name, value in with_prefix(tensors, f"step.{number}.").items()}
+            numbers = {"residual": float(own["residual"]), "iterations": int(own["iterations"])}
+            steps.append(TuningStep(**{"noise_std": None, **own, **numbers}))  # type: ignore[arg-type]
+        pending, noise = steps.pop() if header["pending"] else None, tensors.get("noise_std")
+        return cls(
+            tensors["precision"].cpu(),
+            None if noise is None else noise.cpu(),
+            tensors["z"],
+            steps,
+            tensors.get("optimum"),
+            with_prefix(tensors, "solver.") or None,
+            pending,
+            header["sound"],
+        )
+
 
 @dataclass(frozen=True)
 class _Samples:
@@ -226,56 +242,124 @@ class _Samples:
     total: EffectiveDimension
 
 
-class _Alternation:
-    """Optimum and samples of one tangent model at any precisions ``[G]`` and noise."""
+class Alternation:
+    """Optimum and samples of one tangent model, alternated with its precisions ``[G]`` and noise.
+
+    Args:
+        posterior: The :class:`~laplace_plus.SampledLaplace`, which stays as it is.
+        problem: The linear systems of its data.
+        draws: Its draws.
+        options: The tuner.
+        tune_noise: Whether there is noise to tune.
+        progress: Whether to show progress bars.
+    """
 
     def __init__(
         self,
-        posterior: SampledPosterior,
+        posterior: Any,
         problem: TangentProblem,
         draws: Draws,
-        groups: Groups,
         options: SampledEvidence,
         *,
         tune_noise: bool,
         progress: bool,
     ):
-        self._problem, self._draws, self._groups, self._options = problem, draws, groups, options
+        self._posterior, self._problem, self._draws, self._options = posterior, problem, draws, options
         self._tune_noise, self._progress = tune_noise, progress
-        self._likelihood, self._prior_mean = posterior.likelihood, posterior.prior().mean.detach()
+        network, likelihood = posterior.network, posterior.likelihood
+        self._groups = Groups("scalar", ("all",), torch.zeros(network.n_parameters, dtype=torch.long))
+        if options.structure != "scalar":
+            self._groups = chosen_groups(posterior, options.structure, problem.data)
         self._temperature = float(posterior.temperature.detach())
         self._tangent = TangentModel(
-            posterior.network,
-            posterior.likelihood,
-            problem.data,
-            temperature=self._temperature,
-            chunk_size=posterior.chunk_size,
+            network, likelihood, problem.data, temperature=self._temperature, chunk_size=posterior.chunk_size
         )
-        self.scaling: Tensor | None = None
-        """What multiplies the precision of each entry, ``[P]`` float64: ``diag(H)`` at the present noise, estimated."""
+        # What multiplies the precision of each entry, ``[P]`` float64: ``diag(H)`` at the present noise, estimated.
+        self._scaling: Tensor | None = None
         if options.scaling is not None:
             # The noise of the estimate has a fixed seed; it is not that of the samples.
             diagonal = problem.curvature.estimated_diagonal(_SCALING_DRAWS, torch.Generator().manual_seed(0))
-            weight = float(posterior.likelihood.curvature_weights().detach()[0])
-            self.scaling = with_floor(diagonal.double().cpu(), groups.index) * weight
+            weight = float(likelihood.curvature_weights().detach()[0])
+            self._scaling = with_floor(diagonal.double().cpu(), self._groups.index) * weight
 
-    def entries(self, precision: Tensor) -> Tensor:
+    def run(self, z: Tensor, checkpoint: Checkpoint) -> SampledTuningResult:
+        """Alternate until the evidence is stationary, from samples ``z [k, P]`` or from a checkpoint."""
+        options, current = self._options, None
+        state = _State.read(checkpoint, self._posterior.network.device)
+        if state is None:
+            present, noise = self._posterior.prior().vector().detach().double().cpu(), self._posterior.noise_std
+            start = self._groups.geometric_means(present if self._scaling is None else present / self._scaling)
+            state = _State(start, None if noise is None else noise.detach(), z, [])
+            if not torch.allclose(self._entries(start), present, rtol=1e-12, atol=0.0):
+                current = self._samples(state, start, state.noise_std, None)
+                state.z = current.z
+        if current is None and state.pending is None:
+            _, system = self._at(state.precision, state.noise_std)
+            largest = self._problem.solver.largest_residual
+            current = self._described(system, system.check(state.z * system.root, self._draws, largest, 0))
+        remaining = range(len(state.steps), options.max_steps)
+        for _ in progress_bar(remaining, enabled=self._progress, description=f"tuning by {options.method}"):
+            if state.residual < options.tolerance:
+                break
+            if state.pending is None:
+                assert current is not None
+                state.pending = self._step(state, current)
+            precision, noise = state.pending.prior_precision, state.pending.noise_std
+            current = self._samples(state, precision, noise, checkpoint)
+            state.sound &= current.solved.converged
+            state.steps.append(replace(state.pending, iterations=current.solved.iterations))
+            state.precision, state.noise_std, state.z = precision, noise, current.z
+            state.solver = state.pending = None
+            state.write(checkpoint)
+        assert current is not None
+        return self._result(state, current)
+
+    def _result(self, state: _State, current: _Samples) -> SampledTuningResult:
+        options, scalar = self._options, self._options.structure == "scalar"
+        converged = state.residual < options.tolerance and state.sound
+        if not converged:
+            why = "a solve or an optimum did not meet its tolerance"
+            if state.residual >= options.tolerance:
+                why = f"the last of {len(state.steps)} steps found a residual of {state.residual:.2g} "
+                why += f"(tolerance {options.tolerance:.2g})"
+            warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=5)
+        precision = state.precision[0] if scalar else state.precision
+        around_tangent = options.predictive_mean == "tangent"
+        return SampledTuningResult(
+            method=options.method,
+            structure=self._groups.name,
+            prior_precision=precision if self._scaling is None else self._entries(state.precision),
+            group_precision=precision,
+            groups=None if scalar else self._groups,
+            noise_std=state.noise_std,
+            value=math.nan,
+            converged=converged,
+            residual=state.residual if state.steps else 0.0,
+            steps=tuple(state.steps),
+            n_evaluations=len(state.steps),
+            vector=self._optimum(state)[0].vector.to(self._posterior.mean) if around_tangent else None,
+            predictive_mean=options.predictive_mean,
+            samples=current.z,
+            solved=current.solved,
+        )
+
+    def _entries(self, precision: Tensor) -> Tensor:
         """The precision of each entry, ``[P]``."""
         entries = precision[self._groups.index.to(precision.device)]
-        return entries if self.scaling is None else entries * self.scaling.to(entries)
+        return entries if self._scaling is None else entries * self._scaling.to(entries)
 
-    def _likelihood_at(self, noise_std: Tensor | None) -> Likelihood:
-        return self._likelihood if noise_std is None else self._likelihood.with_noise(noise_std)
+    def _at(self, precision: Tensor, noise_std: Tensor | None) -> tuple[Likelihood, PriorUnits]:
+        """The likelihood and the linear system at some hyperparameters."""
+        likelihood: Likelihood = self._posterior.likelihood
+        likelihood = likelihood if noise_std is None else likelihood.with_noise(noise_std)
+        weight = float(likelihood.curvature_weights().detach()[0]) / self._temperature
+        return likelihood, PriorUnits(self._problem.curvature, self._entries(precision), weight)
 
-    def _system(self, precision: Tensor, noise_std: Tensor | None) -> PriorUnits:
-        weight = float(self._likelihood_at(noise_std).curvature_weights().detach()[0]) / self._temperature
-        return PriorUnits(self._problem.curvature, self.entries(precision), weight)
-
-    def optimum(self, state: _State) -> tuple[TangentOptimum, Tensor]:
+    def _optimum(self, state: _State) -> tuple[TangentOptimum, Tensor]:
         """θ★ at a state, searched for with the preconditioner of the samples, and ``‖θ★_g − μ_g‖² [G]`` float64."""
-        index = self._groups.index
-        prior = GaussianPrior.create(self.entries(state.precision), self._prior_mean, index)
-        system = self._system(state.precision, state.noise_std)
+        index, mean = self._groups.index, self._posterior.prior().mean.detach()
+        prior = GaussianPrior.create(self._entries(state.precision), mean, index)
+        likelihood, system = self._at(state.precision, state.noise_std)
         whitened = self._problem.preconditioner(system)
 
         def precondition(vector: Tensor) -> Tensor:
@@ -283,196 +367,47 @@ class _Alternation:
             return (whitened((vector.to(system.root) / system.root)[None])[0] / system.root).to(vector)
 
         found = tangent_optimum(
-            self._tangent.with_likelihood(self._likelihood_at(state.noise_std)),
+            self._tangent.with_likelihood(likelihood),
             prior,
             state.optimum,
             precondition=None if whitened is None else precondition,
             tolerance=self._options.optimum_tolerance,
         )
-        away = prior.deviation(found.vector).double().square()
-        if self.scaling is not None:
-            away *= self.scaling.to(away)
-        squares = away.new_zeros(len(self._groups.names)).index_add_(0, index.to(away.device), away)
-        return found, squares
+        away = prior.deviation(found.vector)[None].double()
+        scaled = away if self._scaling is None else away * self._scaling.to(away)
+        return found, group_sums(away, scaled, index, len(self._groups.names))[0]
 
-    def samples(
-        self,
-        precision: Tensor,
-        noise_std: Tensor | None,
-        start: Tensor,
-        state: Mapping[str, Tensor] | None = None,
-        keep: Callable[[dict[str, Tensor]], None] | None = None,
+    def _samples(
+        self, state: _State, precision: Tensor, noise_std: Tensor | None, checkpoint: Checkpoint | None
     ) -> _Samples:
-        """Samples at precisions ``[G]``, from those at others, or from where an interrupted solve stopped."""
-        system = self._system(precision, noise_std)
-        solved = self._problem.solve(system, self._draws, start, state=state, keep=keep, progress=self._progress)
-        return self._described(system, solved)
+        """Samples at precisions ``[G]``, from those of a state, or from where an interrupted solve stopped."""
+        _, system = self._at(precision, noise_std)
 
-    def measured(self, state: _State) -> _Samples:
-        """What samples that were solved for at a state's hyperparameters say; takes one pass."""
-        system = self._system(state.precision, state.noise_std)
-        largest = self._problem.solver.largest_residual
-        return self._described(system, system.check(state.z * system.root, self._draws, largest, 0))
+        def keep(solver: dict[str, Tensor]) -> None:
+            if checkpoint is not None:
+                state.solver = solver
+                state.write(checkpoint)
+
+        options: Any = {"state": state.solver, "keep": keep, "progress": self._progress}
+        return self._described(system, self._problem.solve(system, self._draws, state.z, **options))
 
     def _described(self, system: PriorUnits, solved: Solved) -> _Samples:
         index, sizes = self._groups.index, self._groups.sizes()
         a, b = (group_sums(solved.u, other, index, len(sizes)) for other in (solved.image, solved.u))
         return _Samples(solved.u / system.root, solved, effective_dimension(a, b, sizes), total_dimension(a, b, sizes))
 
-    def step(self, state: _State, current: _Samples) -> TuningStep:
+    def _step(self, state: _State, current: _Samples) -> TuningStep:
         """The update at a state, of which the samples are still to be solved for."""
-        found, squares = self.optimum(state)
+        found, squares = self._optimum(state)
         state.optimum = found.vector
         state.sound &= found.converged
         dimension, squares = current.dimension, squares.cpu()
         terms = state.precision, dimension.value.cpu(), dimension.size.cpu(), squares
-        precision = updated_precision(self._options.method, *terms)
-        residual = float(mackay_steps(*terms).abs().max())
-        noise = state.noise_std
+        residual, noise = float(mackay_steps(*terms).abs().max()), state.noise_std
         if self._tune_noise:
             assert found.statistics is not None and noise is not None
             updated = updated_noise(found.statistics, float(current.total.value), self._temperature).view_as(noise)
             residual = max(residual, float((updated / noise.double().cpu()).log().abs().max() * 2))
             noise = updated
+        precision = limited_precision(self._options.method, *terms)
         return TuningStep(precision, noise, dimension.value.cpu(), dimension.sem.cpu(), squares, residual, 0)
-
-    def run(
-        self, state: _State, current: _Samples | None, keep: Callable[[_State], None] | None
-    ) -> tuple[_Samples, bool]:
-        """Alternate from a state, changed in place, until the evidence is stationary; the samples, and whether it is.
-
-        ``current`` are the samples at the state's hyperparameters; None where a solve is unfinished.
-        """
-        options = self._options
-        residual = state.steps[-1].residual if state.steps else math.inf
-
-        def kept(solver: dict[str, Tensor]) -> None:
-            assert keep is not None
-            state.solver = solver
-            keep(state)
-
-        remaining = range(len(state.steps), options.max_steps)
-        for _ in progress_bar(remaining, enabled=self._progress, description=f"tuning by {options.method}"):
-            if residual < options.tolerance:
-                break
-            if state.pending is None:
-                assert current is not None
-                state.pending = self.step(state, current)
-            precision, noise = state.pending.prior_precision, state.pending.noise_std
-            current = self.samples(precision, noise, state.z, state.solver, None if keep is None else kept)
-            state.sound &= current.solved.converged
-            state.steps.append(replace(state.pending, iterations=current.solved.iterations))
-            state.precision, state.noise_std, state.z = precision, noise, current.z
-            state.solver = state.pending = None
-            residual = state.steps[-1].residual
-            if keep is not None:
-                keep(state)
-        assert current is not None
-        converged = residual < options.tolerance and state.sound
-        if not converged:
-            why = (
-                f"the last of {len(state.steps)} steps found a residual of {residual:.2g} "
-                f"(tolerance {options.tolerance:.2g})"
-                if residual >= options.tolerance
-                else "a solve or an optimum did not meet its tolerance"
-            )
-            warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=4)
-        return current, converged
-
-
-def tune_prior(
-    posterior: SampledPosterior,
-    problem: TangentProblem,
-    draws: Draws,
-    z: Tensor,
-    options: SampledEvidence,
-    checkpoint: Checkpoint | None,
-    *,
-    tune_noise: bool,
-    progress: bool,
-) -> SampledTuningResult:
-    """Tune a sampled posterior's prior, or go on with it; the posterior stays as it is."""
-    if options.structure == "scalar":
-        groups, own = Groups("scalar", ("all",), torch.zeros(posterior.network.n_parameters, dtype=torch.long)), None
-    else:
-        groups = own = chosen_groups(posterior, options.structure, problem.data)
-    model = _Alternation(posterior, problem, draws, groups, options, tune_noise=tune_noise, progress=progress)
-    state = None if checkpoint is None else _read_state(checkpoint, posterior.network.device)
-    current: _Samples | None = None
-    if state is None:
-        present = posterior.prior().vector().detach().double().cpu()
-        unscaled = present if model.scaling is None else present / model.scaling.cpu()
-        start = groups.geometric_means(unscaled)
-        noise = posterior.noise_std
-        state = _State(start, None if noise is None else noise.detach(), z, [])
-        if not torch.allclose(model.entries(start), present, rtol=1e-12, atol=0.0):
-            current = model.samples(start, state.noise_std, z)
-            state.z = current.z
-    if current is None and state.pending is None:
-        current = model.measured(state)
-    keep = None if checkpoint is None else lambda state: _write_state(checkpoint, state)
-    final, converged = model.run(state, current, keep)
-    precision = state.precision[0] if options.structure == "scalar" else state.precision
-    around_tangent = options.predictive_mean == "tangent"
-    return SampledTuningResult(
-        method=options.method,
-        structure=groups.name,
-        prior_precision=precision if model.scaling is None else model.entries(state.precision),
-        group_precision=precision,
-        groups=own,
-        noise_std=state.noise_std,
-        value=math.nan,
-        converged=converged,
-        residual=state.steps[-1].residual if state.steps else 0.0,
-        steps=tuple(state.steps),
-        n_evaluations=len(state.steps),
-        vector=model.optimum(state)[0].vector.to(posterior.mean) if around_tangent else None,
-        predictive_mean=options.predictive_mean,
-        samples=final.z,
-        solved=final.solved,
-    )
-
-
-_STEP = tuple(item.name for item in fields(TuningStep))
-
-
-def _write_state(checkpoint: Checkpoint, state: _State) -> None:
-    tensors: dict[str, Tensor | None] = {
-        "precision": state.precision,
-        "z": state.z,
-        "noise_std": state.noise_std,
-        "optimum": state.optimum,
-    }
-    tensors |= {f"solver.{name}": value for name, value in (state.solver or {}).items()}
-    steps = [*state.steps, *([] if state.pending is None else [state.pending])]
-    for number, step in enumerate(steps):
-        for name in _STEP:
-            value = getattr(step, name)
-            tensors[f"step.{number}.{name}"] = None if value is None else torch.as_tensor(value, dtype=torch.float64)
-    header = {"steps": len(steps), "pending": state.pending is not None, "sound": state.sound}
-    checkpoint.write("tuning", header, {name: value for name, value in tensors.items() if value is not None})
-
-
-def _read_state(checkpoint: Checkpoint, device: torch.device) -> _State | None:
-    found = checkpoint.read("tuning", device)
-    if found is None:
-        return None
-    header, tensors = found
-    steps = []
-    for number in range(header["steps"]):
-        own = {name: value.cpu() for name, value in with_prefix(tensors, f"step.{number}.").items()}
-        values: dict[str, Any] = {"noise_std": None, **own}
-        values |= {"residual": float(values["residual"]), "iterations": int(values["iterations"])}
-        steps.append(TuningStep(**values))
-    pending = steps.pop() if header["pending"] else None
-    noise = tensors.get("noise_std")
-    return _State(
-        precision=tensors["precision"].cpu(),
-        noise_std=None if noise is None else noise.cpu(),
-        z=tensors["z"],
-        steps=steps,
-        optimum=tensors.get("optimum"),
-        solver=with_prefix(tensors, "solver.") or None,
-        pending=pending,
-        sound=header["sound"],
-    )
