@@ -24,12 +24,7 @@ ACCURACY = 1e-9
 
 
 class FittedData:
-    """Adds up the statistics of a pass over data, and compares them with those of the fit.
-
-    Args:
-        model: The posterior's curvature, and the statistics of the data of the fit.
-        network: The network.
-        n_data: Number of examples of the fit.
+    """Adds up the likelihood's statistics of a pass over data, and compares them with those of the fit.
 
     Attributes:
         n_examples: Number of examples so far.
@@ -60,13 +55,10 @@ class FittedData:
         self.n_entries += counted * (1 if likelihood.couples_outputs else outputs.shape[-1])
 
     def check(self) -> None:
-        """Compare, once all batches were added.
+        """Raise :class:`DataError` for other data than were fitted to, once all batches were added.
 
-        With outputs ``f`` of relative accuracy r and gradients g, a sum of ``−log p`` has the accuracy ``r Σ |g f|`` in
-        first order. A sum of squared errors has ``2 r Σ |g f| + r² Σ f²``.
-
-        Raises:
-            DataError: Other data than were fitted to.
+        With outputs ``f`` of relative accuracy r and gradients g, ``−Σ log p`` has the accuracy ``r Σ |g f|`` in first
+        order. A sum of squared errors has ``2 r Σ |g f| + r² Σ f²``.
         """
         fix = "Pass the training data, each once and without random augmentation, with the autocast of the fit."
         what = "These are not the data that the posterior was fitted to."
@@ -122,11 +114,7 @@ def unknown_training_prior(fix: str | None = None) -> ConfigurationError:
 def precision_of_weight_decay(
     weight_decay: float, data: FittedData, model: LaplaceModel, temperature: float | Tensor
 ) -> float:
-    """``α₀ = N · weight_decay / T``, where N is the number of terms in the mean loss of training.
-
-    Raises:
-        UnsupportedError: The likelihood is no classifier, so the training loss is not known.
-    """
+    """``α₀ = N · weight_decay / T`` for N terms in the mean loss of training; only for classifiers."""
     if not model.likelihood.is_classifier:
         raise UnsupportedError(
             "weight_decay= needs a classifier trained on a mean of −log p(y|f).",

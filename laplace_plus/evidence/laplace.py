@@ -126,12 +126,7 @@ class LaplaceModel:
         return self.backend.component_weights(self.likelihood).to(self.vector.device, torch.float64)
 
     def factors(self, precision: Tensor, temperature: Any = 1.0, noise_std: Any = None) -> dict[str, Factor]:
-        """The posterior precision's blocks, ready to be inverted, by layout key.
-
-        Args:
-            precision: A prior precision that has been checked, as :attr:`GaussianPrior.precision` is.
-            temperature: Divides the curvature.
-            noise_std: Gaussian noise; by default the likelihood's own.
+        """The posterior precision's blocks, ready to be inverted, by layout key, at a checked prior precision.
 
         Raises:
             UnsupportedError: The structure does not take this prior.

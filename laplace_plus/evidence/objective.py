@@ -68,13 +68,7 @@ class Objective:
         tune_noise: bool | None = None,
         scaling: str | None = None,
     ) -> Objective:
-        """The objective of a posterior with the groups that a structure asks for.
-
-        Raises:
-            ConfigurationError: A scaling beside one precision for each entry, noise to be tuned that does not exist, or
-                groups as :func:`chosen_groups` refuses them.
-            DataError: Normalised groups cannot be found.
-        """
+        """The objective of a posterior with the groups of a structure; ``ConfigurationError`` for bad choices."""
         model, groups, kind = posterior.laplace_model(), posterior.prior_groups, LAYERWISE
         if structure == "scalar" or structure == "diagonal":
             kind = "scalar" if structure == "scalar" else "diagonal"
@@ -164,7 +158,8 @@ class Objective:
         """The best point of a coarse grid: far away from the optimum the evidence is flat."""
         # One precision for all: the evidence is that of a scalar prior, which costs less.
         quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
-        levels = torch.linspace(-10.0, 10.0, 21, dtype=torch.float64, device="cpu")
+        # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
+        levels = torch.linspace(-35.0, 5.0, 29, dtype=torch.float64, device="cpu")
         pairs = [(self.scales + level, noise) for level in levels for noise in self.noise_grid()]
         with torch.no_grad():
             values = [quick.value(torch.cat([scales[: quick.n_precisions], noise])) for scales, noise in pairs]
@@ -184,14 +179,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class EvidencePoint:
-    """The evidence at one point.
-
-    Attributes:
-        objective: The evidence.
-        logarithms: The point.
-        value: The log evidence, in nats.
-        gradient: Its derivatives, ``[n]``.
-    """
+    """The log evidence (``value``, in nats) of an objective at one point, ``logarithms [n]``, with its gradient."""
 
     objective: Objective
     logarithms: Tensor
@@ -227,8 +215,7 @@ class EvidencePoint:
     def predicted_gain(self, step: float = 1e-2) -> float:
         """The gain of the best step along the gradient, in nats, by a quadratic model.
 
-        With millions of parameters the evidence is large, and rounding hides steps that gain less than its last digits:
-        the derivative then cannot reach an absolute tolerance, but there is nothing left to gain.
+        The evidence of millions of parameters is large. Rounding hides small gains, and gradients miss their tolerance.
         """
         slope = self.free.norm()
         ahead = self.objective.at(self.logarithms + step * self.free / slope).gradient

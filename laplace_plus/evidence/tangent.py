@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -138,12 +139,8 @@ class Tangent(EvidenceTuner):
             ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
         """
         if posterior.group is not None and posterior.group.size > 1:
-            raise UnsupportedError(
-                "The tangent model's optimum is sought by one process.",
-                expected="a posterior that was fitted by one process",
-                got=f"one over {posterior.group.size} ranks",
-                fix="Save it, load it in one process, and pass data= with all the data.",
-            )
+            fix = "Save the posterior, load it in one process, and pass data= with all the data."
+            raise UnsupportedError("The tangent model's optimum is sought by one process.", fix=fix)
         data = posterior.training_data.again(self.data, "The tangent model's optimum passes over the training data.")
         objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
         objective = replace(objective, limits=objective.box)
@@ -268,26 +265,19 @@ class _Extrapolation:
     """Anderson's (1965) extrapolation of a fixed-point iteration, from a few of its last steps."""
 
     def __init__(self) -> None:
-        self._points: list[Tensor] = []
-        self._residuals: list[Tensor] = []
+        self._steps: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
         self.used = False
 
     def __call__(self, point: Tensor, image: Tensor) -> Tensor:
         """The next point, after a point and its image under the iteration."""
-        self._points = [*self._points, point][-_REMEMBERED:]
-        self._residuals = [*self._residuals, image - point][-_REMEMBERED:]
-        self.used = len(self._points) > 1
+        self._steps.append((point, image - point))
+        points, residuals = (torch.stack(part, 1) for part in zip(*self._steps, strict=True))
+        moves, changes = (values[:, -1:] - values[:, :-1] for values in (points, residuals))
+        gram = changes.T @ changes
+        self.used = len(gram) > 0 and bool(gram.isfinite().all()) and float(gram.diagonal().min()) > 0
         if not self.used:
             return image
-        residual = self._residuals[-1]
-        changes = torch.stack([residual - other for other in self._residuals[:-1]], 1)
-        moves = torch.stack([point - other for other in self._points[:-1]], 1)
-        # Slightly regularised, since the last changes may be nearly parallel.
-        gram = changes.T @ changes
-        gram.diagonal().add_(1e-10 * gram.diagonal().mean())
-        if not bool(torch.isfinite(gram).all()) or float(gram.diagonal().min()) <= 0:
-            self.used = False
-            return image
-        step = residual - (moves + changes) @ torch.linalg.solve(gram, changes.T @ residual)
+        gram.diagonal().add_(1e-10 * gram.diagonal().mean())  # the last changes may be nearly parallel
+        step = image - point - (moves + changes) @ torch.linalg.solve(gram, changes.T @ (image - point))
         # At most a factor of ten beyond the plain step in each hyperparameter.
-        return point + step.clamp(residual - math.log(10), residual + math.log(10))
+        return point + step.clamp(image - point - math.log(10), image - point + math.log(10))

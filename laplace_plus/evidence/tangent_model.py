@@ -66,32 +66,25 @@ def batch_jacobian(network: Network, inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 class TangentModel:
-    """``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` on a data set, under a likelihood.
-
-    Points are given by their deviations ``θ − θ̃``, ``[P]`` in any floating type.
+    """``h(θ, x) = f(θ̃, x) + J(x) (θ − θ̃)`` on data, under a likelihood; points are deviations ``θ − θ̃``, ``[P]``.
 
     Args:
         network: The network, or a module of which all parameters that require gradients are taken.
         likelihood: A name or a :class:`~laplace_plus.Likelihood`.
         data: An iterable of batches that can be started again; the order may change, the examples may not.
-        temperature: Divides the log-likelihood, and with it loss, gradient and curvature.
+        temperature: Divides the log-likelihood.
         chunk_size: Number of vectors that are pushed through the network at a time.
         keep_jacobian: Whether to keep the Jacobian of all data; by default where it is small.
         progress: Whether to show a progress bar for each pass.
 
     Attributes:
-        likelihood: The likelihood.
-        network: The network.
-        temperature: 0-d float64.
         vector: θ̃, ``[P]``.
         n_data: Number of examples.
-        n_passes: How often the data were passed over so far.
+        n_passes: Number of passes over the data so far.
 
     Raises:
         DataError: Data that can be run over only once, or of no known form.
-        EmptyDataError: No data.
         LabelError: Targets that do not fit the likelihood.
-        OutputError: Network outputs that do not fit it.
         NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
 
     Example:
@@ -148,11 +141,7 @@ class TangentModel:
         return result
 
     def evaluate(self, deviation: Tensor) -> Evaluation:
-        """The loss ``−log p(D | h(θ))/T``, its gradient and the likelihood's statistics, in one pass.
-
-        Args:
-            deviation: ``θ − θ̃``, ``[P]``.
-        """
+        """The loss ``−log p(D | h(θ))/T``, its gradient and statistics at a deviation ``[P]``, in one pass."""
         gradient = torch.zeros(len(self.vector), dtype=torch.float64, device=self.vector.device)
         statistics, pushed = torch.zeros(()), deviation.to(self.vector)
         with exact_arithmetic(self.network), torch.no_grad():
@@ -276,20 +265,14 @@ def tangent_optimum(
 
 
 def _line_search(
-    function: Callable[[Tensor], Evaluation],
-    point: Tensor,
-    at: Evaluation,
-    direction: Tensor,
-    rounding: float,
-    iteration: int,
+    function: Callable[[Tensor], Evaluation], point: Tensor, at: Evaluation, direction: Tensor, rounding: float, n: int
 ) -> tuple[Tensor, Evaluation] | None:
     """A step that halves the derivative along the direction, and the function there; None if there is none.
 
     Derivatives locate the minimum of a convex function to more digits than its values do.
     """
-    slope = float(direction @ at.gradient)
-    low, low_slope, high, high_slope = 0.0, slope, math.inf, math.inf
-    length, any_finite, new = 1.0, False, at
+    slope, length, any_finite, new = float(direction @ at.gradient), 1.0, False, at
+    low, high = (0.0, slope), (math.inf, math.inf)
     for _ in range(20 if -slope > 10 * rounding * abs(at.value) else 4):  # few trials where rounding hides the gain
         new = function(point + length * direction)
         along = float(new.gradient @ direction) if new.is_finite else math.inf
@@ -298,27 +281,22 @@ def _line_search(
         if lower and abs(along) <= abs(slope) / 2:
             return length * direction, new
         if along > 0 or not lower:
-            high, high_slope = length, along
+            high = length, along
         else:
-            low, low_slope = length, along
-        if math.isinf(high):  # extrapolate the derivative linearly to zero, by a factor of two to ten
+            low = length, along
+        if math.isinf(high[0]):  # extrapolate the derivative linearly to zero, by a factor of two to ten
             ahead = length * slope / (slope - along) if along > slope else math.inf
             length = min(max(ahead, 2 * length), 10 * length)
-        elif math.isinf(high_slope) or high_slope <= 0:
-            length = low + (high - low) / 4
         else:  # interpolate it
-            part = low_slope / (low_slope - high_slope)
-            length = low + (high - low) * min(max(part, 0.05), 0.95)
+            part = low[1] / (low[1] - high[1]) if 0 < high[1] < math.inf else 0.25
+            length = low[0] + (high[0] - low[0]) * min(max(part, 0.05), 0.95)
     if not any_finite:
-        raise _diverged(iteration, new.value)
+        raise _diverged(n, new.value)
     return None
 
 
 def _two_loops(
-    pairs: deque[tuple[Tensor, Tensor]],
-    gradient: Tensor,
-    conditioned: Tensor,
-    precondition: Callable[[Tensor], Tensor],
+    pairs: deque[tuple[Tensor, Tensor]], gradient: Tensor, conditioned: Tensor, precondition: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The inverse Hessian of the stored pairs and the preconditioner, times the gradient.
 
@@ -339,9 +317,6 @@ def _two_loops(
 
 
 def _diverged(iteration: int, value: float) -> NonFiniteError:
-    return NonFiniteError(
-        f"The optimisation of the tangent model diverged after {iteration} steps.",
-        expected="a finite loss and gradient",
-        got=f"a loss of {value:.3g}",
-        fix="Start from a larger prior precision, or look for outliers among the data.",
-    )
+    what = f"The optimisation of the tangent model diverged after {iteration} steps."
+    fix = "Start from a larger prior precision, or look for outliers among the data."
+    return NonFiniteError(what, expected="a finite loss and gradient", got=f"a loss of {value:.3g}", fix=fix)

@@ -109,14 +109,10 @@ class Tunable(Protocol):
 
 
 def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:
-    """The tuner that a value or a shorthand with options stands for.
+    """The tuner that a value, or a shorthand with options, stands for; ``tuners`` are those of the class ``owner``.
 
-    Args:
-        owner: The posterior's class, for errors.
-        tuners: The classes of tuners that it supports, by shorthand; the first is ``"auto"``.
-        tuner: A tuner, or a shorthand.
-        options: Arguments of the tuner that a shorthand stands for; None means its default. ``method`` is another name
-            for the shorthand, and ``evidence="tangent"`` makes it the method of the tuner ``"tangent"``.
+    ``"auto"`` is the first of them. An option None means its default. ``method`` is another name for the shorthand, and
+    ``evidence="tangent"`` makes it the method of the tuner ``"tangent"``.
 
     Raises:
         UnsupportedError: A tuner that the class does not support, or a class that supports none.
@@ -190,11 +186,7 @@ def check_counts(**numbers: Any) -> None:
 
 
 def tunes_noise(likelihood: Likelihood, tune_noise: bool | None) -> bool:
-    """Whether to tune the noise: by default wherever there is any.
-
-    Raises:
-        ConfigurationError: Noise is to be tuned that does not exist.
-    """
+    """Whether to tune the noise, by default wherever there is any; ``ConfigurationError`` if there is none to tune."""
     if tune_noise and likelihood.noise_std is None:
         raise ConfigurationError("There is no noise to tune.", expected="Gaussian", got=type(likelihood).__name__)
     return likelihood.noise_std is not None if tune_noise is None else tune_noise

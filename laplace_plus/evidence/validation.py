@@ -135,11 +135,7 @@ def _negative_log_density(prediction: Prediction, targets: Tensor) -> Tensor:
 
 
 def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:
-    """A grid's values, ``[n]`` float64 on the CPU, in the order given.
-
-    Raises:
-        ConfigurationError: It is empty, or holds anything but positive numbers.
-    """
+    """A grid's positive values, ``[n]`` float64 on the CPU, in the order given; else a ``ConfigurationError``."""
     levels = as_hyperparameter(grid).detach().double().cpu().flatten()
     if not len(levels) or not bool((levels > 0).all() and levels.isfinite().all()):
         raise ConfigurationError("The grid is not usable.", expected="positive numbers", got=str(levels.tolist()))
@@ -147,17 +143,9 @@ def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:
 
 
 def grid_settled(levels: Tensor, losses: Tensor, best: int, method: str, chosen: float) -> bool:
-    """Whether the best point of a grid lies between two finite others, or the loss is flat where the grid ends.
+    """Whether the best point of a grid lies between two finite others, or the loss ``[n]`` is flat where it ends.
 
-    Args:
-        levels: ``[n]``, in any order.
-        losses: Of each, ``[n]``.
-        best: The number of the best.
-        method: For the warning.
-        chosen: The best precision, for the warning.
-
-    Warns:
-        ConvergenceWarning: It is neither.
+    ``best`` is the number of the best point; ``method`` and the ``chosen`` precision are for the warning.
     """
     order = levels.argsort()
     losses, place = losses[order], int((order == best).nonzero())

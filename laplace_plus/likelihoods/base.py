@@ -158,16 +158,10 @@ class Likelihood(ABC):
     # Outputs and targets ---------------------------------------------------------------------------------------------
 
     def arrange(self, raw: Tensor) -> Tensor:
-        """Move the outputs to the last axis.
-
-        Args:
-            raw: What the network returned, ``C`` outputs at ``output_axis``; ``[B]`` is one output for each example.
-
-        Returns:
-            ``[B, *, C]``, a view of ``raw``.
+        """Move the outputs to the last axis, as a view ``[B, *, C]``; ``[B]`` is one output for each example.
 
         Raises:
-            OutputError: If ``raw`` is no floating tensor with that axis.
+            OutputError: If the network returned no floating tensor with the axis ``output_axis``.
         """
         if not isinstance(raw, Tensor) or not raw.is_floating_point():
             raise OutputError("The network's output is not a floating tensor.", got=describe(raw))
@@ -179,11 +173,7 @@ class Likelihood(ABC):
         return raw.movedim(self.output_axis, -1)
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse a batch that does not fit this likelihood.
-
-        Args:
-            outputs: Arranged, ``[B, *, C]``.
-            targets: As the loader gave them.
+        """Refuse arranged outputs ``[B, *, C]`` and targets, as the loader gave them, that do not fit this likelihood.
 
         Raises:
             OutputError: If the outputs do not fit.
@@ -196,15 +186,10 @@ class Likelihood(ABC):
             raise LabelError("The targets do not pair with the outputs.", expected=expected, got=describe(targets))
 
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flatten a batch, tokens and pixels included, to one row for each observation.
-
-        Args:
-            outputs: Arranged, ``[B, *, C]``.
-            targets: As the loader gave them.
+        """Flatten a batch ``[B, *, C]``, tokens and pixels included, to one row for each observation.
 
         Returns:
-            Outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 0 for ignored rows, whose targets are
-            replaced by valid ones, and 1 for the others.
+            Outputs ``[N, C]``, targets ``[N, ...]`` and weights ``[N]``: 1, or 0 for ignored rows.
         """
         flat = widen(outputs).reshape(-1, outputs.shape[-1])
         targets = targets.reshape(len(flat), *targets.shape[outputs.dim() - 1 :])
@@ -220,19 +205,11 @@ class Likelihood(ABC):
         return None
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
-        """A copy with another observation noise.
-
-        Raises:
-            UnsupportedError: If this likelihood has no observation noise.
-        """
+        """A copy with another observation noise; :class:`UnsupportedError` if there is none."""
         raise UnsupportedError(f"{type(self).__name__} has no observation noise.", got=f"noise_std = {noise_std}")
 
     def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
-        """Factors ``[K]`` on the curvature at unit noise, ``float64``.
-
-        Args:
-            noise_std: Instead of the likelihood's own; only for likelihoods that have noise.
-        """
+        """Factors ``[K]`` on the curvature at unit noise, ``float64``, at the given or the own noise."""
         if noise_std is not None:
             self.with_noise(noise_std)
         return torch.ones(1, dtype=torch.float64)
@@ -261,20 +238,11 @@ class Likelihood(ABC):
             return (hessian + hessian.mT) / 2
 
     def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
-        """The rows' Hessians at unit noise as an :class:`OutputCurvature`; None where they have no such form.
-
-        Args:
-            outputs: ``[N, C]``.
-            weight: ``[N]``, 0 for ignored rows and 1 for the others.
-        """
+        """Hessians of rows ``[N, C]`` at unit noise, times weights ``[N]``, with structure; None without."""
         return None
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A root ``S`` of the curvature, ``S Sᵀ = Λ`` at unit noise, ``[N, C, V]``.
-
-        Raises:
-            UnsupportedError: If the log-density is not concave at these outputs.
-        """
+        """A root of the curvature, ``S Sᵀ = Λ`` at unit noise, ``[N, C, V]``; ``UnsupportedError`` if not concave."""
         hessian = self.output_hessian(outputs, targets)
         values, vectors = torch.linalg.eigh(hessian)
         if values.numel():
@@ -289,26 +257,13 @@ class Likelihood(ABC):
         return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
     def torch_loss(self) -> tuple[torch.nn.Module, float] | None:
-        """A sum-reduced torch loss for other libraries, or None.
-
-        Returns:
-            The loss, and a factor: the negative log-likelihood at unit noise is the factor times the loss, up to a
-            constant.
-        """
+        """A sum-reduced torch loss, or None; times the factor it is ``−log p`` at unit noise, up to a constant."""
         return None
 
     # Sums over the data ----------------------------------------------------------------------------------------------
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sufficient statistics of a batch for :meth:`log_likelihood`: ``float64``, additive over batches.
-
-        Args:
-            outputs: Arranged, ``[B, *, C]``.
-            targets: As the loader gave them.
-
-        Returns:
-            ``[k]``; here ``[Σ log p(y|f)]``.
-        """
+        """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
         flat, targets, weight = self.rows(outputs, targets)
         log_density = checked_log_density(self, flat, targets).double()
         return log_density.where(weight > 0, 0.0).sum().reshape(1)
@@ -316,9 +271,7 @@ class Likelihood(ABC):
     def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
         """The log-likelihood of the data with these statistics: 0-d ``float64`` in nats, constants included.
 
-        Args:
-            statistics: Sum of what :meth:`statistics` returned.
-            noise_std: Instead of the likelihood's own (differentiable); only for likelihoods that have noise.
+        ``noise_std`` replaces the likelihood's own (differentiable); only for likelihoods that have noise.
         """
         if noise_std is not None:
             self.with_noise(noise_std)
@@ -349,12 +302,7 @@ class Likelihood(ABC):
         return self.sample(outputs, generator=generator)
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and variance of ``p(y|f)`` for outputs ``[..., C]``.
-
-        Returns:
-            By default those of :meth:`distribution` (for classes the probabilities ``p`` and ``p (1 - p)``); without
-            one the outputs themselves and ``None``.
-        """
+        """Mean and variance of ``p(y|f)`` (for classes ``p`` and ``p (1 - p)``), or the outputs and ``None``."""
         outputs = widen(outputs)
         try:
             distribution = self.distribution(outputs)
@@ -365,24 +313,13 @@ class Likelihood(ABC):
         return distribution.mean, distribution.variance
 
     def class_probabilities(self, mean: Tensor) -> Tensor:
-        """Probabilities ``[N, K]`` of the classes, one row for each observed label, from means ``E[y] [B, *, C]``.
-
-        Raises:
-            UnsupportedError: If targets are not classes.
-        """
+        """Probabilities ``[N, K]`` of the classes of each observed label, from means ``E[y] [B, *, C]``."""
         raise UnsupportedError(
             f"{type(self).__name__} has no classes.", expected="a Categorical or Bernoulli likelihood"
         )
 
     def mixture(self, outputs: Tensor) -> Distribution:
-        """The average of ``p(y|f)`` over samples of the outputs.
-
-        Args:
-            outputs: ``[S, ..., C]``.
-
-        Returns:
-            Here a mixture whose event is one whole target.
-        """
+        """The average of ``p(y|f)`` over samples of the outputs ``[S, ..., C]``; here an event is one whole target."""
         outputs = widen(outputs)
         components = self.distribution(outputs.movedim(0, -2))  # [..., S, C]
         extra = len(components.batch_shape) - (outputs.dim() - 1)
@@ -402,15 +339,7 @@ class Likelihood(ABC):
         raise unknown_link(self, link)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution | None:
-        """``p(y)`` of several inputs together in closed form, or ``None`` without one.
-
-        Args:
-            mean: ``[N, C]``.
-            covariance: ``[N C, N C]``.
-
-        Returns:
-            A distribution over the ``N C`` numbers, or ``None``.
-        """
+        """``p(y)`` of several inputs together, for ``[N, C]`` and ``[N C, N C]``; ``None`` without a closed form."""
         return None
 
     # Serialisation ---------------------------------------------------------------------------------------------------

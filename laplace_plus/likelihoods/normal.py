@@ -22,15 +22,11 @@ def is_full(mean: Tensor, covariance: Tensor) -> bool:
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """A lower-triangular ``L`` with ``L Lᵀ = matrix`` for positive *semi*-definite matrices, batched.
+    """A lower-triangular ``L`` with ``L Lᵀ = matrix`` for positive *semi*-definite matrices ``[..., n, n]``.
 
     A multiple of the identity is added: ``n ε`` times the largest diagonal entry at first, then ten times as much until
     the factorisation succeeds, for each matrix of the batch by itself. Unlike an eigendecomposition, Cholesky has a
-    derivative when eigenvalues coincide. A matrix of zeros, or of numbers so small that their product with ε vanishes,
-    has the root zero.
-
-    Args:
-        matrix: ``[..., n, n]``.
+    derivative when eigenvalues coincide. Matrices of zeros, or of numbers times ε that vanish, have the root zero.
 
     Raises:
         NotPositiveDefiniteError: If a matrix is indefinite by more than rounding.
@@ -58,17 +54,7 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator | None) -> Tensor:
-    """Samples of ``N(mean, covariance)``, independent over the leading dimensions; differentiable in both.
-
-    Args:
-        mean: ``[..., C]``.
-        covariance: ``[..., C, C]``, or variances ``[..., C]`` of independent entries.
-        n: Number of samples.
-        generator: Source of randomness, on any device.
-
-    Returns:
-        ``[n, ..., C]``.
-    """
+    """Samples ``[n, ..., C]`` of ``N(mean, covariance)``, with a full covariance or variances."""
     noise = standard_normal((n, *mean.shape), like=mean, generator=generator)
     if is_full(mean, covariance):
         return mean + (cholesky(covariance) @ noise.unsqueeze(-1)).squeeze(-1)
@@ -79,17 +65,12 @@ def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator
 def noisy_normal(
     mean: Tensor, covariance: Tensor, noise_variance: Tensor
 ) -> tuple[Normal, MultivariateNormal | None, Tensor]:
-    """``N(mean, covariance + diag(noise_variance))``, and the mutual information of noisy and noiseless values.
-
-    Args:
-        mean: ``[..., C]``.
-        covariance: ``[..., C, C]`` or ``[..., C]``.
-        noise_variance: Positive, broadcastable to ``[..., C]``.
+    """``N(mean, covariance + diag(noise_variance))`` for ``mean [..., C]`` and variances or a full covariance.
 
     Returns:
         The marginal of every entry; the joint distribution of the ``C`` entries, or ``None`` where they are
-        independent; and the mutual information ``½ log det(I + D⁻¹ covariance D⁻¹)``, ``D² = diag(noise_variance)``,
-        in nats ``[...]``.
+        independent; and the mutual information of noisy and noiseless values, in nats ``[...]``:
+        ``½ log det(I + D⁻¹ covariance D⁻¹)`` with ``D² = diag(noise_variance)``.
     """
     variance = variance_of(mean, covariance)
     noise_variance = noise_variance.expand_as(variance)

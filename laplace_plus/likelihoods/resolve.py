@@ -60,11 +60,7 @@ class LogDensity(Likelihood):
         return self._function(widen(outputs), targets)
 
     def distribution(self, outputs: Tensor) -> Distribution:
-        """``p(y|f)``, if it was given.
-
-        Raises:
-            UnsupportedError: If not.
-        """
+        """``p(y|f)``; :class:`UnsupportedError` if it was not given."""
         if self._distribution is None:
             return super().distribution(outputs)
         return self._distribution(widen(outputs))

@@ -66,19 +66,9 @@ def group_sums(left: Tensor, right: Tensor, index: Tensor, n_groups: int) -> Ten
 def effective_dimension(
     function_space: Tensor, weight_space: Tensor, size: Tensor, estimator: Estimator = "ratio"
 ) -> EffectiveDimension:
-    """Estimate γ of every group.
+    """γ of every group ``[G]`` from ``z_gᵀ (M z)_g`` and ``z_gᵀ A_g z_g`` of k samples, ``[k, G]``, and sizes ``[G]``.
 
-    Args:
-        function_space: ``z_gᵀ (M z)_g`` of k samples, ``[k, G]``.
-        weight_space: ``z_gᵀ A_g z_g``, ``[k, G]``.
-        size: Number of parameters of each group, ``[G]``.
-        estimator: ``"ratio"``, ``"function"`` or ``"weight"``; see the module.
-
-    Returns:
-        γ of the groups, ``[G]``.
-
-    Raises:
-        ConfigurationError: Another estimator.
+    The estimator is ``"ratio"``, ``"function"`` or ``"weight"``; see the module.
     """
     require_choice("estimator", estimator, Estimator)
     size, k = size.to(function_space), len(function_space)

@@ -48,11 +48,9 @@ _POWER_ITERATIONS = 8
 
 @dataclass(frozen=True)
 class Draws:
-    """The noise that makes a solution a sample: drawn once, for any prior and any weight of the data.
+    """The noise that makes a solution a sample, ``[k, P]`` each: drawn once, for any prior and any weight of the data.
 
-    Attributes:
-        prior: ``ξ ~ N(0, I)``, ``[k, P]``, independent for every entry of every parameter.
-        data: ``Φᵀ B₁^½ η`` with the output curvature B₁ at unit noise and temperature, ``[k, P]``.
+    ``prior`` is ``ξ ~ N(0, I)``, ``data`` is ``Φᵀ B₁^½ η`` with the output curvature B₁ at unit noise and temperature.
     """
 
     prior: Tensor
@@ -61,12 +59,6 @@ class Draws:
 
 class TangentCurvature(GGNOperator):
     """``M₁ = Σ_i φ_iᵀ B_i φ_i`` at unit observation noise, with the noise ``Φᵀ B₁^½ η`` and products by batches.
-
-    Args:
-        network: The network.
-        likelihood: The likelihood, of one noise level at most.
-        data: An iterable of batches that can be started again.
-        chunk_size: Number of vectors that are pushed through the network at a time.
 
     Attributes:
         n_batches: Number of batches.
@@ -189,8 +181,8 @@ class PriorUnits:
     def learning_rate(self, draws: Draws, momentum: float) -> float:
         """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.
 
-        A single batch is the system itself: ``1/(1 + λ)``. Of several, gradient noise in proportion to the iterate
-        is amplified by the momentum μ, and ``(1 − μ)/(1 + λ)`` keeps its growth below the contraction.
+        A single batch is the system itself: ``1/(1 + λ)``. With several, momentum μ amplifies the gradient noise, and
+        ``(1 − μ)/(1 + λ)`` keeps it from growing.
         """
         largest, few = 0.0, draws.prior[:2]
         with exact_arithmetic(self.curvature.network), torch.no_grad():

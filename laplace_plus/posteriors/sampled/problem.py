@@ -23,13 +23,7 @@ Preconditioner = Callable[[PriorUnits], Rows]
 
 
 class TangentProblem:
-    """The curvature of some data, and how its systems are solved.
-
-    Attributes:
-        curvature: ``M₁``.
-        data: The batches, which can be started again.
-        solver: The solver; its preconditioner is made when it is first needed.
-    """
+    """The linear systems of some data: the curvature ``M₁``, the batches and the solver, with its preconditioner."""
 
     def __init__(
         self, network: Network, likelihood: Likelihood, data: Iterable[Any], solver: Solver, *, chunk_size: int

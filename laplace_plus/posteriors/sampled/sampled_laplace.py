@@ -126,11 +126,8 @@ class SampledLaplace(SampleBased, ResumableFit):
             memory_budget=memory_budget,
         )
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
-            raise UnsupportedError(
-                "SampledLaplace computes products with the generalised Gauss-Newton matrix itself.",
-                expected='backend="native"',
-                got=f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}",
-            )
+            got = f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}"
+            raise UnsupportedError("SampledLaplace needs the native GGN.", expected='backend="native"', got=got)
         self._draws: Draws | None = None
         self._z: Tensor | None = None
         self._solved_at: tuple[Tensor, ...] = ()
@@ -150,13 +147,9 @@ class SampledLaplace(SampleBased, ResumableFit):
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         require_restartable(data, WHY)
         if self.likelihood.n_noise > 1:
-            raise UnsupportedError(
-                "Samples for several noise levels hold for those levels only.",
-                expected="one noise level",
-                got=f"{self.likelihood.n_noise}",
-                fix="Use lp.Gaussian() with a single noise_std.",
-            )
-        problem = self._prepare(data)
+            fix = "Use lp.Gaussian() with a single noise_std."
+            raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
+        problem = self._problem_of(data)
         self.prior()  # refuses a prior of another shape: the selection is final by now
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)
         draws = self._drawn(problem, checkpoint, generator)
@@ -167,10 +160,6 @@ class SampledLaplace(SampleBased, ResumableFit):
         self.data_sum = problem.curvature.data_sum
         self._ad_modes = ADModes()
         self._take(z, solved)
-
-    def _prepare(self, data: Iterable[Any]) -> TangentProblem:
-        """One pass over the data, which are checked."""
-        return TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
 
     def _drawn(self, problem: TangentProblem, checkpoint: Checkpoint, generator: torch.Generator | None) -> Draws:
         saved = checkpoint.read("draws", self.network.device)
@@ -247,17 +236,18 @@ class SampledLaplace(SampleBased, ResumableFit):
         self._take(z, solved)
         return self
 
+    def _problem_of(self, data: Iterable[Any]) -> TangentProblem:
+        """One pass over the data, which are checked."""
+        return TangentProblem(self.network, self.likelihood, data, self.solver, chunk_size=self.chunk_size)
+
     def _known_problem(self, data: Iterable[Any] | None) -> TangentProblem:
         if data is None and self._problem is not None:
             return self._problem
-        problem = self._prepare(self.training_data.again(data, WHY))
+        problem = self._problem_of(self.training_data.again(data, WHY))
         n_data, known = problem.curvature.n_data, self.data_sum
         if n_data != self.n_data or (known is not None and not same_sum(known, problem.curvature.data_sum)):
-            raise DataError(
-                "These are not the data that the noise was drawn for.",
-                expected=f"the {self.n_data} examples of fit(), in any order",
-                got=f"{n_data} examples" if n_data != self.n_data else "as many others, or the same with other targets",
-            )
+            what = "These are not the data that the noise was drawn for."
+            raise DataError(what, expected=f"the {self.n_data} examples of fit(), in any order", got=f"{n_data} others")
         return problem
 
     @override
@@ -281,14 +271,7 @@ class SampledLaplace(SampleBased, ResumableFit):
 
     @full_precision
     def tune_by_samples(self, options: SampledEvidence, *, progress: bool = False) -> SampledTuningResult:
-        """What :class:`SampledEvidence` finds; see there.
-
-        Raises:
-            CheckpointError: The checkpoint is of another network, other data or settings.
-
-        Warns:
-            ConvergenceWarning: The last residual is above the tolerance, or a solve missed its own.
-        """
+        """What :class:`SampledEvidence` finds; see there."""
         z = self._deviations()
         assert self._draws is not None
         noise = tunes_noise(self.likelihood, options.tune_noise)

@@ -151,10 +151,9 @@ class SGDSolver:
             require_count(name, getattr(self, name), 1)
         for name, low, high in (("momentum", -1e-30, 1), ("average", -1e-30, 1), ("final_learning_rate", 0, 1.0001)):
             _require_between(name, getattr(self, name), low, high)
-        for name in ("learning_rate", "clip"):
-            if getattr(self, name) is not None:
+        for name in ("learning_rate", "clip", "tolerance"):
+            if getattr(self, name) is not None or name == "tolerance":
                 _require_between(name, getattr(self, name), 0, float("inf"))
-        _require_between("tolerance", self.tolerance, 0, float("inf"))
 
     @property
     def largest_residual(self) -> float:
@@ -195,12 +194,9 @@ class SGDSolver:
                 gradient = product(x).sub_(b)
                 norm = gradient.norm(dim=-1)
                 if not bool(torch.isfinite(norm).all()):
-                    raise NonFiniteError(
-                        f"Stochastic gradient descent diverged after {step} steps.",
-                        expected="finite gradients",
-                        got="NaN or infinity",
-                        fix=f"Lower the learning rate, which is {eta:.3g}, or use conjugate gradients.",
-                    )
+                    what = f"Stochastic gradient descent diverged after {step} steps."
+                    fix = f"Lower the learning rate, which is {eta:.3g}, or use conjugate gradients."
+                    raise NonFiniteError(what, expected="finite gradients", fix=fix)
                 if self.clip is not None:
                     gradient.mul_((self.clip * longest / norm.clamp_min(1e-30)).clamp_max(1.0)[:, None])
                 velocity.mul_(self.momentum).add_(gradient)
@@ -221,6 +217,5 @@ SOLVERS: Mapping[str, type[Solver]] = {"cg": CGSolver, "sgd": SGDSolver}
 
 def _require_between(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-        raise ConfigurationError(
-            f"{name} is out of range.", expected=f"a number between {low:.3g} and {high:.3g}", got=repr(value)
-        )
+        expected = f"a number between {low:.3g} and {high:.3g}"
+        raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value))

@@ -243,16 +243,7 @@ class _Samples:
 
 
 class Alternation:
-    """Optimum and samples of one tangent model, alternated with its precisions ``[G]`` and noise.
-
-    Args:
-        posterior: The :class:`~laplace_plus.SampledLaplace`, which stays as it is.
-        problem: The linear systems of its data.
-        draws: Its draws.
-        options: The tuner.
-        tune_noise: Whether there is noise to tune.
-        progress: Whether to show progress bars.
-    """
+    """Optimum and samples of one tangent model, alternated with its precisions ``[G]`` and noise."""
 
     def __init__(
         self,
