@@ -26,9 +26,9 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import Tunable, tunes_noise
 from laplace_plus.priors import LAYERWISE, Groups, PriorStructure
 
-REACH = math.log(1e20)
-"""Half-width of the search in log precision around the scale of the parameters: standard deviations of 1e±10 times
-that."""
+REACH = 30.0
+"""Half-width of the search in log precision around the scale of the parameters: a factor of 1e13 either way. Below
+that, float64 rounds the prior away from eigenvalues of the curvature."""
 
 SPAN = math.log(1e30)
 """Largest log precision, in absolute value: float32 ends at 1e38."""
@@ -159,7 +159,7 @@ class Objective:
         # One precision for all: the evidence is that of a scalar prior, which costs less.
         quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
-        levels = torch.linspace(-35.0, 5.0, 29, dtype=torch.float64, device="cpu")
+        levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
         pairs = [(self.scales + level, noise) for level in levels for noise in self.noise_grid()]
         with torch.no_grad():
             values = [quick.value(torch.cat([scales[: quick.n_precisions], noise])) for scales, noise in pairs]

@@ -6,9 +6,10 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from laplace_plus.errors import LabelError
-from laplace_plus.likelihoods.base import Likelihood, check_batch, describe, shape_text, widen
+from laplace_plus.likelihoods.base import Likelihood, check_batch, describe, shape_text, uniform_mixture, widen
 
 
 class Elementwise(Likelihood):
@@ -77,6 +78,12 @@ class Elementwise(Likelihood):
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``diag`` of :meth:`root_diagonal`, ``[N, C, C]``."""
         return torch.diag_embed(self.root_diagonal(outputs))
+
+    def mixture(self, outputs: Tensor) -> Distribution:
+        """A mixture over samples ``[S, ..., C]`` for every entry of a target by itself."""
+        given = self.distribution(outputs)
+        last = {name: getattr(given, name).movedim(0, -1) for name in given.arg_constraints}
+        return uniform_mixture(type(given)(**last, validate_args=False), like=widen(outputs))
 
 
 def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: str, fix: str) -> None:

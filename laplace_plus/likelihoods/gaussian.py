@@ -9,14 +9,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributions import MixtureSameFamily, MultivariateNormal, Normal
+from torch.distributions import MultivariateNormal, Normal
 
 from laplace_plus.errors import ConfigurationError, OutputError
 from laplace_plus.likelihoods.base import (
     Marginal,
     describe,
     shape_text,
-    uniform_mixture,
     unknown_link,
     variance_of,
     widen,
@@ -48,12 +47,6 @@ class RealTargets(Elementwise):
         """Real numbers ``[..., D]``."""
         normal = self.distribution(outputs)
         return normal.loc + normal.scale * standard_normal(normal.loc.shape, like=normal.loc, generator=generator)
-
-    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
-        """A mixture of normals for every entry of a target by itself."""
-        normal = self.distribution(outputs)
-        components = Normal(normal.loc.movedim(0, -1), normal.scale.movedim(0, -1), validate_args=False)
-        return uniform_mixture(components, like=normal.loc)
 
 
 @final
@@ -215,11 +208,6 @@ class HeteroscedasticGaussian(RealTargets):
             expected = "an even number of outputs: D means, then D log-variances"
             raise OutputError("The outputs do not come in pairs.", expected=expected, got=describe(outputs))
         super().validate(outputs, targets)
-
-    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
-        mean, log_variance = widen(outputs).chunk(2, -1)
-        return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[(m - y) exp(-l), ½ - ½ (y - m)² exp(-l)]``, ``[N, 2 D]``."""

@@ -7,10 +7,10 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.distributions import MixtureSameFamily, NegativeBinomial
+from torch.distributions import NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
 
-from laplace_plus.likelihoods.base import Marginal, uniform_mixture, unknown_link, variance_of, widen
+from laplace_plus.likelihoods.base import Marginal, unknown_link, variance_of, widen
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.sampling import draw_by
 
@@ -62,10 +62,6 @@ class Poisson(Elementwise):
     def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Counts ``[..., C]``, floating."""
         return draw_by(torch.poisson, widen(outputs).exp(), generator)
-
-    def mixture(self, outputs: Tensor) -> MixtureSameFamily:
-        """A mixture of Poisson distributions for every output by itself."""
-        return uniform_mixture(self.distribution(outputs.movedim(0, -1)), like=widen(outputs))
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: the exact moments of a log-normal rate, ``E[y] = exp(m + v/2)`` and so on.
