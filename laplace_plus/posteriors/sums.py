@@ -58,94 +58,40 @@ class FitSums:
         )
 
 
-# -- what ranks tell each other before they add ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _BlockPlan:
-    """A block as one rank has it, without its content."""
-
-    names: tuple[str, ...]
-    rule: str
-    storage: str
-    shape: tuple[int, int, int]
-    layout_shape: tuple[int, int, int]
-    n_components: int
-    tensors: dict[str, Form]
+# -- over ranks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One rank's sums, without their content."""
+    """One rank's sums, without their content.
 
-    n_data: int
-    n_outputs: int
+    Attributes:
+        counts: Number of examples, and number of outputs.
+        layers, example_axes: What the network has learnt.
+        statistics: Form of the likelihood's statistics.
+        blocks: For each block its names, rule, storage, shape, the shape of its layout and its number of components.
+        tensors: Forms of the tensors of each block.
+    """
+
+    counts: tuple[int, int]
     layers: tuple[str, ...]
     example_axes: dict[str, Any]
     statistics: Form
-    blocks: dict[str, _BlockPlan]
+    blocks: dict[str, tuple[Any, ...]]
+    tensors: dict[str, dict[str, Form]]
 
-    @classmethod
-    def of(cls, sums: FitSums, tensors: dict[str, dict[str, Tensor]], network: Network) -> _Plan:
-        """The plan of a rank's sums, of which ``tensors`` are those of each block."""
-        blocks = {
-            layout.key: _BlockPlan(
-                layout.names,
-                layout.rule,
-                block.storage,
-                block.shape,
-                layout.shape,
-                block.n_components,
-                {name: _form(tensor) for name, tensor in tensors[layout.key].items()},
-            )
-            for layout, block in sums.curvature
-        }
-        axes = dict(network.example_axes)
-        return cls(sums.n_data, sums.n_outputs, network.layers, axes, _form(sums.statistics), blocks)
+    def uses(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        own = {"outputs": self.counts[1], "layers": self.layers, "statistics": self.statistics}
+        return {**own, **{f"block {key}": entry for key, entry in self.blocks.items()}}
 
 
 def _form(tensor: Tensor) -> Form:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _agreed(plans: Sequence[_Plan | None]) -> tuple[int, _Plan]:
-    """The first rank that has data, and its plan, which the others' agree with."""
-    have = [(rank, plan) for rank, plan in enumerate(plans) if plan is not None]
-    if not have:
-        raise EmptyDataError(
-            "No rank's loader yielded any data.", expected="at least one batch on one rank", got="none"
-        )
-    source, first = have[0]
-    for rank, plan in have[1:]:
-        for mine, theirs in zip(*_comparable(first, plan), strict=True):
-            if mine != theirs:
-                raise DataError(
-                    f"The network is used differently on rank {rank} than on rank {source}.",
-                    expected=f"{mine} (rank {source})",
-                    got=f"{theirs} (rank {rank})",
-                    fix="Feed batches of one kind on all ranks, or exclude these parameters from the selection.",
-                )
-    return source, first
-
-
-def _comparable(*plans: _Plan) -> list[list[str]]:
-    """For each plan the lines that have to be the same on all ranks."""
-    keys = list(dict.fromkeys(key for plan in plans for key in plan.blocks))
-    lines = []
-    for plan in plans:
-        known = [f"{plan.n_outputs} outputs", f"the layers {', '.join(plan.layers)}", f"statistics {plan.statistics}"]
-        for key in keys:
-            block = plan.blocks.get(key)
-            if block is None:
-                known.append(f"no block {key}")
-            else:
-                form = f"{block.n_components} × {list(block.shape)}"
-                known.append(f"{key} as a {block.storage} block of {form} for {', '.join(block.names)}")
-        lines.append(known)
-    return lines
-
-
-# -- the sum -----------------------------------------------------------------------------------------------------------
+def _zeros(form: Form, device: torch.device) -> Tensor:
+    return torch.zeros(form[0], dtype=form[1], device=device)
 
 
 def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before: Curvature | None = None) -> FitSums:
@@ -162,51 +108,70 @@ def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before:
         EmptyDataError: No rank has data.
         DataError: The ranks' data are of different kinds.
     """
-    own = {} if sums is None else {layout.key: block.tensors() for layout, block in sums.curvature}
-    plans: list[_Plan | None] = group.exchange("the sums", None if sums is None else _Plan.of(sums, own, network))
-    source, plan = _agreed(plans)
-    for other in plans:
-        if other is not None:
-            if network.layers != other.layers:  # only the last layer depends on the data
-                network.select_last_layer(other.layers[0])
-            for call, axis in other.example_axes.items():
-                network.example_axes.setdefault(call, axis)
-    layouts = _layouts(group, sums, plan, source, shared=None in plans)
-    summable = [key for key in plan.blocks if _is_summable(key, plans)]
+    own: dict[str, dict[str, Tensor]] = {}
+    mine: _Plan | None = None
+    if sums is not None:
+        own = {layout.key: block.tensors() for layout, block in sums.curvature}
+        blocks = {
+            lay.key: (lay.names, lay.rule, block.storage, block.shape, lay.shape, block.n_components)
+            for lay, block in sums.curvature
+        }
+        forms = {key: {name: _form(tensor) for name, tensor in tensors.items()} for key, tensors in own.items()}
+        counts, axes = (sums.n_data, sums.n_outputs), dict(network.example_axes)
+        mine = _Plan(counts, network.layers, axes, _form(sums.statistics), blocks, forms)
+    everyone: list[_Plan | None] = group.exchange("the sums", mine)
+    plans = {rank: plan for rank, plan in enumerate(everyone) if plan is not None}
+    if not plans:
+        raise EmptyDataError(
+            "No rank's loader yielded any data.", expected="at least one batch on one rank", got="none"
+        )
+    source, plan = next(iter(plans.items()))
+    for rank, other in plans.items():
+        _require_same_use(plan.uses(), other.uses(), source, rank)
+        if network.layers != other.layers:  # only the last layer depends on the data
+            network.select_last_layer(other.layers[0])
+        for call, axis in other.example_axes.items():
+            network.example_axes.setdefault(call, axis)
+    layouts = _layouts(group, sums, plan, source, shared=len(plans) < group.size)
+    storages = {cls.storage for cls in _SUMMABLE}
+    summable = [
+        key
+        for key, entry in plan.blocks.items()
+        if entry[2] in storages
+        and _SUMMABLE_TENSORS.issuperset(plan.tensors[key])
+        and all(other.tensors[key] == plan.tensors[key] for other in plans.values())
+    ]
     statistics = _zeros(plan.statistics, torch.device("cpu")) if sums is None else sums.statistics.clone()
     for key in summable:
         if sums is None:
-            own[key] = {name: _zeros(form, network.device) for name, form in plan.blocks[key].tensors.items()}
+            own[key] = {name: _zeros(form, network.device) for name, form in plan.tensors[key].items()}
     sum_(group, [statistics, *(tensor for key in summable for tensor in own[key].values())])
     others = {key: {n: t.cpu() for n, t in own[key].items()} for key in own if key not in summable}
     gathered = group.exchange("the sums over the data", others) if len(summable) < len(plan.blocks) else []
-    blocks: list[tuple[Layout, Block]] = []
-    for layout, (key, entry) in zip(layouts, plan.blocks.items(), strict=True):
-        if key in summable:
-            total = block_from_tensors(entry.storage, entry.shape, own[key])
-        else:
-            each = [{n: t.to(network.device) for n, t in theirs[key].items()} for theirs in gathered if key in theirs]
-            total = block_from_tensors(entry.storage, entry.shape, each[0])
-            for tensors in each[1:]:
-                total.add_(block_from_tensors(entry.storage, entry.shape, tensors))
-        blocks.append((layout, total))
+    totals: list[tuple[Layout, Block]] = []
+    for layout, (key, (_, _, storage, shape, *_)) in zip(layouts, plan.blocks.items(), strict=True):
+        each = [own[key]] if key in summable else [theirs[key] for theirs in gathered if key in theirs]
+        there = [{name: tensor.to(network.device) for name, tensor in tensors.items()} for tensors in each]
+        total = block_from_tensors(storage, shape, there[0])
+        for tensors in there[1:]:
+            total.add_(block_from_tensors(storage, shape, tensors))
+        totals.append((layout, total))
     if before is not None or group.shard_factors:
-        _share_out(group, blocks, before)
-    n_data = sum(other.n_data for other in plans if other is not None)
-    return FitSums(Curvature(blocks), statistics, n_data, plan.n_outputs)
+        _share_out(group, totals, before)
+    n_data = sum(other.counts[0] for other in plans.values())
+    return FitSums(Curvature(totals), statistics, n_data, plan.counts[1])
 
 
-def _zeros(form: Form, device: torch.device) -> Tensor:
-    return torch.zeros(form[0], dtype=form[1], device=device)
-
-
-def _is_summable(key: str, plans: Sequence[_Plan | None]) -> bool:
-    """Whether a block is made of the same tensors on all ranks with data, and their sums are those of its sum."""
-    blocks = [plan.blocks[key] for plan in plans if plan is not None]
-    known = blocks[0].storage in {cls.storage for cls in _SUMMABLE}
-    return known and all(
-        block.tensors == blocks[0].tensors and _SUMMABLE_TENSORS.issuperset(block.tensors) for block in blocks
-    )
+def _require_same_use(first: dict[str, Any], other: dict[str, Any], source: int, rank: int) -> None:
+    """Raise :class:`DataError` unless two ranks' data use the network in the same way."""
+    for name in {**first, **other}:
+        if first.get(name) != other.get(name):
+            raise DataError(
+                f"The network is used differently on rank {rank} than on rank {source}: {name}.",
+                expected=f"{first.get(name, 'none')} (rank {source})",
+                got=f"{other.get(name, 'none')} (rank {rank})",
+                fix="Feed batches of one kind on all ranks, or exclude these parameters from the selection.",
+            )
 
 
 def _layouts(group: Group, sums: FitSums | None, plan: _Plan, source: int, *, shared: bool) -> list[Layout]:
@@ -215,13 +180,13 @@ def _layouts(group: Group, sums: FitSums | None, plan: _Plan, source: int, *, sh
     if not shared:
         return [known[key] for key in plan.blocks]
     indices = [
-        known[key].index.clone() if group.rank == source else torch.empty(block.layout_shape, dtype=torch.long)
-        for key, block in plan.blocks.items()
+        known[key].index.clone() if group.rank == source else torch.empty(entry[4], dtype=torch.long)
+        for key, entry in plan.blocks.items()
     ]
     broadcast_(group, indices, source)
     return [
-        known.get(key) or Layout(key, block.names, block.rule, index)
-        for (key, block), index in zip(plan.blocks.items(), indices, strict=True)
+        known.get(key) or Layout(key, entry[0], entry[1], index)
+        for (key, entry), index in zip(plan.blocks.items(), indices, strict=True)
     ]
 
 
