@@ -33,13 +33,14 @@ from laplace_plus import io
 from laplace_plus.batches import can_be_cut, cut, iterate
 from laplace_plus.errors import CheckpointError, ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import fitted_data
+from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOutPredictions, Leverages
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
-from laplace_plus.posteriors.configuration import check_name, full_precision
+from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, require_outputs
 from laplace_plus.priors import as_hyperparameter
@@ -126,7 +127,7 @@ class CalibratedPosterior:
         """
         likelihood = self.posterior.likelihood
         link = self.link if link is None else link
-        check_name(link, likelihood.links, "link")
+        check_choice("link", link, likelihood.links)
         if self.covariance_scale == 0:
             link, mean = "probit", _outputs(self.posterior, x) / self.temperature
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
@@ -294,8 +295,8 @@ def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None
             got=repr(posterior.likelihood),
             fix='Use fit_prior_precision("leave_one_out"), which tunes precision and noise.',
         )
-    check_name(link, ("probit", "mc"), "link")
-    check_name(fallback, ("raise", "marginal_likelihood"), "fallback")
+    check_choice("link", link, ("probit", "mc"))
+    check_choice("fallback", fallback, ("raise", "marginal_likelihood"))
     if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
         what = "interpolation must be a non-negative number."
         raise ConfigurationError(what, expected="interpolation >= 0", got=repr(interpolation))

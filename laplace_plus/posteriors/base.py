@@ -15,15 +15,16 @@ from torch import Tensor
 from laplace_plus import io
 from laplace_plus._memory import budget
 from laplace_plus.batches import Batch, iterate
+from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
-from laplace_plus.evidence.tuning import Tuner, TuningResult, resolve_tuner
+from laplace_plus.evidence.tuning import Tuner, TuningResult, check_choice, check_counts, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.posteriors.configuration import Summary, check_count, full_precision
+from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import functional_samples, samples_rather
+from laplace_plus.predictive.deviations import functional_samples, moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
     FunctionalPosterior,
@@ -137,25 +138,23 @@ class Posterior(Stored, ABC):
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            UnsupportedError: ``differentiable`` or part of the outputs, where this method only knows samples.
+            UnsupportedError: ``differentiable``, where this method only knows samples.
         """
         self.require_fit()
-        if differentiable or outputs is not None:
+        if differentiable:
             raise UnsupportedError(
-                f"{type(self).__name__} only knows its linearised posterior by Monte Carlo.",
-                expected="differentiable=False and outputs=None",
-                got=f"differentiable={differentiable}, outputs={outputs!r}",
+                f"{type(self).__name__} passes no gradients to x.",
+                expected="differentiable=False",
+                got="differentiable=True",
             )
-        x = self.network.receive(x)
-        mean = self.network.forward(x)
-        self._check_outputs(mean, x)
-        mean = mean.to(torch.promote_types(mean.dtype, torch.float32)) + self._mean_shift(x)
-        deviations = self.sample(N_TANGENTS, generator=generator) - self.mean
-        tangents = torch.stack([self.network.tangent(x, deviation) for deviation in deviations]).to(mean.dtype)
-        if joint:
-            flat = tangents.flatten(1)
-            return FunctionalPosterior(mean, (flat.T @ flat / N_TANGENTS).view(*mean.shape, *mean.shape))
-        return FunctionalPosterior(mean, torch.einsum("s...c,s...d->...cd", tangents, tangents) / N_TANGENTS)
+        with torch.no_grad():
+            return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
+
+    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
+        x, deviations = self.network.receive(x), self.sample(N_TANGENTS, generator=generator) - self.mean
+        mean, moved = pushed(self.network, deviations, x, n_outputs=self.n_outputs or None, ad_modes=ADModes())
+        return mean + self._mean_shift(x), moved
 
     # -- what it gets --------------------------------------------------------------------------------------------------
 
@@ -232,18 +231,16 @@ class Posterior(Stored, ABC):
             raise UnsupportedError(
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
-        network, before, self.group = self.network, self.group, group
-        learnt = dict(network.example_axes)
+        network, before, vector = self.network, self.group, self._vector
+        learnt, self.group = dict(network.example_axes), group
         try:
             if group is not None:
                 generator = self._agree(group, generator, update=update)
                 progress = progress and group.rank == 0
             options: dict[str, Any] = {"update": update, "progress": progress, "generator": generator}
-            takes_any = list(taken.values())[-1].kind is Parameter.VAR_KEYWORD
-            for name in () if takes_any else ("update", "progress", "generator"):
-                if name not in taken:
+            if list(taken.values())[-1].kind is not Parameter.VAR_KEYWORD:
+                for name in options.keys() - taken.keys():
                     del options[name]
-            vector = self._vector
             if not update:
                 network.example_axes.clear()
                 network.reached.clear()
@@ -322,12 +319,22 @@ class Posterior(Stored, ABC):
         self.require_fit()
         chosen = self.default_method if method is None else method
         if chosen not in ("linearized", "sampled"):
-            raise ConfigurationError("Unknown method.", expected='"linearized" or "sampled"', got=repr(method))
+            check_choice("method", method, ("linearized", "sampled"))
         first, many = link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
         if chosen == "sampled" or first == "mc":
-            check_count(n_samples, "n_samples")
+            check_counts(n_samples=n_samples)
         if chosen == "sampled":
-            return self._predictive_of_networks(x, link, n_samples, joint, generator, differentiable)
+            if self._tangent_mean is not None or link not in (None, "mc") or differentiable:
+                raise ConfigurationError(
+                    "Sampled networks take no link and no gradients, and their mean is the network's weights.",
+                    expected='method="linearized", or predictive_mean="network", link=None and differentiable=False',
+                    got=f'method="sampled", link={link!r}, differentiable={differentiable}',
+                )
+            with torch.no_grad():
+                drawn = torch.stack(list(self.sampled_outputs(x, n_samples, generator)))
+                if self.n_outputs:
+                    require_outputs(drawn.shape, self.n_outputs, x)
+                return from_samples(self.likelihood, drawn, generator=generator, joint=joint)
         if first == "mc" and many and not differentiable:
             samples = self.functional_samples(x, n_samples, joint=joint, generator=generator)
             if samples is not None:
@@ -345,33 +352,6 @@ class Posterior(Stored, ABC):
             if prediction.marginal is None:
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
             return prediction
-
-    def _predictive_of_networks(
-        self,
-        x: Any,
-        link: str | None,
-        n_samples: int,
-        joint: bool,
-        generator: torch.Generator | None,
-        differentiable: bool,
-    ) -> Prediction:
-        """The predictive distribution of sampled networks."""
-        if self._tangent_mean is not None:
-            raise ConfigurationError(
-                "Sampled networks have the network's weights as their mean, not the tangent model's optimum.",
-                expected='method="linearized", or posterior.predictive_mean = "network"',
-                got='method="sampled"',
-            )
-        if link not in (None, "mc") or differentiable:
-            raise ConfigurationError(
-                "Sampled networks need no link and pass no gradients to x.",
-                expected='link=None and differentiable=False with method="sampled"',
-                got=f"link={link!r}, differentiable={differentiable}",
-            )
-        with torch.no_grad():
-            outputs = torch.stack(list(self.sampled_outputs(x, n_samples, generator)))
-            self._check_outputs(outputs, x)
-            return from_samples(self.likelihood, outputs, generator=generator, joint=joint)
 
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
@@ -391,7 +371,7 @@ class Posterior(Stored, ABC):
 
     def _mean_shift(self, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
-        shift = self.mean - self.network.vector()
+        shift = (self.mean if self._tangent_mean is None else self._tangent_mean) - self.network.vector()
         return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
 
     def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
@@ -400,11 +380,6 @@ class Posterior(Stored, ABC):
         step = max(1, min(n, min(2**28, budget(self.network.device) // 4) // each))
         for start in range(0, n, step):
             yield self.sample(min(step, n - start), generator=generator)
-
-    def _check_outputs(self, outputs: Tensor, x: Any) -> None:
-        """Refuse outputs ``[..., C]`` of another C than while fitting, where a method has set that number."""
-        if self.n_outputs:
-            require_outputs(outputs.shape, self.n_outputs, x)
 
     @full_precision
     def fit_prior_precision(

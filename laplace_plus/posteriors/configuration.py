@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,36 +16,28 @@ from laplace_plus._memory import parse_bytes
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
 from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError
-from laplace_plus.evidence.tuning import check_counts
+from laplace_plus.evidence.tuning import check_choice, check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
 from laplace_plus.selection import Selection
 
-
-class _HasNetwork(Protocol):
-    network: Network
-    _memory_budget: int | None
-
-
-P = TypeVar("P", bound=_HasNetwork)
-Rest = ParamSpec("Rest")
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
 Option = TypeVar("Option")
 
 
-def full_precision(method: Callable[Concatenate[P, Rest], Result]) -> Callable[Concatenate[P, Rest], Result]:
+def full_precision(method: Method) -> Method:
     """Run a posterior's method outside of autocast and inference mode, within its memory budget, one at a time.
 
     See :func:`laplace_plus.network.exact_arithmetic`.
     """
 
     @wraps(method)
-    def wrapped(self: P, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         with exact_arithmetic(self.network, self._memory_budget):
             return method(self, *args, **kwargs)
 
-    return wrapped
+    return cast(Method, wrapped)
 
 
 def common_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,10 +51,9 @@ def check_count(value: Any, name: str) -> None:
     check_counts(**{name: value})
 
 
-def check_name(value: Any, known: Iterable[str], name: str) -> None:
+def check_name(value: Any, known: tuple[str, ...], name: str) -> None:
     """Raise :class:`ConfigurationError` unless a value is one of the known names."""
-    if value not in tuple(known):
-        raise ConfigurationError(f"Unknown {name}.", expected=", ".join(known), got=repr(value))
+    check_choice(name, value, known)
 
 
 def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:

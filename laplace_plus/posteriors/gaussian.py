@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import is_
 from typing import Any, ClassVar, Literal
@@ -16,9 +16,9 @@ from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice
+from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_counts
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import Summary, check_count, full_precision
+from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
     FitSums,
@@ -88,28 +88,37 @@ class GaussianPosterior(Posterior):
         self.adopt(sums, self.network.vector())
 
     def _total(
-        self, data: Iterable[Any], before: FitSums | None, *, progress: bool, generator: torch.Generator | None
+        self,
+        data: Iterable[Any],
+        before: FitSums | None,
+        *,
+        progress: bool,
+        generator: torch.Generator | None,
+        accumulate: Callable[..., tuple[Curvature, Tensor]] | None = None,
     ) -> tuple[FitSums, int]:
-        """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this rank."""
+        """The sums over all ranks' data, to be added to those ``before``, and the number of examples on this rank.
+
+        ``accumulate`` takes the place of the backend's.
+        """
         sums: FitSums | None = None
+        accumulate = self.backend.accumulate if accumulate is None else accumulate
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
             total = None if sums is None else sums.curvature
-            curvature, outputs = self.backend.accumulate(
+            curvature, outputs = accumulate(
                 total, self.network, self.likelihood, batch, self.structure, generator=generator
             )
             statistics = self.likelihood.statistics(outputs, batch.target).cpu()
             n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
-            if sums is None:
-                sums = FitSums(curvature, statistics, n_data, n_outputs)
-                continue
-            if sums.n_outputs != n_outputs:
-                raise DataError(
-                    "The number of outputs changes from batch to batch.",
-                    expected=f"{sums.n_outputs} outputs",
-                    got=f"{n_outputs}",
-                    fix="Let the loader yield inputs of one kind.",
-                )
-            sums = replace(sums, statistics=sums.statistics + statistics, n_data=sums.n_data + n_data)
+            if sums is not None:
+                if sums.n_outputs != n_outputs:
+                    raise DataError(
+                        "The number of outputs changes from batch to batch.",
+                        expected=f"{sums.n_outputs} outputs",
+                        got=f"{n_outputs}",
+                        fix="Let the loader yield inputs of one kind.",
+                    )
+                statistics, n_data = sums.statistics + statistics, sums.n_data + n_data
+            sums = FitSums(curvature, statistics, n_data, n_outputs)
         seen = 0 if sums is None else sums.n_data
         if self.group is not None:
             return sum_over_ranks(self.group, sums, self.network, None if before is None else before.curvature), seen
@@ -302,7 +311,7 @@ class GaussianPosterior(Posterior):
             NotFittedError: Before :meth:`fit`.
             ConfigurationError: A number of draws that is not a positive integer.
         """
-        check_count(n, "n")
+        check_counts(n=n)
         model, factors = self.laplace_model(), self.factors()
         result = model.vector.expand(n, -1).clone()
         for key, placement in model.parameter_slices.items():
@@ -350,14 +359,6 @@ class GaussianPosterior(Posterior):
             chosen = output_indices(outputs, shift.shape).to(shift.device)
             shift = shift.gather(-1, chosen) if chosen.ndim > 1 else shift[..., chosen]
         return FunctionalPosterior(found.mean + shift.to(found.mean), found.covariance)
-
-    @override
-    def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
-        samples = Posterior.functional_samples(self, x, n, joint=joint, generator=generator)
-        if samples is None or self._tangent_mean is None:
-            return samples
-        shift = self.network.tangent(self.network.receive(x), self._tangent_mean - self.mean)
-        return samples + shift.to(samples)
 
     @property
     def predictive_mean(self) -> Literal["network", "tangent"]:

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from laplace_plus.curvature import Backend, KroneckerStructure
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.posteriors.configuration import check_name
+from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.selection import Selection
 
@@ -70,8 +71,8 @@ class KFAC(GaussianPosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_name(weight_sharing, ("expand", "reduce"), "weight_sharing")
-        check_name(output_factor, ("auto", "dense", "diagonal"), "output_factor")
+        check_choice("weight_sharing", weight_sharing, ("expand", "reduce"))
+        check_choice("output_factor", output_factor, ("auto", "dense", "diagonal"))
         if output_factor == "diagonal" and eigenvalue_corrected:
             raise ConfigurationError(
                 "Corrected eigenvalues belong to a dense output factor.",
@@ -79,16 +80,7 @@ class KFAC(GaussianPosterior):
                 got='"diagonal"',
             )
         self.structure = KroneckerStructure(weight_sharing, eigenvalue_corrected, dense_limit, output_factor)
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
+        super().__init__(model, likelihood, **common_arguments(locals()))
 
     @override
     def options(self) -> dict[str, Any]:

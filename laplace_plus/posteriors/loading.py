@@ -17,6 +17,7 @@ from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve
 from laplace_plus.network import turn, unwrap
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
+from laplace_plus.posteriors.resuming import with_prefix
 from laplace_plus.priors import Groups
 
 
@@ -51,15 +52,14 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
 def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Posterior:
     inner = unwrap(model)
     io.compare_fingerprint(header["network"], inner)
-    masks, hyper = _under(tensors, "mask."), _under(tensors, "hyper.")
+    masks, hyper = with_prefix(tensors, "mask."), with_prefix(tensors, "hyper.")
     parameters: Any = header["parameters"]
     if masks:
         shapes = {name: parameter.shape for name, parameter in inner.named_parameters()}
-        everything = {name: torch.ones(shapes[name], dtype=torch.bool) for name in parameters}
-        parameters = everything | {name: mask.view(shapes[name]) for name, mask in masks.items()}
-    groups = _groups(header, tensors)
+        whole = {name: torch.ones(shapes[name], dtype=torch.bool) for name in parameters}
+        parameters = {name: masks[name].view(mask.shape) if name in masks else mask for name, mask in whole.items()}
     precision = hyper["prior_precision"]
-    if groups is not None:
+    if "groups" in header:
         hyper["prior_precision"] = torch.ones(())  # set below: the class starts with the layers as groups
     posterior: Posterior = get_posterior(header["class"])(
         model,
@@ -69,33 +69,21 @@ def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modu
         **hyper,
         **header["options"],
     )
-    if groups is not None:
-        posterior.prior_groups = groups
+    if "groups" in header:
+        try:
+            entry = header["groups"]
+            posterior.prior_groups = Groups(entry["name"], tuple(entry["names"]), tensors["groups.index"])
+        except (KeyError, TypeError, ConfigurationError) as error:
+            raise CheckpointError("The groups of the saved prior cannot be read.", got=str(error)) from error
         posterior.prior_precision = precision
     posterior.n_data, posterior.n_outputs = header["n_data"], header["n_outputs"]
-    device = posterior.network.device
-    common = ("mask.", "hyper.", "groups.index")
+    common, device = ("mask.", "hyper.", "groups.index"), posterior.network.device
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(common)}
     if "vector" in state:
         posterior.mean = state["vector"]
     posterior.restore(header["state"], state)
     posterior.remember_weights()
     return posterior
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _groups(header: dict[str, Any], tensors: dict[str, Tensor]) -> Groups | None:
-    """The groups of a saved posterior's prior; None for the layers."""
-    if "groups" not in header:
-        return None
-    try:
-        entry = header["groups"]
-        return Groups(entry["name"], tuple(entry["names"]), tensors["groups.index"])
-    except (KeyError, TypeError, ConfigurationError) as error:
-        raise CheckpointError("The groups of the saved prior cannot be read.", got=str(error)) from error
 
 
 def _likelihood(stored: Mapping[str, Any], given: Any) -> Likelihood:

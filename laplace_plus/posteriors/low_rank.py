@@ -8,8 +8,8 @@ quadrature on the orthogonal complement (Ubaru et al., 2017), once for every pri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +17,20 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus.curvature import Backend, Curvature, LowRankStructure, curvature_operator
+from laplace_plus.batches import Batch
+from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structure, curvature_operator
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError
+from laplace_plus.evidence.tuning import check_counts
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.network import Network
+from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.sums import FitSums, block_of_rank_zero, sum_over_ranks
+from laplace_plus.posteriors.sums import FitSums, block_of_rank_zero
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.selection import Selection
 from laplace_plus.structured import Block, LowRankBlock, SampledSpectrum
@@ -85,27 +89,16 @@ class LowRank(GaussianPosterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_count(rank, "rank")
-        check_count(max_restarts, "max_restarts")
-        check_count(remainder_depth, "remainder_depth")
+        check_counts(rank=rank, max_restarts=max_restarts, remainder_depth=remainder_depth)
         if remainder_probes != 0:
-            check_count(remainder_probes, "remainder_probes")
+            check_counts(remainder_probes=remainder_probes)
         if not 0 < tolerance < 1:
             raise ConfigurationError(
                 "tolerance must lie between 0 and 1.", expected="0 < tolerance < 1", got=repr(tolerance)
             )
         self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
         self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
+        super().__init__(model, likelihood, **common_arguments(locals()))
 
     @override
     def options(self) -> dict[str, Any]:
@@ -139,7 +132,13 @@ class LowRank(GaussianPosterior):
 
     @override
     def _total(
-        self, data: Iterable[Any], before: FitSums | None, *, progress: bool, generator: torch.Generator | None
+        self,
+        data: Iterable[Any],
+        before: FitSums | None,
+        *,
+        progress: bool,
+        generator: torch.Generator | None,
+        accumulate: Callable[..., tuple[Curvature, Tensor]] | None = None,
     ) -> tuple[FitSums, int]:
         require_restartable(data, "The eigenpairs come from many passes over the data.")
         if self.likelihood.n_noise > 1:
@@ -150,11 +149,9 @@ class LowRank(GaussianPosterior):
                 fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
             )
         group, network = self.group, self.network
-        own = self._statistics(data, progress=progress)
-        sums = own if group is None else sum_over_ranks(group, own, network)
-        assert sums is not None
+        sums, seen = super()._total(data, None, progress=progress, generator=generator, accumulate=_outputs_alone)
         operator: Operator | None = None
-        if own is not None:
+        if seen:
             operator = curvature_operator(
                 self.backend, network, self.likelihood, data, generator=generator, progress=progress
             )
@@ -164,36 +161,15 @@ class LowRank(GaussianPosterior):
                 assert operator is not None
                 block = self._block(operator, generator)
             else:  # rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others
-                summed = SummedOperator(
-                    group, operator, network.n_parameters, dtype=network.dtype, device=network.device
-                )
+                size = network.n_parameters
+                summed = SummedOperator(group, operator, size, dtype=network.dtype, device=network.device)
                 if group.rank == 0:
                     block = self._block(summed, generator)
                     summed.finish()
                 else:
                     summed.serve()
                 block = block_of_rank_zero(group, block, network.device)
-        curvature = Curvature([(whole_layout(network), block)])
-        return replace(sums, curvature=curvature), 0 if own is None else own.n_data
-
-    def _statistics(self, data: Iterable[Any], *, progress: bool) -> FitSums | None:
-        """The sums of this rank, without a curvature, from one pass without gradients; None if it has no data."""
-        sums: FitSums | None = None
-        for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: likelihood"):
-            if sums is None and self.is_last_layer:
-                capture_batch(self.network, batch)  # settles which layer is the last one
-            outputs = self.network.forward(batch.inputs)
-            self.likelihood.validate(outputs, batch.target)
-            part = self.likelihood.statistics(outputs, batch.target).cpu()
-            batch_sums = FitSums(Curvature([]), part, outputs.shape[0], outputs.shape[-1])
-            if sums is not None and sums.n_outputs != batch_sums.n_outputs:
-                raise DataError(
-                    "The number of outputs changes from batch to batch.",
-                    expected=f"{sums.n_outputs}",
-                    got=f"{batch_sums.n_outputs}",
-                )
-            sums = batch_sums if sums is None else sums.plus(batch_sums)
-        return sums
+        return replace(sums, curvature=Curvature([(whole_layout(network), block)])), seen
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters
@@ -227,22 +203,30 @@ class LowRank(GaussianPosterior):
         probes = draw_probes(
             "signs", self.remainder_probes, total, generator=generator, dtype=operator.dtype, device=operator.device
         )
-        deflated = _Deflated(operator, vectors)
+
+        def project(z: Tensor) -> Tensor:
+            return z - kernels.inner_products(z, vectors) @ vectors
+
         # Where the pairs are complete, the rest is rounding error and not even symmetric.
-        rest = lanczos(deflated, deflated.project(probes), self.remainder_depth, check_symmetry=False)
+        rest = lanczos(
+            lambda z: project(operator(project(z))), project(probes), self.remainder_depth, check_symmetry=False
+        )
         floor = rounding * float(values.amax()) if len(values) else 0.0
         return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))
 
 
-@dataclass(frozen=True)
-class _Deflated:
-    """``(I − UᵀU) H (I − UᵀU)`` on row-stacked vectors."""
-
-    operator: Operator
-    vectors: Tensor
-
-    def project(self, vectors: Tensor) -> Tensor:
-        return vectors - kernels.inner_products(vectors, self.vectors) @ self.vectors
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        return self.project(self.operator(self.project(vectors)))
+def _outputs_alone(
+    total: Curvature | None,
+    network: Network,
+    likelihood: Likelihood,
+    batch: Batch,
+    structure: Structure,
+    *,
+    generator: torch.Generator | None,
+) -> tuple[Curvature, Tensor]:
+    """A batch's outputs without a curvature; the first batch settles which layer is the last one."""
+    if total is None and network.selection == "last_layer":
+        capture_batch(network, batch)
+    outputs = network.forward(batch.inputs)
+    likelihood.validate(outputs, batch.target)
+    return Curvature([]), outputs

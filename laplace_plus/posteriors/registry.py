@@ -49,19 +49,17 @@ def get_posterior(name: str) -> type[Any]:
     Raises:
         ConfigurationError: No class has it.
     """
-    if name in _registered:
-        return _registered[name]
-    found = entry_points(group=ENTRY_POINTS)
-    for point in found:
-        if point.name == name:
-            register(name, point.load())
-            return _registered[name]
-    raise ConfigurationError(
-        f"No posterior is called {name!r}.",
-        expected=", ".join(sorted({*_registered, *(point.name for point in found)})),
-        got=repr(name),
-        fix="Register it with laplace_plus.register(name, cls), or install the package that brings it.",
-    )
+    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)} if name not in _registered else {}
+    if name in points:
+        register(name, points[name].load())
+    if name not in _registered:
+        raise ConfigurationError(
+            f"No posterior is called {name!r}.",
+            expected=", ".join(sorted({*_registered, *points})),
+            got=repr(name),
+            fix="Register it with laplace_plus.register(name, cls), or install the package that brings it.",
+        )
+    return _registered[name]
 
 
 def name_of(cls: type[Any]) -> str:
@@ -70,13 +68,11 @@ def name_of(cls: type[Any]) -> str:
     Raises:
         ConfigurationError: It is not registered.
     """
-    for name, known in _registered.items():
-        if known is cls:
-            return name
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.load() is cls:
-            return point.name
-    raise ConfigurationError(
-        f"{cls.__qualname__} is not registered.",
-        fix=f"Call laplace_plus.register({cls.__name__!r}, {cls.__name__}) first.",
-    )
+    names = [name for name, known in _registered.items() if known is cls]
+    names = names or [point.name for point in entry_points(group=ENTRY_POINTS) if point.load() is cls]
+    if not names:
+        raise ConfigurationError(
+            f"{cls.__qualname__} is not registered.",
+            fix=f"Call laplace_plus.register({cls.__name__!r}, {cls.__name__}) first.",
+        )
+    return names[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -12,11 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import io
-from laplace_plus.batches import iterate
 from laplace_plus.curvature.streaming import DataSums
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import CheckpointError
-from laplace_plus.io import digest
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.training_data import require_restartable
@@ -54,8 +53,8 @@ class Checkpoint:
             if saved.get(name) != own:
                 raise CheckpointError(
                     f"The checkpoint {self._folder / stage} is of another computation: its {name} differs.",
-                    expected=_short(own),
-                    got=_short(saved.get(name)),
+                    expected=shorten(repr(own), 200),
+                    got=shorten(repr(saved.get(name)), 200),
                     fix="Pass a new folder, or the network, data and settings that the checkpoint was written with.",
                 )
         return header["stage"], tensors
@@ -112,7 +111,7 @@ class ResumableFit(Posterior):
         n_data, n_outputs, sums = survey(self, data)
         own: dict[str, Any] = {}
         if self._checkpoint_folder is not None:
-            own = {**identity(self, n_data), "data": sums, **{name: digest(x) for name, x in settings.items()}}
+            own = {**identity(self, n_data), "data": sums, **{name: io.digest(x) for name, x in settings.items()}}
         checkpoint = Checkpoint(self._checkpoint_folder, own)
         return FitStart(n_data, n_outputs, sums, checkpoint, fit_seed(checkpoint, generator))
 
@@ -125,10 +124,9 @@ def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
 
 def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:
     """Number of examples, number of outputs, and sums that differ for other data or another order."""
-    network, n_outputs = posterior.network, 0
-    sums = DataSums(network.device)
-    for batch in iterate(data, device=network.device, progress=False, description=""):
-        outputs = network.forward(batch.inputs)
+    sums, n_outputs = DataSums(posterior.network.device), 0
+    for batch in posterior.batches(data):
+        outputs = posterior.network.forward(batch.inputs)
         posterior.likelihood.validate(outputs, batch.target)
         sums.add(batch, len(outputs))
         n_outputs = outputs.shape[-1]
@@ -171,8 +169,3 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names start with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -11,13 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import check_count, full_precision
+from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction
-from laplace_plus.predictive.deviations import moments, pushed, samples_rather
-from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs
+from laplace_plus.predictive.deviations import pushed, samples_rather
 
 
 class SampleBased(Posterior):
@@ -49,7 +48,7 @@ class SampleBased(Posterior):
         Returns:
             ``[n, P]``.
         """
-        check_count(n, "n")
+        check_counts(n=n)
         return torch.addmm(self.mean, self._combinations(n, generator), self._deviations())
 
     def _combinations(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -58,36 +57,12 @@ class SampleBased(Posterior):
         weights = draw_probes("gaussian", n, len(z), generator=generator, dtype=z.dtype, device=z.device)
         return weights / len(z) ** 0.5
 
-    def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
-        """The outputs' mean ``[B, *, C]`` and the samples' deviations from it, ``[k, B, *, C]``."""
+    @override
+    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """From the k samples that the posterior holds."""
         return pushed(
             self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
         )
-
-    @override
-    @full_precision
-    def functional_posterior(
-        self,
-        x: Any,
-        *,
-        joint: bool = False,
-        outputs: Outputs = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> FunctionalPosterior:
-        """Mean and covariance of the linearised network's outputs, from the k samples pushed through its tangent.
-
-        As for :class:`Posterior`; gradients do not flow to ``x``.
-        """
-        self.require_fit()
-        if differentiable:
-            raise UnsupportedError(
-                f"{type(self).__name__} passes no gradients to x.",
-                expected="differentiable=False",
-                got="differentiable=True",
-            )
-        with torch.no_grad():
-            return moments(*self._pushed(x), joint=joint, outputs=outputs)
 
     @override
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:

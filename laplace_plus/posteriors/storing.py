@@ -80,9 +80,8 @@ class Stored(Configured):
             "state": state,
         }
         tensors |= {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
-        tensors["hyper.prior_precision"] = self._prior_precision.detach()
-        tensors["hyper.prior_mean"] = self._prior_mean.detach()
-        tensors["hyper.temperature"] = self._temperature.detach()
+        for name in ("prior_precision", "prior_mean", "temperature"):
+            tensors[f"hyper.{name}"] = getattr(self, f"_{name}").detach()
         groups = self._prior_groups
         if groups is not None:  # layers follow from the network
             header["groups"] = {"name": groups.name, "names": list(groups.names)}

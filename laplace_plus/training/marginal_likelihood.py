@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,10 +155,15 @@ def train_marginal_likelihood(
         torch.Size([40, 1])
     """
     arguments = dict(locals())
+    for name in ("model", "loader", "curvature_loader", "generator"):
+        del arguments[name]
     resolved = resolve_likelihood(likelihood)
-    arguments["likelihood"], arguments["posterior"] = resolved, resolve_posterior(posterior)
-    arguments["tune_noise"] = tunes_noise(resolved, tune_noise)
-    arguments["optimizer_options"] = dict(optimizer_options or {})
-    arguments["checkpoint"] = None if checkpoint is None else Path(checkpoint)
-    settings = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
-    return Run(model, loader, loader if curvature_loader is None else curvature_loader, settings, generator).train()
+    arguments |= {
+        "likelihood": resolved,
+        "posterior": resolve_posterior(posterior),
+        "tune_noise": tunes_noise(resolved, tune_noise),
+        "optimizer_options": dict(optimizer_options or {}),
+        "checkpoint": None if checkpoint is None else Path(checkpoint),
+    }
+    curved = loader if curvature_loader is None else curvature_loader
+    return Run(model, loader, curved, Settings(**arguments), generator).train()

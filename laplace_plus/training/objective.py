@@ -34,32 +34,21 @@ class PriorPenalty:
 
     def __init__(self, network: Network, prior: GaussianPrior):
         parameters = dict(network.model.named_parameters())
-        sizes = [item.size for item in network.selected]
-        precisions = prior.vector().detach().split(sizes)
-        means = prior.mean.detach().expand(sum(sizes)).split(sizes)
-        self._terms: list[tuple[nn.Parameter, Tensor | None, Tensor, Tensor]] = []
-        for item, precision, mean in zip(network.selected, precisions, means, strict=True):
+        self._entries: list[tuple[nn.Parameter, Tensor | None]] = []
+        for item in network.selected:
             parameter = parameters[item.name]
             index = None if item.mask is None else item.mask.to(parameter.device).nonzero().squeeze(-1)
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            precision = _as_scalar_if_equal(precision).to(parameter.device, dtype)
-            self._terms.append((parameter, index, precision, _as_scalar_if_equal(mean).to(parameter.device, dtype)))
+            self._entries.append((parameter, index))
+        vector = network.vector()
+        self._precision, self._mean = prior.vector().detach().to(vector), prior.mean.detach().to(vector)
 
     def __call__(self) -> Tensor:
         """The penalty at the present weights, 0-d."""
-        terms = []
-        for parameter, index, precision, mean in self._terms:
+        flat = []
+        for parameter, index in self._entries:
             entries = parameter.flatten() if index is None else parameter.flatten()[index]
-            terms.append((precision * (entries.to(precision.dtype) - mean).square()).sum() / 2)
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term.to(total)
-        return total
-
-
-def _as_scalar_if_equal(values: Tensor) -> Tensor:
-    low, high = values.aminmax()
-    return low if bool(low == high) else values
+            flat.append(entries.to(self._precision))
+        return (self._precision * (torch.cat(flat) - self._mean).square()).sum() / 2
 
 
 @dataclass(frozen=True)
@@ -159,8 +148,8 @@ class HyperparameterAscent:
         """What the next update depends on, apart from the posterior's hyperparameters."""
         if self.steps is None:
             return {}
-        searched = dict(zip(("log_precision", "log_noise"), (log.detach() for log in self._logs), strict=False))
-        return {**searched, "optimizer": self._optimizer.state_dict()}
+        logs = [log.detach() for log in self._logs]
+        return {"log_precision": logs[0], "log_noise": logs[-1], "optimizer": self._optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state` returned."""

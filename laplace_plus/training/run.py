@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +95,10 @@ class MarginalLikelihoodTraining:
         return torch.stack(levels) if levels else None
 
 
+_STATE = ("epoch", "best", "kept", "losses", "n_data", "mean_batch_size")
+"""Attributes of a run that go into its checkpoint as they are."""
+
+
 class Run:
     """One run and its state."""
 
@@ -118,8 +123,7 @@ class Run:
         self.model, self.loader, self.curvature_loader = model, loader, curvature_loader
         self.settings, self.generator = settings, generator
         self.posterior: GaussianPosterior = settings.make_posterior(model)
-        self.network = self.posterior.network
-        self.device = self.network.device
+        self.network, self.device = self.posterior.network, self.posterior.network.device
         self.generators = Generators(self.device, [loader, curvature_loader], generator)
         self.good = weights_of(self.network.model)
         self.best: dict[str, Tensor] | None = None
@@ -130,22 +134,23 @@ class Run:
 
     def train(self) -> MarginalLikelihoodTraining:
         """All epochs, and the posterior at the end."""
+        settings = self.settings
         with self._guarded(), torch.enable_grad():
             self._prepare()
-            epochs = range(self.epoch + 1, self.settings.epochs + 1)
-            bar = progress_bar(epochs, enabled=self.settings.progress, description="marginal likelihood")
+            epochs = range(self.epoch + 1, settings.epochs + 1)
+            bar = progress_bar(epochs, enabled=settings.progress, description="marginal likelihood")
             for epoch in bar:
-                if self._out_of_patience():
+                recent = self.updates[-settings.patience :] if settings.patience else []
+                if recent and len(recent) == settings.patience and not any(update.improved for update in recent):
                     break
                 self._complete(epoch)
                 if isinstance(bar, tqdm):
                     evidence = f"{self.updates[-1].evidence:.6g}" if self.updates else "-"
                     bar.set_postfix(loss=f"{self.losses[-1]:.4g}", evidence=evidence, refresh=False)
-                if self.settings.callback is not None and self.updates and self.updates[-1].epoch == epoch:
-                    self.settings.callback(self.updates[-1])
+                if settings.callback is not None and self.updates and self.updates[-1].epoch == epoch:
+                    settings.callback(self.updates[-1])
             if not self.updates:  # a longer run, continued with so few epochs that it ends at once
-                self.updates.append(self._update(self.epoch, self.losses[-1]))
-                self.kept = self.posterior.prior_precision, self.posterior.noise_std
+                self._update(self.epoch, self.losses[-1])
             return self._result()
 
     @contextmanager
@@ -163,61 +168,27 @@ class Run:
             for parameter in self.network.model.parameters():
                 parameter.grad = None
 
+    # -- before the first epoch ----------------------------------------------------------------------------------------
+
     def _prepare(self) -> None:
-        stored = self._stored()
+        """Rehearse, and continue from the checkpoint or count the data."""
+        settings, path = self.settings, self.settings.checkpoint
         selected = list(self.posterior.parameter_names)  # by the arguments; a fit may choose among them
         self._rehearse()
-        self.optimizer = self.settings.make_optimizer(self.network)
-        self.scheduler = None if self.settings.scheduler is None else self.settings.scheduler(self.optimizer)
-        self.described: dict[str, Any] = {}
-        if self.settings.checkpoint is not None:
-            described = self.settings.described(self.posterior, self.optimizer, self.scheduler)
-            self.described = described | {"parameters": selected}
-        if stored is not None:
-            self._require_same_settings(stored[0]["settings"])
-            self.data_sum = stored[0].get("data_sum")
-            self._require_same_data()
-            self._restore(stored[1])
-            return
+        self.optimizer = settings.make_optimizer(self.network)
+        self.scheduler = None if settings.scheduler is None else settings.scheduler(self.optimizer)
+        if path is not None:
+            names = io.fingerprint(self.network.model)["names_sha256"]
+            described = settings.described(self.posterior, self.optimizer, self.scheduler)
+            self.described = {"network": names, **described, "parameters": selected}
+            if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+                self._resume(path)
+                return
         self.n_data, n_batches, self.data_sum = self._survey(self.curvature_loader)
         n_data = self.n_data
         if self.curvature_loader is not self.loader:
             n_data, n_batches, _ = self._survey(self.loader)
         self.mean_batch_size = n_data / n_batches
-
-    def _survey(self, data: Iterable[Any]) -> tuple[int, int, float]:
-        """The number of examples and of batches that a loader yields, and a sum that differs for other data."""
-        sums, n_batches = DataSums("cpu"), 0
-        with self.generators.seeded():
-            for batch in iterate(data, device="cpu"):
-                sums.add(batch, len(batch.target))
-                n_batches += 1
-        return sums.count, n_batches, sums.values()[0]
-
-    def _require_same_settings(self, before: Mapping[str, Any]) -> None:
-        """Refuse to continue a run of other settings; an older checkpoint may lack some, which are not compared."""
-        for name, value in self.described.items():
-            if name in before and before[name] != value:
-                raise CheckpointError(
-                    f"The checkpoint is of a run with another {name}.",
-                    expected=repr(before[name]),
-                    got=repr(value),
-                    fix="Pass the same arguments as before, or another path.",
-                )
-
-    def _require_same_data(self) -> None:
-        """Refuse to continue on other data, where two passes with equal seeds agree that they are others."""
-        before = self.data_sum
-        if before is None or same_sum(before, now := self._survey(self.curvature_loader)[2]):
-            return
-        # Sums of two passes differ where Python's or NumPy's generators augment the data: nothing is known then.
-        if same_sum(now, self._survey(self.curvature_loader)[2]):
-            raise CheckpointError(
-                "The checkpoint is of a run on other data.",
-                expected=f"examples with the sum {before:.6e}",
-                got=f"{now:.6e}",
-                fix="Pass the loader of that run, or another path.",
-            )
 
     def _rehearse(self) -> None:
         """Fit one batch, so that what posterior or data do not support is refused before hours of training."""
@@ -227,12 +198,10 @@ class Run:
         posterior.fit([(batch.inputs, batch.target)], generator=self.generator)
         self.structure: PriorStructure = LAYERWISE
         self.groups: Groups | None = None
-        if structure in STRUCTURES and structure != LAYERWISE:
+        if structure in STRUCTURES:
             self.structure = structure
-        elif structure != LAYERWISE:
-            self.groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
-        if self.groups is not None:
-            posterior.prior_groups = self.groups
+        else:
+            self.groups = posterior.prior_groups = chosen_groups(posterior, structure, [(batch.inputs, batch.target)])
         posterior.prior_precision = self.settings.prior_precision
         self.ascent = HyperparameterAscent(
             posterior,
@@ -243,18 +212,29 @@ class Run:
             learning_rate=self.settings.hyper_lr,
         )
 
+    def _survey(self, data: Iterable[Any]) -> tuple[int, int, float]:
+        """The number of examples and of batches that a loader yields, and a sum that differs for other data."""
+        sums, n_batches = DataSums("cpu"), 0
+        with self.generators.seeded():
+            for batch in iterate(data, device="cpu"):
+                sums.add(batch, len(batch.target))
+                n_batches += 1
+        return sums.count, n_batches, sums.values()[0]
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
     def _complete(self, epoch: int) -> None:
         """One epoch, with the update, the schedule and the checkpoint after it."""
         loss = self._train_epoch(epoch)
-        if self.settings.updates_after(epoch):
-            self.updates.append(self._update(epoch, loss))
+        updates = self.settings.updates_after(epoch)
+        if updates:
+            self._update(epoch, loss)
         if self.settings.schedule_by == "epoch":
             self._schedule(loss)
         self.losses.append(loss)
         self.good, self.epoch = weights_of(self.network.model), epoch
-        if self.updates and self.updates[-1].epoch == epoch and self._keeps(self.updates[-1]):
-            self.best = self.good if self.settings.early_stopping else None
-            self.kept = self.posterior.prior_precision, self.posterior.noise_std
+        if updates and self._keeps(self.updates[-1]) and self.settings.early_stopping:
+            self.best = self.good
         if self.settings.checkpoint is not None:
             self._store()
 
@@ -272,26 +252,29 @@ class Run:
         )
         clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         total, n_examples, n_batches = 0.0, 0, 0
-        for number, batch in enumerate(iterate(self.loader, device=self.device), start=1):
-            self.optimizer.zero_grad()
-            try:
-                loss = objective(batch)
-            except NonFiniteError as error:
-                raise _diverged("The network's outputs are", f"epoch {epoch}, batch {number}") from error
-            value = loss.item()
-            if not math.isfinite(value):
-                raise _diverged("The loss is", f"epoch {epoch}, batch {number}", got=str(value))
-            loss.backward()
-            if self.settings.max_gradient_norm is not None:
-                nn.utils.clip_grad_norm_(clipped, self.settings.max_gradient_norm)
-            self.optimizer.step()
-            if self.settings.schedule_by == "batch":
-                self._schedule(value)
-            total, n_examples, n_batches = total + value, n_examples + len(batch.target), n_batches + 1
+        place = "before the first batch"
         try:
+            for n_batches, batch in enumerate(iterate(self.loader, device=self.device), start=1):
+                place = f"batch {n_batches}"
+                self.optimizer.zero_grad()
+                loss = objective(batch)
+                value = loss.item()
+                if not math.isfinite(value):
+                    raise NonFiniteError(f"The loss is {value}.")
+                loss.backward()
+                if self.settings.max_gradient_norm is not None:
+                    nn.utils.clip_grad_norm_(clipped, self.settings.max_gradient_norm)
+                self.optimizer.step()
+                if self.settings.schedule_by == "batch":
+                    self._schedule(value)
+                total, n_examples = total + value, n_examples + len(batch.target)
+            place = f"after batch {n_batches}"
             self.network.check_finite()
         except NonFiniteError as error:
-            raise _diverged("The weights are", f"epoch {epoch}, after batch {n_batches}") from error
+            raise NonFiniteError(
+                f"Training diverged in epoch {epoch}, {place}. {error}",
+                fix="Use a smaller learning rate, or max_gradient_norm.",
+            ) from error
         self.mean_batch_size = n_examples / n_batches
         if self.curvature_loader is self.loader:
             self.n_data = n_examples
@@ -303,17 +286,16 @@ class Run:
         elif self.scheduler is not None:
             self.scheduler.step()
 
-    def _update(self, epoch: int, loss: float) -> Update:
-        """Fit the posterior and improve the hyperparameters."""
+    def _update(self, epoch: int, loss: float) -> None:
+        """Fit the posterior, improve the hyperparameters, and keep them if the result is to have them."""
         posterior = self.posterior
         posterior.fit(self.curvature_loader, generator=self.generator)
         self.n_data = posterior.n_data
         evidence = self.ascent.update()
-        precision = posterior.prior_precision.detach()
+        precision, noise = posterior.prior_precision.detach(), posterior.noise_std
         if self.structure == "diagonal":
             precision = posterior.prior_groups.geometric_means(precision)
-        noise = posterior.noise_std
-        return Update(
+        update = Update(
             epoch=epoch,
             evidence=evidence,
             log_likelihood=posterior.laplace_model().log_likelihood(noise).item(),
@@ -322,15 +304,12 @@ class Run:
             noise_std=None if noise is None else noise.clone(),
             improved=evidence > max((update.evidence for update in self.updates), default=-math.inf),
         )
+        self.updates.append(update)
+        if self._keeps(update):
+            self.kept = posterior.prior_precision, noise
 
     def _keeps(self, update: Update) -> bool:
         return update.improved or not self.settings.early_stopping
-
-    def _out_of_patience(self) -> bool:
-        patience = self.settings.patience
-        if patience is None or len(self.updates) < patience:
-            return False
-        return not any(update.improved for update in self.updates[-patience:])
 
     def _result(self) -> MarginalLikelihoodTraining:
         kept = next(update for update in reversed(self.updates) if self._keeps(update))
@@ -353,38 +332,30 @@ class Run:
             n_data=posterior.n_data,
         )
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
     def _store(self) -> None:
-        assert self.settings.checkpoint is not None
-        state = {
-            "epoch": self.epoch,
+        posterior, tensors = self.posterior, dict[str, Tensor]()
+        state = {name: getattr(self, name) for name in _STATE} | {
             "weights": self.good,
-            "best": self.best,
-            "kept": self.kept,
-            "prior_precision": self.posterior.prior_precision,
-            "noise_std": self.posterior.noise_std,
+            "updates": [vars(update) for update in self.updates],
+            "prior_precision": posterior.prior_precision,
+            "noise_std": posterior.noise_std,
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "ascent": self.ascent.state(),
-            "losses": self.losses,
-            "updates": [vars(update) for update in self.updates],
-            "n_data": self.n_data,
-            "mean_batch_size": self.mean_batch_size,
             "random": self.generators.state(),
         }
-        tensors: dict[str, Tensor] = {}
         header = {
-            "network": {"names_sha256": io.fingerprint(self.network.model)["names_sha256"]},
+            "network": {"names_sha256": self.described["network"]},
             "settings": self.described,
             "data_sum": self.data_sum,
             "state": pack(state, tensors, "state"),
         }
         io.write(self.settings.checkpoint, header, tensors)
 
-    def _stored(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The checkpoint's header and state, if there is one to continue from."""
-        path = self.settings.checkpoint
-        if path is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            return None
+    def _resume(self, path: Path) -> None:
+        """Continue from a checkpoint, if it is of this run."""
         if not self.settings.resume:
             raise CheckpointError(
                 f"The path {path} is not empty.",
@@ -397,12 +368,15 @@ class Run:
             raise CheckpointError(
                 f"{path} is not a checkpoint of training.", expected="one that training wrote", got="a posterior"
             )
-        if header["network"]["names_sha256"] != io.fingerprint(self.network.model)["names_sha256"]:
-            raise CheckpointError(
-                "The checkpoint is of another network.",
-                expected="parameters and buffers of the same names, shapes and types",
-                got="others",
-            )
+        before, self.data_sum = header["settings"], header.get("data_sum")
+        for name, value in self.described.items():
+            if name in before and before[name] != value:  # an older checkpoint may lack some
+                raise CheckpointError(
+                    f"The checkpoint is of a run with another {name}.",
+                    expected=repr(before[name]),
+                    got=repr(value),
+                    fix="Pass the same arguments as before, or another path.",
+                )
         state: dict[str, Any] = unpack(header["state"], tensors)
         if state["epoch"] > self.settings.epochs:
             raise CheckpointError(
@@ -410,12 +384,19 @@ class Run:
                 expected=f"epochs >= {state['epoch']}",
                 got=f"{self.settings.epochs}",
             )
-        return header, state
-
-    def _restore(self, state: dict[str, Any]) -> None:
+        # Sums of two passes differ where Python's or NumPy's generators augment the data: nothing is known then.
+        known = self.data_sum is None or same_sum(self.data_sum, now := self._survey(self.curvature_loader)[2])
+        if not known and same_sum(now, self._survey(self.curvature_loader)[2]):
+            raise CheckpointError(
+                "The checkpoint is of a run on other data.",
+                expected=f"examples with the sum {self.data_sum:.6e}",
+                got=f"{now:.6e}",
+                fix="Pass the loader of that run, or another path.",
+            )
+        vars(self).update({name: state[name] for name in _STATE})
+        self.updates = [Update(**entry) for entry in state["updates"]]
         put_back(self.network.model, state["weights"])
-        self.good, self.best = weights_of(self.network.model), state["best"]
-        self.kept, self.epoch = state["kept"], state["epoch"]
+        self.good = weights_of(self.network.model)
         self.posterior.prior_precision = state["prior_precision"]
         if state["noise_std"] is not None:
             self.posterior.noise_std = state["noise_std"]
@@ -423,11 +404,4 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.ascent.restore(state["ascent"])
-        self.losses, self.updates = state["losses"], [Update(**entry) for entry in state["updates"]]
-        self.n_data, self.mean_batch_size = state["n_data"], state["mean_batch_size"]
         self.generators.restore(state["random"])
-
-
-def _diverged(what: str, where: str, got: str = "NaN or Inf") -> NonFiniteError:
-    fix = "Use a smaller learning rate, or max_gradient_norm; little noise and low temperatures make gradients large."
-    return NonFiniteError(f"{what} not finite in {where}.", expected="finite numbers", got=got, fix=fix)

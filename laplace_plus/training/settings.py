@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor, nn, optim
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
-from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, get_posterior
 from laplace_plus.priors import Groups, as_hyperparameter
@@ -23,46 +21,24 @@ SchedulerFactory = Callable[[optim.Optimizer], Any]
 PosteriorFactory = Callable[..., GaussianPosterior]
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(SimpleNamespace):
     """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, except for data and randomness.
 
     Raises:
         ConfigurationError: An argument out of range, or arguments that contradict each other.
     """
 
-    likelihood: Likelihood
-    epochs: int
-    posterior: PosteriorFactory
-    structure: str | Groups
-    prior_precision: float | Tensor
-    prior_mean: float | Tensor
-    temperature: float
-    tune_noise: bool
-    backend: Any
-    optimizer: OptimizerFactory
-    optimizer_options: Mapping[str, Any]
-    scheduler: SchedulerFactory | None
-    schedule_by: Literal["epoch", "batch"]
-    max_gradient_norm: float | None
-    burn_in: int
-    frequency: int
-    hyper_steps: int | None
-    hyper_lr: float
-    early_stopping: bool
-    patience: int | None
-    checkpoint: Path | None
-    resume: bool
-    callback: Callable[[Any], object] | None
-    progress: bool
-
-    def __post_init__(self) -> None:
-        counts = {"epochs": self.epochs, "frequency": self.frequency, "burn_in": self.burn_in or 1}
-        optional = {"hyper_steps": self.hyper_steps, "patience": self.patience}
-        check_counts(**counts, **{name: value for name, value in optional.items() if value is not None})
-        check_positive(temperature=self.temperature, hyper_lr=self.hyper_lr)
-        if self.max_gradient_norm is not None:
-            check_positive(max_gradient_norm=self.max_gradient_norm)
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        check_counts(
+            epochs=self.epochs,
+            frequency=self.frequency,
+            burn_in=self.burn_in or 1,
+            hyper_steps=1 if self.hyper_steps is None else self.hyper_steps,
+            patience=1 if self.patience is None else self.patience,
+        )
+        clip = 1.0 if self.max_gradient_norm is None else self.max_gradient_norm
+        check_positive(temperature=self.temperature, hyper_lr=self.hyper_lr, max_gradient_norm=clip)
         check_choice("schedule_by", self.schedule_by, ("epoch", "batch"))
         if self.burn_in >= self.epochs:
             raise ConfigurationError(
@@ -80,15 +56,20 @@ class Settings:
     def updates_after(self, epoch: int) -> bool:
         """Whether the hyperparameters are updated after an epoch, counted from 1."""
         beyond = epoch - self.burn_in
-        return epoch == self.epochs or (beyond > 0 and beyond % self.frequency == 0)
+        return bool(epoch == self.epochs or (beyond > 0 and beyond % self.frequency == 0))
 
     def make_posterior(self, model: nn.Module, noise_std: Tensor | None = None) -> GaussianPosterior:
         """A posterior of these settings, with unit prior precision."""
         likelihood = self.likelihood if noise_std is None else self.likelihood.with_noise(noise_std)
-        options: dict[str, Any] = {"prior_mean": self.prior_mean, "temperature": self.temperature}
-        if self.backend is not None:
-            options["backend"] = self.backend
-        made = self.posterior(model, likelihood, prior_precision=1.0, **options)
+        options: dict[str, Any] = {} if self.backend is None else {"backend": self.backend}
+        made = self.posterior(
+            model,
+            likelihood,
+            prior_precision=1.0,
+            prior_mean=self.prior_mean,
+            temperature=self.temperature,
+            **options,
+        )
         if not isinstance(made, GaussianPosterior):
             raise ConfigurationError(
                 "The posterior has no evidence.",
@@ -125,10 +106,9 @@ class Settings:
             *("temperature", "tune_noise", "schedule_by", "max_gradient_norm", "burn_in", "frequency"),
             *("hyper_steps", "hyper_lr", "early_stopping"),
         )
-        structure: Any = self.structure
+        structure = self.structure
         if isinstance(structure, Groups):
             structure = [structure.name, *structure.names, digest(structure.index)]
-        options = {name: _comparable(value) for name, value in self.optimizer_options.items()}
         described = {name: getattr(self, name) for name in same} | {
             "structure": structure,
             "likelihood": self.likelihood.config(),
@@ -137,7 +117,7 @@ class Settings:
             "prior_precision": digest(as_hyperparameter(self.prior_precision).double()),
             "prior_mean": digest(as_hyperparameter(self.prior_mean).double()),
             "optimizer": type(optimizer).__name__,
-            "optimizer_options": options,
+            "optimizer_options": {name: _comparable(value) for name, value in self.optimizer_options.items()},
             "scheduler": None if scheduler is None else type(scheduler).__name__,
         }
         back: dict[str, Any] = json.loads(json.dumps(described))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from torch import Tensor
 from laplace_plus import kernels
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import check_count, check_name
 from laplace_plus.posteriors.resuming import Checkpoint, stage_generator
 
 Objective = Literal["posterior", "likelihood"]
@@ -57,23 +57,22 @@ class Walk:
     store_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("n_particles", "n_steps", "store_every"):
-            check_count(getattr(self, name), name)
-        if self.n_refinements != 0:
-            check_count(self.n_refinements, "n_refinements")
-        if self.minibatch not in ("auto", None):
-            check_count(self.minibatch, "minibatch")
+        check_counts(n_particles=self.n_particles, n_steps=self.n_steps, store_every=self.store_every)
+        check_counts(
+            n_refinements=1 if self.n_refinements == 0 else self.n_refinements,
+            minibatch=1 if self.minibatch in ("auto", None) else self.minibatch,
+        )
         if self.n_steps % self.store_every:
             raise ConfigurationError(
                 "store_every must divide n_steps, so that the last step is stored.",
                 expected=f"store_every that divides n_steps={self.n_steps}",
                 got=repr(self.store_every),
             )
-        require_number(self.step_size, "step_size", above=0.0)
-        if self.learning_rate != "auto":
-            require_number(self.learning_rate, "learning_rate")
-        check_name(self.reduction, ("mean", "sum"), "reduction")
-        check_name(self.objective, ("posterior", "likelihood"), "objective")
+        check_positive(
+            step_size=self.step_size, learning_rate=1 if self.learning_rate in ("auto", 0) else self.learning_rate
+        )
+        check_choice("reduction", self.reduction, ("mean", "sum"))
+        check_choice("objective", self.objective, ("posterior", "likelihood"))
 
     @property
     def n_stored(self) -> int:
@@ -118,8 +117,7 @@ class ExplorationReport:
         return self.learning_rate * self.curvature
 
 
-@dataclass(frozen=True)
-class Explored:
+class Explored(NamedTuple):
     """The points of an exploration."""
 
     deviations: Tensor
@@ -146,42 +144,37 @@ def explore(
 
     Takes ``T M`` gradients at N points, and memory for ``N S`` parameter vectors.
     """
-    start = landscape.vector
+    start, every = landscape.vector, walk.store_every
     refinement = _Refinement(landscape, walk, seed)
     curvature, slope = refinement.measure()
     landscape.expect(walk.n_steps * walk.n_refinements)  # not before: one point's gradient is needed once
     rate = slowest = refinement.learning_rate(curvature)
-    rates = start.new_full((len(directions),), rate)
+    position, rates = torch.zeros_like(directions), start.new_full((len(directions),), rate)
     deviations = start.new_empty(len(directions), walk.n_stored, len(start))
     growth = torch.full((len(directions),), float("nan"), dtype=torch.float64)
-    position = torch.zeros_like(directions)
-    block = walk.store_every * math.ceil(walk.n_stored / _BLOCKS)
+    block = every * math.ceil(walk.n_stored / _BLOCKS)
     blocks = range(0, walk.n_steps, block)
     for first in progress_bar(blocks, enabled=progress, description="MetricBNN: exploration"):
-        last = min(walk.n_steps, first + block)
-        stored = slice(first // walk.store_every, last // walk.store_every)
-        stage = f"exploration-{first:06d}"
+        last, stage = min(walk.n_steps, first + block), f"exploration-{first:06d}"
+        stored = slice(first // every, last // every)
         known = None if checkpoint is None else checkpoint.read(stage, start.device)
         if known is not None:
             header, tensors = known
             deviations[:, stored], rates = tensors["deviations"], tensors["rates"]
-            position = deviations[:, stored.stop - 1].clone()
-            growth = torch.fmax(growth, tensors["growth"].cpu())
-            slowest = min(slowest, float(header["slowest"]))
+            position, slowest = deviations[:, stored.stop - 1].clone(), float(header["slowest"])
+            growth = tensors["growth"].cpu()
             continue
         for step in range(first, last):
             position, rates, ratio = refinement.refine(position + walk.step_size * directions, rates, rate, step)
             growth, slowest = torch.fmax(growth, ratio), min(slowest, float(rates.min()))
-            if (step + 1) % walk.store_every == 0:
-                deviations[:, (step + 1) // walk.store_every - 1] = position
+            if (step + 1) % every == 0:
+                deviations[:, (step + 1) // every - 1] = position
         if checkpoint is not None:
             tensors = {"deviations": deviations[:, stored].contiguous(), "growth": growth, "rates": rates}
             checkpoint.write(stage, {"slowest": slowest}, tensors)
     largest, worst = growth.nan_to_num(nan=-1.0).max(0)
-    report = ExplorationReport(
-        rate, curvature, slope, float(largest) if largest >= 0 else None, int(worst), slowest, landscape.way
-    )
-    return Explored(deviations, report)
+    most = float(largest) if largest >= 0 else None
+    return Explored(deviations, ExplorationReport(rate, curvature, slope, most, int(worst), slowest, landscape.way))
 
 
 class _Refinement:
@@ -222,8 +215,7 @@ class _Refinement:
             Deviations, the particles' rates, and the ratios of last to first gradient norms, ``[N]`` float64.
         """
         norms: list[Tensor] = []
-        if self._slows_down:
-            rates = (2 * rates).clamp(max=rate)
+        rates = (2 * rates).clamp(max=rate) if self._slows_down else rates
         before = position, torch.zeros_like(position)
         for number, surface in enumerate(surfaces := self._surfaces(step, self._walk.n_refinements)):
             gradient = self._gradient(surface, self._landscape.vector + position)
@@ -234,10 +226,10 @@ class _Refinement:
                 failed = ~(norm <= _RISE * norms[-1])
                 rates = torch.where(failed, rates / 4, rates)
                 position = torch.where(failed[:, None], before[0], position)
-                gradient = torch.where(failed[:, None], before[1], gradient)
+                # Without a further refinement, nothing would check the shorter step.
+                shorter = before[1] if number + 1 < len(surfaces) else torch.zeros_like(gradient)
+                gradient = torch.where(failed[:, None], shorter, gradient)
                 norm = torch.where(failed, norms[-1], norm)
-                if number + 1 == len(surfaces):  # no refinement is left that would check the shorter step
-                    gradient = torch.where(failed[:, None], 0.0, gradient)
             before = position, gradient
             position = position - rates[:, None] * gradient
             norms.append(norm)
@@ -266,11 +258,3 @@ class _Refinement:
         source = stage_generator(self._seed, step + 2)
         orders = [torch.randperm(self._landscape.n_data, generator=source)[: self._examples] for _ in range(count)]
         return self._landscape.subsets(orders)  # type: ignore[return-value]  # copies of itself
-
-
-def require_number(value: Any, name: str, *, above: float | None = None, least: float = 0.0) -> None:
-    """Raise :class:`ConfigurationError` unless a value is a finite number above, or of at least, a bound."""
-    fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or (value <= above if above is not None else value < least):
-        bound = f"{name} > {above:g}" if above is not None else f"{name} >= {least:g}"
-        raise ConfigurationError(f"{name} is out of range.", expected=bound, got=repr(value))

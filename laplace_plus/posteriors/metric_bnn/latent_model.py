@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.posteriors.configuration import check_count, check_name
-from laplace_plus.posteriors.metric_bnn.exploration import require_number
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 
 Negatives = Literal["derangement", "shuffle"]
 Projection = Literal["auto", "none", "principal"]
@@ -82,19 +81,17 @@ class LatentModel:
     tolerance: float = 0.05
 
     def __post_init__(self) -> None:
-        for name in ("dimension", "epochs", "batch_size", "max_rank"):
-            check_count(getattr(self, name), name)
+        check_counts(**{name: getattr(self, name) for name in ("dimension", "epochs", "batch_size", "max_rank")})
         for width in self.hidden:
-            check_count(width, "hidden")
+            check_counts(hidden=width)
         object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has lists only
-        for name in ("learning_rate", "tolerance", "kept"):
-            require_number(getattr(self, name), name, above=0.0)
+        check_positive(learning_rate=self.learning_rate, tolerance=self.tolerance, kept=self.kept)
         for name in ("attraction", "repulsion", "reconstruction", "plateau"):
-            require_number(getattr(self, name), name)
+            check_positive(**{name: 1 if getattr(self, name) == 0 else getattr(self, name)})
         if self.kept > 1:
             raise ConfigurationError("kept is out of range.", expected="kept <= 1", got=repr(self.kept))
-        check_name(self.negatives, ("derangement", "shuffle"), "negatives")
-        check_name(self.projection, ("auto", "none", "principal"), "projection")
+        check_choice("negatives", self.negatives, ("derangement", "shuffle"))
+        check_choice("projection", self.projection, ("auto", "none", "principal"))
 
 
 def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
@@ -173,15 +170,21 @@ def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinate
     Principal directions cost ``n² P`` operations and no copy of the points.
     """
     n, total = points.shape
-    gram = _gram(points)
+    gram = torch.zeros(n, n, dtype=torch.float64, device=points.device)  # D Dᵀ
+    for some in points.split(_COLUMNS, dim=1):
+        gram += (some @ some.mT).double()
+    square = float(gram.trace()) / n / total
+    if not 0 < square < float("inf"):
+        raise NonFiniteError(
+            "The explored points have no spread.",
+            expected="deviations that are finite and not all zero",
+            got=f"a mean square of {square}",
+        )
     if options.projection == "none" or (options.projection == "auto" and total <= 256):  # noqa: PLR2004
-        square = float(gram.trace()) / n / total
-        _require_spread(square)
         scale = square**0.5 if options.standardize else 1.0
         return Coordinates(None, scale, 1.0), points / scale
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
-    _require_spread(float(values[0]))
     shares = values.cumsum(0) / values.sum()
     floor = torch.finfo(points.dtype).eps ** 0.5 * 10  # of singular values: below it are rounding errors
     certain = int((values.sqrt() > floor * values[0].sqrt()).sum())
@@ -191,20 +194,3 @@ def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinate
     scale = float(own.square().mean()) ** 0.5 if options.standardize else 1.0
     weights = (vectors[:, :rank] / roots).mT
     return Coordinates(weights.to(points), scale, float(shares[rank - 1])), (own / scale).to(points)
-
-
-def _gram(points: Tensor) -> Tensor:
-    """``D Dᵀ`` in float64, ``[n, n]``."""
-    total = torch.zeros(len(points), len(points), dtype=torch.float64, device=points.device)
-    for some in points.split(_COLUMNS, dim=1):
-        total += (some @ some.mT).double()
-    return total
-
-
-def _require_spread(square: float) -> None:
-    if not 0 < square < float("inf"):
-        raise NonFiniteError(
-            "The explored points have no spread.",
-            expected="deviations that are finite and not all zero",
-            got=f"{square}",
-        )

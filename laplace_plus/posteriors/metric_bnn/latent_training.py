@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,15 +43,12 @@ class Autoencoder(nn.Module):
 
     def __init__(self, size: int, dimension: int, hidden: Sequence[int]):
         super().__init__()
-        self.encoder = _perceptron([size, *hidden, dimension])
-        self.decoder = _perceptron([dimension, *reversed(hidden), size])
-
-
-def _perceptron(widths: Sequence[int]) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+        self.encoder, self.decoder = nn.Sequential(), nn.Sequential()
+        widths = [size, *hidden, dimension]
+        for net, own in ((self.encoder, widths), (self.decoder, widths[::-1])):
+            for before, after in pairwise(own):
+                net.append(nn.Linear(before, after)).append(nn.ReLU())
+            del net[-1]
 
 
 @dataclass(frozen=True)
@@ -150,6 +148,7 @@ class Training:
                 expected="two stored points or more in each trajectory, or anchored=True",
                 got=f"{s}",
             )
+        self._weights = torch.tensor([options.attraction, options.repulsion, options.reconstruction]).double()
 
     def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> Latents:
         """Train from scratch, or from a checkpoint."""
@@ -157,47 +156,50 @@ class Training:
         with global_randomness(rows.device, stage_generator(self._seed, 0)):
             model = Autoencoder(rows.shape[1], options.dimension, options.hidden).to(rows)
         optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, fused=True)
-        history = torch.zeros(options.epochs, 3, dtype=torch.float64)
-        done = 0
+        history = torch.zeros(0, 3, dtype=torch.float64)
         saved = None if checkpoint is None else checkpoint.read("latent", rows.device)
         if saved is not None:
-            done, tensors = int(saved[0]["epochs"]), saved[1]
-            model.load_state_dict(with_prefix(tensors, "model."))
-            restore_optimizer(optimizer, tensors, "adam.")
-            history[:done] = tensors["history"].cpu()[:done]
-        with torch.enable_grad():
-            epochs = range(done, options.epochs)
-            for epoch in progress_bar(epochs, enabled=progress, description="MetricBNN: autoencoder"):
-                if self._has_settled(history[:done]):
-                    break
-                history[epoch] = self._epoch(model, optimizer, epoch)
-                done = epoch + 1
-                if checkpoint is not None and (done % _SAVED == 0 or done == options.epochs):
-                    tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
-                    tensors |= {"history": history, **optimizer_tensors(optimizer, "adam.")}
-                    checkpoint.write("latent", {"epochs": done}, tensors)
-        return self._result(model.requires_grad_(False), history[:done])
+            model.load_state_dict(with_prefix(saved[1], "model."))
+            restore_optimizer(optimizer, saved[1], "adam.")
+            history = saved[1]["history"].cpu()
+        epochs = range(len(history), options.epochs)
+        for epoch in progress_bar(epochs, enabled=progress, description="MetricBNN: autoencoder"):
+            if self._has_settled(history):
+                break
+            history = torch.cat([history, self._epoch(model, optimizer, epoch)[None]])
+            if checkpoint is not None and (len(history) % _SAVED == 0 or len(history) == options.epochs):
+                tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
+                checkpoint.write("latent", {}, tensors | {"history": history} | optimizer_tensors(optimizer, "adam."))
+        return self._result(model.requires_grad_(False), history)
 
     def _has_settled(self, history: Tensor) -> bool:
-        options, done = self._options, len(history)
-        if not options.plateau or done < 2 * _WINDOW:
+        if not self._options.plateau or len(history) < 2 * _WINDOW:
             return False
-        weights = history.new_tensor([options.attraction, options.repulsion, options.reconstruction])
-        losses = history @ weights
+        losses = history @ self._weights
         before, now = losses[-2 * _WINDOW : -_WINDOW].mean(), losses[-_WINDOW:].mean()
-        return bool(before - now < options.plateau * (losses[0] - now))
+        return bool(before - now < self._options.plateau * (losses[0] - now))
 
+    @torch.enable_grad()
     def _epoch(self, model: Autoencoder, optimizer: torch.optim.Adam, epoch: int) -> Tensor:
-        source = stage_generator(self._seed, epoch + 1)
-        n_pairs = self._pairs.shape[1]
-        order = torch.randperm(n_pairs, generator=source)
+        """One pass over all pairs; the means of ``L₊``, ``L₋`` and ``L_d``, each point encoded once a step."""
+        options, source = self._options, stage_generator(self._seed, epoch + 1)
+        n_pairs, device = self._pairs.shape[1], self._rows.device
+        weights = self._weights.to(self._rows)
         total = torch.zeros(3, dtype=torch.float64)
-        for some in order.split(min(self._options.batch_size, n_pairs)):
-            losses = self._losses(model, self._pairs[:, some.to(self._pairs.device)], source)
-            options = self._options
-            loss = options.attraction * losses[0] + options.repulsion * losses[1] + options.reconstruction * losses[2]
+        for some in torch.randperm(n_pairs, generator=source).split(min(options.batch_size, n_pairs)):
+            which, (here, there) = torch.unique(self._pairs[:, some.to(device)], return_inverse=True)
+            points = self._rows[which]
+            latents = model.encoder(points)
+            partners = draw_partners(len(which), options.negatives, source).to(device)
+            losses = torch.stack(
+                [
+                    attraction_loss(latents[here], latents[there], self._step),
+                    repulsion_loss(latents, latents[partners]),
+                    reconstruction_loss(points, model.decoder(latents), squared=options.squared),
+                ]
+            )
             optimizer.zero_grad()
-            loss.backward()
+            (weights @ losses).backward()
             optimizer.step()
             total += losses.detach().double().cpu() * (len(some) / n_pairs)
         if not bool(torch.isfinite(total).all()):
@@ -209,25 +211,13 @@ class Training:
             )
         return total
 
-    def _losses(self, model: Autoencoder, pairs: Tensor, source: torch.Generator) -> Tensor:
-        """``L₊``, ``L₋`` and ``L_d`` of some pairs ``[2, b]``; each point goes through the autoencoder once."""
-        which, where = torch.unique(pairs, return_inverse=True)
-        points = self._rows[which]
-        latents = model.encoder(points)
-        decoded = model.decoder(latents)
-        partners = draw_partners(len(which), self._options.negatives, source).to(latents.device)
-        attraction = attraction_loss(latents[where[0]], latents[where[1]], self._step)
-        repulsion = repulsion_loss(latents, latents[partners])
-        return torch.stack([attraction, repulsion, reconstruction_loss(points, decoded, squared=self._options.squared)])
-
     @torch.no_grad()
     def _result(self, model: Autoencoder, history: Tensor) -> Latents:
         points, kept = self._rows[1:], self._coordinates.kept
-        latents = torch.cat([model.encoder(some) for some in points.split(4096)])
-        decoded = (model.decoder(some) for some in latents.split(4096))
-        missed = sum(
-            float((some - own).double().square().sum()) for some, own in zip(points.split(4096), decoded, strict=True)
-        )
+        parts = points.split(4096)
+        latents = torch.cat([model.encoder(some) for some in parts])
+        decoded = zip(parts, latents.split(4096), strict=True)
+        missed = sum(float((some - model.decoder(own)).double().square().sum()) for some, own in decoded)
         total = float(points.double().square().sum())
         partners = draw_partners(len(latents), "derangement", torch.Generator().manual_seed(0)).to(latents.device)
         spread = float(distances(latents, latents[partners]).mean())

@@ -23,11 +23,11 @@ from laplace_plus.curvature import Backend
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
 from laplace_plus.evidence import Tuner, TuningResult, Validation
-from laplace_plus.evidence.tuning import require_only, tunes_noise
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
 from laplace_plus.geometry.particles import ParticleLandscape
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import check_count, check_name, full_precision
+from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.metric_bnn.exploration import (
     ExplorationReport,
     Explored,
@@ -36,7 +36,6 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
     Walk,
     draw_directions,
     explore,
-    require_number,
 )
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
 from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training
@@ -166,25 +165,16 @@ class MetricBNN(ResumableFit):
             n_particles, n_steps, step_size, n_refinements, learning_rate, minibatch, reduction, objective, store_every
         )
         if weight_decay is not None:
-            require_number(weight_decay, "weight_decay", above=0.0)
+            check_positive(weight_decay=weight_decay)
         self.weight_decay = weight_decay
         self.latent = resolve_latent(latent)
-        check_name(sampling, ("latent", "exploration", "gaussian"), "sampling")
-        check_name(trajectory, ("uniform", "length"), "trajectory")
-        check_name(endpoint, ("last", "farthest"), "endpoint")
-        check_count(chunk_size, "chunk_size")
+        check_choice("sampling", sampling, ("latent", "exploration", "gaussian"))
+        check_choice("trajectory", trajectory, ("uniform", "length"))
+        check_choice("endpoint", endpoint, ("last", "farthest"))
+        check_counts(chunk_size=chunk_size)
         self.sampling: Sampling = sampling
         self.trajectory, self.endpoint, self.chunk_size = trajectory, endpoint, chunk_size
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
+        super().__init__(model, likelihood, **common_arguments(locals()))
         self._extent = 1.0
         self._explored: Explored | None = None
         self._trained: Latents | None = None
@@ -208,39 +198,20 @@ class MetricBNN(ResumableFit):
         own = self._prior_precision if decay is None else as_hyperparameter(decay)  # not what an earlier fit has set
         start = self._start(data, generator, _WHY, prior_precision=own, prior_mean=self._prior_mean)
         precision = own if decay is None else as_hyperparameter(decay * start.n_data)
-        landscape = self._landscape(data, precision)
-        self._require_memory()
-        directions = draw_directions(self.walk.n_particles, landscape.vector, start.seed)
-        explored = explore(
-            landscape, directions, self.walk, seed=start.seed, checkpoint=start.checkpoint, progress=progress
-        )
-        trained = None
-        if self.sampling == "latent":
-            spacing = self.walk.store_every / self.walk.n_steps
-            training = Training(explored.deviations, spacing, self.latent, start.seed ^ _OTHER)
-            trained = training.run(start.checkpoint, progress=progress)
-        self._explored, self._trained, self._vector = explored, trained, landscape.vector
-        self.n_data, self.n_outputs = start.n_data, start.n_outputs
-        self._prior_precision, self._extent = precision, 1.0
-        self._warn_unless_converged(landscape)
-
-    def _landscape(self, data: Iterable[Any], precision: Tensor) -> ParticleLandscape:
+        prior = precision
         if precision.numel() > 1:
-            precision = GaussianPrior.create(precision, self._prior_mean, self._group_index()).vector()
-        return ParticleLandscape(
+            prior = GaussianPrior.create(precision, self._prior_mean, self._group_index()).vector()
+        landscape = ParticleLandscape(
             self.network,
             self.likelihood,
             data,
-            prior_precision=precision,
+            prior_precision=prior,
             prior_mean=self._prior_mean,
             temperature=self._temperature,
             chunk_size=min(self.chunk_size, self.walk.n_particles),
         )
-
-    def _require_memory(self) -> None:
-        network, walk = self.network, self.walk
-        needed = walk.n_particles * walk.n_stored * network.n_parameters * network.dtype.itemsize
-        room = 4 * budget(network.device)
+        n, room = self.walk.n_particles, 4 * budget(self.network.device)
+        needed = n * self.walk.n_stored * landscape.vector.nbytes
         if needed > room:
             raise ConfigurationError(
                 "The trajectories do not fit into memory.",
@@ -248,13 +219,25 @@ class MetricBNN(ResumableFit):
                 got=in_words(needed),
                 fix="Store fewer points with store_every=…, or select fewer parameters with parameters=….",
             )
+        directions, folder = draw_directions(n, landscape.vector, start.seed), start.checkpoint
+        explored = explore(landscape, directions, self.walk, seed=start.seed, checkpoint=folder, progress=progress)
+        trained = None
+        if self.sampling == "latent":
+            spacing = self.walk.store_every / self.walk.n_steps
+            training = Training(explored.deviations, spacing, self.latent, start.seed ^ _OTHER)
+            trained = training.run(folder, progress=progress)
+        self._explored, self._trained, self._vector = explored, trained, landscape.vector
+        self.n_data, self.n_outputs = start.n_data, start.n_outputs
+        self._prior_precision, self._extent = precision, 1.0
+        self._warn_unless_converged(landscape, explored, None if trained is None else trained.report)
 
-    def _warn_unless_converged(self, landscape: ParticleLandscape) -> None:
-        assert self._explored is not None
-        report = self._explored.report
+    def _warn_unless_converged(
+        self, landscape: ParticleLandscape, explored: Explored, latent: LatentReport | None
+    ) -> None:
+        report = explored.report
         if report.growth is not None and report.growth > _GROWTH:
             weight = 1 / landscape.n_data if self.walk.reduction == "mean" else 1.0
-            end = landscape.vector + self._explored.deviations[report.worst, -1]
+            end = landscape.vector + explored.deviations[report.worst, -1]
             there = landscape.largest_curvature(end) * weight * report.learning_rate
             warnings.warn(
                 f"Refinement raised the gradient's norm {report.growth:.2g} times along trajectory {report.worst}; "
@@ -263,11 +246,11 @@ class MetricBNN(ResumableFit):
                 ConvergenceWarning,
                 stacklevel=8,
             )
-        if self._trained is not None and not self._trained.report.unexplained <= self.latent.tolerance:
+        if latent is not None and not latent.unexplained <= self.latent.tolerance:
             warnings.warn(
-                f"The autoencoder has not converged: it leaves {self._trained.report.unexplained:.1%} of the explored "
-                f"points' mean square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, "
-                "with a larger learning_rate or less repulsion, or use posterior.exploration, which needs none.",
+                f"The autoencoder has not converged: it leaves {latent.unexplained:.1%} of the explored points' mean "
+                f"square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, with a larger "
+                "learning_rate or less repulsion, or use posterior.exploration, which needs none.",
                 ConvergenceWarning,
                 stacklevel=8,
             )
@@ -427,31 +410,25 @@ class MetricBNN(ResumableFit):
         Raises:
             NotFittedError: Before :meth:`fit`.
         """
-        check_count(n, "n")
+        check_counts(n=n)
         self.require_fit()
+        device = None if generator is None else generator.device
         if self.sampling == "latent":
             latents = self._latent()
             which = latents.draw(n, self.trajectory, generator)
-            device = None if generator is None else generator.device
             uniform = torch.rand(n, generator=generator, device=device, dtype=torch.float64)
             part_of = uniform.to(self.mean) * self._extent
             ends = latents.farthest if self.endpoint == "farthest" else latents.ends
             return self.decode(latents.start + part_of[:, None] * (ends[which] - latents.start))
-        points = self._within()
+        moved = self._walked().deviations
+        points = moved[:, : max(1, round(self._extent * moved.shape[1]))].flatten(0, 1)
         if self.sampling == "exploration":
-            device = None if generator is None else generator.device
             chosen = torch.randint(len(points), (n,), generator=generator, device=device)
             return self.mean + points[chosen.to(points.device)]
-        center = points.mean(0)
-        weights = draw_probes("gaussian", n, len(points), generator=generator, dtype=points.dtype, device=points.device)
-        weights = weights / len(points) ** 0.5
-        return self.mean + center + weights @ points - weights.sum(1, keepdim=True) * center
-
-    def _within(self) -> Tensor:
-        """The points up to the extent, ``[m, P]``."""
-        moved = self._walked().deviations
-        stored = max(1, round(self._extent * moved.shape[1]))
-        return moved[:, :stored].flatten(0, 1)
+        drawn = draw_probes("gaussian", n, len(points), generator=generator, dtype=points.dtype, device=points.device)
+        weights = drawn / len(points) ** 0.5
+        # Around the points' mean, which has the weight 1/m at each of them.
+        return self.mean + (weights + (1 - weights.sum(1, keepdim=True)) / len(points)) @ points
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -21,10 +21,10 @@ from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.streaming import CHUNK_SIZE, same_sum
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.evidence.tuning import tunes_noise
+from laplace_plus.evidence.tuning import check_counts, tunes_noise
 from laplace_plus.io import digest
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import check_count, full_precision, option_config, resolve_option
+from laplace_plus.posteriors.configuration import full_precision, option_config, resolve_option
 from laplace_plus.posteriors.resuming import Checkpoint, ResumableFit, identity
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
@@ -112,8 +112,8 @@ class SampledLaplace(SampleBased, ResumableFit):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_count(n_samples, "n_samples")
-        check_count(chunk_size, "chunk_size")
+        check_counts(n_samples=n_samples)
+        check_counts(chunk_size=chunk_size)
         self.n_samples, self.solver, self.chunk_size = n_samples, resolve_option("solver", solver, SOLVERS), chunk_size
         super().__init__(
             model,
@@ -307,7 +307,7 @@ class SampledLaplace(SampleBased, ResumableFit):
         return total_dimension(function_space, weight_space, torch.tensor(self.n_parameters), estimator)
 
     @override
-    def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
+    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """The outputs' mean ``[B, *, C]`` and the samples' deviations from it, ``[k, B, *, C]``."""
         z = self._deviations()
         if self._tangent_mean is not None:
