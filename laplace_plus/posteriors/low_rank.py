@@ -30,10 +30,10 @@ from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
-from laplace_plus.posteriors.sums import FitSums, block_of_rank_zero
+from laplace_plus.posteriors.sums import FitSums, sum_over_ranks
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.selection import Selection
-from laplace_plus.structured import Block, LowRankBlock, SampledSpectrum
+from laplace_plus.structured import LowRankBlock, SampledSpectrum
 
 
 class LowRank(GaussianPosterior):
@@ -155,21 +155,20 @@ class LowRank(GaussianPosterior):
             operator = curvature_operator(
                 self.backend, network, self.likelihood, data, generator=generator, progress=progress
             )
-        block: Block | None = None
+        layout = whole_layout(network)
         with torch.no_grad():
             if group is None:
                 assert operator is not None
-                block = self._block(operator, generator)
-            else:  # rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others
-                size = network.n_parameters
-                summed = SummedOperator(group, operator, size, dtype=network.dtype, device=network.device)
-                if group.rank == 0:
-                    block = self._block(summed, generator)
-                    summed.finish()
-                else:
-                    summed.serve()
-                block = block_of_rank_zero(group, block, network.device)
-        return replace(sums, curvature=Curvature([(whole_layout(network), block)])), seen
+                return replace(sums, curvature=Curvature([(layout, self._block(operator, generator))])), seen
+            # Rank 0 looks for the eigenpairs of the sum of all ranks' curvatures, and tells the others.
+            size, found = network.n_parameters, None
+            summed = SummedOperator(group, operator, size, dtype=network.dtype, device=network.device)
+            if group.rank == 0:
+                found = replace(sums, curvature=Curvature([(layout, self._block(summed, generator))]))
+                summed.finish()
+            else:
+                summed.serve()
+            return sum_over_ranks(group, found, network), seen
 
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters

@@ -1,7 +1,7 @@
 """What a fit adds up over the data, and over the ranks that share the data.
 
-Each rank adds up its own data. Blocks that are plain matrices or vectors on every rank are then reduced in one message.
-Other blocks (a few rows in place of a matrix, structures of third parties) are gathered, and added one by one.
+Each rank adds up its own data. Then every rank gets the sums of each rank in turn, and adds them in the same order, so
+that all have the same bits.
 """
 
 from __future__ import annotations
@@ -15,22 +15,13 @@ from torch import Tensor
 
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import Layout
-from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, sum_
+from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
 from laplace_plus.network import Network
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from laplace_plus.structured import Block, KroneckerBlock
 from laplace_plus.structured.blocks import DecomposedBlock, block_from_tensors
 from laplace_plus.structured.gram_sum import GramSum
 from laplace_plus.structured.kronecker import DiagonalOutputBlock
-from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
-
-_SUMMABLE = (DiagonalBlock, DenseBlock, KroneckerBlock, DiagonalOutputBlock, SoftmaxOutputBlock)
-"""Blocks whose sum has the sums of their tensors, as long as these have the names below."""
-
-_SUMMABLE_TENSORS = frozenset({"values", "matrix", "left", "right", "count"})
-
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +52,31 @@ class FitSums:
 # -- over ranks --------------------------------------------------------------------------------------------------------
 
 
+Form = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape and type of a tensor, and whether it lies on the CPU whatever the network's device."""
+
+
 @dataclass(frozen=True)
 class _Plan:
     """One rank's sums, without their content.
 
     Attributes:
-        counts: Number of examples, and number of outputs.
-        layers, example_axes: What the network has learnt.
-        statistics: Form of the likelihood's statistics.
-        blocks: For each block its names, rule, storage, shape, the shape of its layout and its number of components.
-        tensors: Forms of the tensors of each block.
+        n_data: Number of examples.
+        axes: The example axes that the network has learnt.
+        uses: What has to be the same on all ranks: the number of outputs, the layers, and for each block its names,
+            rule, storage, shape, the shape of its layout and its number of components.
+        tensors: Forms of the statistics (under an empty name) and of each block's tensors.
     """
 
-    counts: tuple[int, int]
-    layers: tuple[str, ...]
-    example_axes: dict[str, Any]
-    statistics: Form
-    blocks: dict[str, tuple[Any, ...]]
+    n_data: int
+    axes: dict[str, Any]
+    uses: dict[str, Any]
     tensors: dict[str, dict[str, Form]]
 
-    def uses(self) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
-        own = {"outputs": self.counts[1], "layers": self.layers, "statistics": self.statistics}
-        return {**own, **{f"block {key}": entry for key, entry in self.blocks.items()}}
 
-
-def _form(tensor: Tensor) -> Form:
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _zeros(form: Form, device: torch.device) -> Tensor:
-    return torch.zeros(form[0], dtype=form[1], device=device)
+def _empty(form: Form, network: Network) -> Tensor:
+    shape, dtype, on_cpu = form
+    return torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else network.device)
 
 
 def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before: Curvature | None = None) -> FitSums:
@@ -109,103 +94,62 @@ def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before:
         DataError: The ranks' data are of different kinds.
     """
     own: dict[str, dict[str, Tensor]] = {}
+    layouts: dict[str, Layout] = {}
     mine: _Plan | None = None
     if sums is not None:
-        own = {layout.key: block.tensors() for layout, block in sums.curvature}
-        blocks = {
-            lay.key: (lay.names, lay.rule, block.storage, block.shape, lay.shape, block.n_components)
-            for lay, block in sums.curvature
-        }
-        forms = {key: {name: _form(tensor) for name, tensor in tensors.items()} for key, tensors in own.items()}
-        counts, axes = (sums.n_data, sums.n_outputs), dict(network.example_axes)
-        mine = _Plan(counts, network.layers, axes, _form(sums.statistics), blocks, forms)
-    everyone: list[_Plan | None] = group.exchange("the sums", mine)
-    plans = {rank: plan for rank, plan in enumerate(everyone) if plan is not None}
+        layouts = {layout.key: layout for layout, _ in sums.curvature}
+        own = {layout.key: block.tensors() for layout, block in sums.curvature} | {"": {"": sums.statistics}}
+        uses: dict[str, Any] = {"outputs": sums.n_outputs, "layers": network.layers}
+        for lay, block in sums.curvature:
+            uses[lay.key] = lay.names, lay.rule, block.storage, block.shape, lay.shape, block.n_components
+        forms = {key: {n: (tuple(t.shape), t.dtype, t.is_cpu) for n, t in its.items()} for key, its in own.items()}
+        mine = _Plan(sums.n_data, dict(network.example_axes), uses, forms)
+    plans = {rank: plan for rank, plan in enumerate(group.exchange("the sums", mine)) if plan is not None}
     if not plans:
         raise EmptyDataError(
             "No rank's loader yielded any data.", expected="at least one batch on one rank", got="none"
         )
-    source, plan = next(iter(plans.items()))
-    for rank, other in plans.items():
-        _require_same_use(plan.uses(), other.uses(), source, rank)
-        if network.layers != other.layers:  # only the last layer depends on the data
-            network.select_last_layer(other.layers[0])
-        for call, axis in other.example_axes.items():
+    source, first = next(iter(plans.items()))
+    for rank, plan in plans.items():
+        for name in {**first.uses, **plan.uses}:
+            if first.uses.get(name) != plan.uses.get(name):
+                raise DataError(
+                    f"The network is used differently on rank {rank} than on rank {source}.",
+                    expected=f"{name}: {first.uses.get(name, 'none')} (rank {source})",
+                    got=f"{name}: {plan.uses.get(name, 'none')} (rank {rank})",
+                    fix="Feed batches of one kind on all ranks, or exclude these parameters from the selection.",
+                )
+        for call, axis in plan.axes.items():
             network.example_axes.setdefault(call, axis)
-    layouts = _layouts(group, sums, plan, source, shared=len(plans) < group.size)
-    storages = {cls.storage for cls in _SUMMABLE}
-    summable = [
-        key
-        for key, entry in plan.blocks.items()
-        if entry[2] in storages
-        and _SUMMABLE_TENSORS.issuperset(plan.tensors[key])
-        and all(other.tensors[key] == plan.tensors[key] for other in plans.values())
-    ]
-    statistics = _zeros(plan.statistics, torch.device("cpu")) if sums is None else sums.statistics.clone()
-    for key in summable:
-        if sums is None:
-            own[key] = {name: _zeros(form, network.device) for name, form in plan.tensors[key].items()}
-    sum_(group, [statistics, *(tensor for key in summable for tensor in own[key].values())])
-    others = {key: {n: t.cpu() for n, t in own[key].items()} for key in own if key not in summable}
-    gathered = group.exchange("the sums over the data", others) if len(summable) < len(plan.blocks) else []
-    totals: list[tuple[Layout, Block]] = []
-    for layout, (key, (_, _, storage, shape, *_)) in zip(layouts, plan.blocks.items(), strict=True):
-        each = [own[key]] if key in summable else [theirs[key] for theirs in gathered if key in theirs]
-        there = [{name: tensor.to(network.device) for name, tensor in tensors.items()} for tensors in each]
-        total = block_from_tensors(storage, shape, there[0])
-        for tensors in there[1:]:
-            total.add_(block_from_tensors(storage, shape, tensors))
-        totals.append((layout, total))
-    if before is not None or group.shard_factors:
-        _share_out(group, totals, before)
-    n_data = sum(other.counts[0] for other in plans.values())
-    return FitSums(Curvature(totals), statistics, n_data, plan.counts[1])
-
-
-def _require_same_use(first: dict[str, Any], other: dict[str, Any], source: int, rank: int) -> None:
-    """Raise :class:`DataError` unless two ranks' data use the network in the same way."""
-    for name in {**first, **other}:
-        if first.get(name) != other.get(name):
-            raise DataError(
-                f"The network is used differently on rank {rank} than on rank {source}: {name}.",
-                expected=f"{first.get(name, 'none')} (rank {source})",
-                got=f"{other.get(name, 'none')} (rank {rank})",
-                fix="Feed batches of one kind on all ranks, or exclude these parameters from the selection.",
-            )
-
-
-def _layouts(group: Group, sums: FitSums | None, plan: _Plan, source: int, *, shared: bool) -> list[Layout]:
-    """The layouts in the order of the plan; ranks without data get them from the ``source``."""
-    known = {} if sums is None else {layout.key: layout for layout, _ in sums.curvature}
-    if not shared:
-        return [known[key] for key in plan.blocks]
+    if network.layers != first.uses["layers"]:  # only the last layer depends on the data
+        network.select_last_layer(first.uses["layers"][0])
+    blocks = {key: entry for key, entry in first.uses.items() if key in first.tensors}
     indices = [
-        known[key].index.clone() if group.rank == source else torch.empty(entry[4], dtype=torch.long)
-        for key, entry in plan.blocks.items()
+        layouts[key].index.clone() if group.rank == source else torch.empty(entry[4], dtype=torch.long)
+        for key, entry in blocks.items()
     ]
     broadcast_(group, indices, source)
-    return [
-        known.get(key) or Layout(key, entry[0], entry[1], index)
-        for (key, entry), index in zip(plan.blocks.items(), indices, strict=True)
-    ]
-
-
-def block_of_rank_zero(group: Group, own: Block | None, device: torch.device) -> Block:
-    """The block that rank 0 has, on every rank.
-
-    Args:
-        group: The ranks.
-        own: The block on rank 0, None elsewhere.
-        device: Where it is wanted.
-    """
-    tensors = {} if own is None else own.tensors()
-    forms = {name: _form(tensor) for name, tensor in tensors.items()}
-    storage, shape, forms = group.exchange("a block", None if own is None else (own.storage, own.shape, forms))[0]
-    received = {
-        name: tensors[name].contiguous() if name in tensors else _zeros(form, device) for name, form in forms.items()
-    }
-    broadcast_(group, received.values(), 0)
-    return block_from_tensors(storage, shape, received)
+    for (key, entry), index in zip(blocks.items(), indices, strict=True):
+        layouts.setdefault(key, Layout(key, entry[0], entry[1], index))
+    total: FitSums | None = None
+    for rank, plan in plans.items():
+        there = own
+        if rank != group.rank:
+            there = {
+                key: {n: _empty(form, network) for n, form in forms.items()} for key, forms in plan.tensors.items()
+            }
+        broadcast_(group, [tensor for tensors in there.values() for tensor in tensors.values()], rank)
+        pairs = [(layouts[key], block_from_tensors(entry[2], entry[3], there[key])) for key, entry in blocks.items()]
+        part = FitSums(Curvature(pairs), there[""][""], plan.n_data, plan.uses["outputs"])
+        if total is not None:
+            total.curvature.add_(part.curvature)
+            statistics, n_data = total.statistics + part.statistics, total.n_data + part.n_data
+            part = FitSums(total.curvature, statistics, n_data, part.n_outputs)
+        total = part
+    assert total is not None
+    if before is not None or group.shard_factors:
+        _share_out(group, list(total.curvature), before)
+    return total
 
 
 # -- factors that lie on one rank each ---------------------------------------------------------------------------------
