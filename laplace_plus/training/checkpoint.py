@@ -95,22 +95,24 @@ class Generators:
     """
 
     def __init__(self, device: torch.device, loaders: list[Any], generator: torch.Generator | None):
-        self._device, found = device, {}
+        holders: list[Any] = []
         for loader in loaders:
             batch_sampler = getattr(loader, "batch_sampler", None)
-            samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
-            for holder in (loader, *samplers):
-                held = getattr(holder, "generator", None)
-                if isinstance(held, torch.Generator):
-                    found[id(held)] = held
-        if generator is not None:
-            found[id(generator)] = generator
-        self._own = list(found.values())
+            holders += [
+                loader,
+                getattr(loader, "sampler", None),
+                batch_sampler,
+                getattr(batch_sampler, "sampler", None),
+            ]
+        held = [torch.default_generator, *(getattr(holder, "generator", None) for holder in holders), generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            held.append(torch.cuda.default_generators[device.index])
+        self._all = list({id(own): own for own in held if isinstance(own, torch.Generator)}.values())
 
     def state(self) -> list[Tensor]:
         """All states: the CPU's, the loaders' and the caller's, the device's."""
-        states = [torch.get_rng_state(), *(generator.get_state() for generator in self._own)]
-        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+        return [generator.get_state() for generator in self._all]
 
     def restore(self, states: list[Tensor]) -> None:
         """Put back what :meth:`state` returned.
@@ -118,26 +120,22 @@ class Generators:
         Raises:
             CheckpointError: Then, there were more generators, or fewer.
         """
-        count = 1 + len(self._own) + (self._device.type == "cuda")
-        if len(states) != count:
+        if len(states) != len(self._all):
             raise CheckpointError(
                 "The checkpoint was written with other generators of random numbers.",
                 expected=f"{len(states)} of torch, the loaders and the caller together, on the same kind of device",
-                got=f"{count}",
+                got=f"{len(self._all)}",
                 fix="Pass the same loaders and the same generator as before.",
             )
-        torch.set_rng_state(states[0].cpu())
-        for generator, state in zip(self._own, states[1:], strict=False):
+        for generator, state in zip(self._all, states, strict=True):
             generator.set_state(state.cpu())
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(states[-1].cpu(), self._device)
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Start all but the device's from one seed within, and put them back after."""
+        """Start all from one seed within, and put them back after."""
         states = self.state()
         try:
-            for generator in (torch.default_generator, *self._own):
+            for generator in self._all:
                 generator.manual_seed(0)
             yield
         finally:

@@ -15,7 +15,6 @@ batches differ in size. N' is N unless the curvature is computed on other data t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +22,17 @@ from torch import Tensor, nn
 
 from laplace_plus.batches import Batch, call, output_tensor
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior
-from laplace_plus.priors import GaussianPrior, Groups, PriorStructure
+from laplace_plus.priors import Groups, PriorStructure
 
 
-class PriorPenalty:
-    """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters; differentiable in them."""
+class TrainingObjective:
+    """``ℓ_b(θ)`` of a minibatch, at a posterior's likelihood, prior and temperature."""
 
-    def __init__(self, network: Network, prior: GaussianPrior):
+    def __init__(self, model: nn.Module, posterior: GaussianPosterior, *, n_data: int, mean_batch_size: float):
+        network, prior = posterior.network, posterior.prior()
+        self._model, self._likelihood = model, posterior.likelihood
+        self._n_data, self._scale = n_data, float(posterior.temperature) * mean_batch_size
         parameters = dict(network.model.named_parameters())
         self._entries: list[tuple[nn.Parameter, Tensor | None]] = []
         for item in network.selected:
@@ -42,35 +42,22 @@ class PriorPenalty:
         vector = network.vector()
         self._precision, self._mean = prior.vector().detach().to(vector), prior.mean.detach().to(vector)
 
-    def __call__(self) -> Tensor:
-        """The penalty at the present weights, 0-d."""
+    def penalty(self) -> Tensor:
+        """``½ (θ−μ)ᵀ P₀ (θ−μ)`` of the network's own parameters, 0-d; differentiable in them."""
         flat = []
         for parameter, index in self._entries:
             entries = parameter.flatten() if index is None else parameter.flatten()[index]
             flat.append(entries.to(self._precision))
         return (self._precision * (torch.cat(flat) - self._mean).square()).sum() / 2
 
-
-@dataclass(frozen=True)
-class TrainingObjective:
-    """``ℓ_b(θ)`` of a minibatch."""
-
-    model: nn.Module
-    likelihood: Likelihood
-    penalty: PriorPenalty
-    temperature: float
-    n_data: int
-    mean_batch_size: float
-
     def __call__(self, batch: Batch) -> Tensor:
         """``ℓ_b``, 0-d and differentiable in the network's parameters."""
-        outputs = self.likelihood.arrange(output_tensor(call(self.model, batch.inputs)))
-        self.likelihood.validate(outputs, batch.target)
-        rows, targets, weights = self.likelihood.rows(outputs, batch.target)
-        log_density = self.likelihood.log_density(rows, targets)
+        outputs = self._likelihood.arrange(output_tensor(call(self._model, batch.inputs)))
+        self._likelihood.validate(outputs, batch.target)
+        rows, targets, weights = self._likelihood.rows(outputs, batch.target)
+        log_density = self._likelihood.log_density(rows, targets)
         fit = torch.where(weights > 0, log_density, torch.zeros_like(log_density)).sum()
-        penalty = self.penalty() / self.n_data
-        return penalty.to(fit) - fit / (self.temperature * self.mean_batch_size)
+        return (self.penalty() / self._n_data).to(fit) - fit / self._scale
 
 
 class HyperparameterAscent:

@@ -25,7 +25,7 @@ from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
 from laplace_plus.training.checkpoint import Generators, pack, put_back, unpack, weights_of
-from laplace_plus.training.objective import HyperparameterAscent, PriorPenalty, TrainingObjective
+from laplace_plus.training.objective import HyperparameterAscent, TrainingObjective
 from laplace_plus.training.settings import Settings
 
 
@@ -241,14 +241,9 @@ class Run:
     def _train_epoch(self, epoch: int) -> float:
         """Train for one epoch; the mean of the objective over its batches."""
         self.model.train()
-        posterior = self.posterior
+        # Made anew for each epoch: each fit chooses a subnetwork anew.
         objective = TrainingObjective(
-            self.model,
-            posterior.likelihood,
-            PriorPenalty(posterior.network, posterior.prior()),  # a subnetwork is chosen anew by each fit
-            temperature=self.settings.temperature,
-            n_data=self.n_data,
-            mean_batch_size=self.mean_batch_size,
+            self.model, self.posterior, n_data=self.n_data, mean_batch_size=self.mean_batch_size
         )
         clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         total, n_examples, n_batches = 0.0, 0, 0

@@ -11,7 +11,7 @@ from training.problems import classes, classifier
 
 import laplace_plus as lp
 from laplace_plus.batches import Batch
-from laplace_plus.training.objective import PriorPenalty, TrainingObjective
+from laplace_plus.training.objective import TrainingObjective
 
 
 def regression(n=50, outputs=3):
@@ -38,15 +38,7 @@ CASES = {
 
 
 def objective_of(posterior, net, mean_batch_size, n_data):
-    penalty = PriorPenalty(posterior.network, posterior.prior())
-    return TrainingObjective(
-        net,
-        posterior.likelihood,
-        penalty,
-        temperature=posterior.temperature.item(),
-        n_data=n_data,
-        mean_batch_size=mean_batch_size,
-    )
+    return TrainingObjective(net, posterior, n_data=n_data, mean_batch_size=mean_batch_size)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,7 +103,7 @@ def test_the_penalty_covers_the_selected_entries_alone():
     mask = torch.zeros(8, 4, dtype=torch.bool)
     mask[1, 2] = True
     posterior = lp.Diagonal(net, "classification", parameters={"0.weight": mask}, prior_precision=4.0).fit([(x, y)])
-    PriorPenalty(posterior.network, posterior.prior())().backward()
+    objective_of(posterior, net, mean_batch_size=1.0, n_data=1).penalty().backward()
     expected = torch.zeros(8, 4, dtype=torch.float64)
     expected[1, 2] = 4.0 * net[0].weight[1, 2].detach()
     torch.testing.assert_close(net[0].weight.grad, expected)
@@ -123,4 +115,5 @@ def test_one_precision_for_each_entry():
     precision = torch.rand(67, dtype=torch.float64) + 0.1
     posterior = lp.Diagonal(net, "classification", prior_precision=precision).fit([(x, y)])
     expected = 0.5 * (precision * posterior.mean.square()).sum()
-    assert PriorPenalty(posterior.network, posterior.prior())().item() == pytest.approx(expected.item(), rel=1e-12)
+    penalty = objective_of(posterior, net, mean_batch_size=1.0, n_data=1).penalty()
+    assert penalty.item() == pytest.approx(expected.item(), rel=1e-12)
