@@ -55,16 +55,11 @@ class Batch:
 def split(item: Any) -> Batch:
     """Separate what a loader yields into the network's inputs and the target.
 
-    Args:
-        item: A tuple or list whose last entry is the target, or a mapping that holds it under one of
-            :data:`TARGET_KEYS`. Named tuples count as tuples.
-
-    Returns:
-        The batch. Of a pair, the inputs are the first entry as it is; of a longer tuple, the tuple of all but the last;
-        of a mapping, a new dictionary of the remaining keys.
+    Of a pair, the inputs are the first entry as it is; of a longer tuple, the tuple of all but the last; of a mapping,
+    a new dictionary of the remaining keys.
 
     Raises:
-        DataError: If there is no target, or it is not a tensor, or nothing remains for the network.
+        DataError: There is no target, or it is not a tensor, or nothing remains for the network.
 
     Example:
         >>> batch = split({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])})
@@ -97,19 +92,10 @@ def iterate(
     iterable: it may have no length, sample with replacement, or end with a shorter batch. Trailing shapes, such as the
     number of tokens, may differ between batches; the structure of the inputs and their dtypes may not.
 
-    Args:
-        data: The loader.
-        device: Where the batches are wanted.
-        progress: Whether to show a progress bar.
-        description: The words before the bar.
-
-    Returns:
-        An iterator over the batches. An invalid loader is refused at the first batch, an invalid batch when it comes.
-
     Raises:
-        EmptyDataError: If no batch holds an example.
-        DataError: If ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), if a
-            batch is of no known form, or if its structure differs from the first one's.
+        EmptyDataError: No batch holds an example.
+        DataError: ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), a batch is
+            of no known form, or its structure differs from the first one's.
     """
     is_dataset = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
     is_batch = isinstance(data, (Tensor, Mapping)) or (
@@ -149,19 +135,15 @@ def iterate(
             )
         yield Batch(to_device(inputs, device), to_device(target, device))
     if first is None:
-        raise EmptyDataError(
-            "The loader yielded no data.",
-            expected="at least one batch with at least one example",
-            got="none",
-            fix="check the dataset and its sampler; an iterator or generator can be run over only once",
-        )
+        fix = "check the dataset and its sampler; an iterator or generator can be run over only once"
+        raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none", fix=fix)
 
 
 # -- from a batch to the network --------------------------------------------------------------------------------------
 
 
 def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Decide how to pass inputs to a network, from the signature of its ``forward``.
+    """Arguments ``(args, kwargs)`` that pass inputs to a network, from the signature of its ``forward``.
 
     * A mapping is passed by keyword if ``forward`` takes exactly such keywords. Otherwise, if none of its keys is a
       parameter of ``forward``, it is passed whole, as the one argument. A mapping of which only some keys are known is
@@ -171,16 +153,8 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
 
     A wrapper's ``forward(*args, **kwargs)`` (``torch.compile``) takes mappings by keyword and tuples spread.
 
-    Args:
-        source: The network, or any callable.
-        inputs: A batch's inputs.
-
-    Returns:
-        ``(args, kwargs)``, for ``model(*args, **kwargs)`` or
-        ``torch.func.functional_call(model, weights, args, kwargs)``.
-
     Raises:
-        DataError: If ``forward`` takes the inputs in none of these ways; names its parameters and the batch's keys.
+        DataError: ``forward`` takes the inputs in none of these ways; names its parameters and the batch's keys.
 
     Example:
         >>> bind(nn.Linear(2, 1), torch.zeros(3, 2))[0][0].shape
@@ -216,18 +190,7 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
 
 
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
-    """Run a network on a batch's inputs, passed as its signature requires; see :func:`bind`.
-
-    Args:
-        model: The network.
-        inputs: A batch's inputs.
-
-    Returns:
-        Whatever the network returns; see :func:`output_tensor`.
-
-    Raises:
-        DataError: If the network does not take such inputs.
-    """
+    """Run a network on a batch's inputs, passed as its signature requires; errors as of :func:`bind`."""
     args, kwargs = bind(model, inputs)
     return model(*args, **kwargs)
 
@@ -235,15 +198,11 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
 def output_tensor(raw: Any) -> Tensor:
     """Find the tensor of outputs in what a network returns.
 
-    Args:
-        raw: A tensor; a mapping with ``"logits"`` (Hugging Face) or ``"out"`` (torchvision's segmentation networks); or
-            an object with ``.logits``.
-
-    Returns:
-        The tensor, as it is.
+    That is a tensor; a mapping with ``"logits"`` (Hugging Face) or ``"out"`` (torchvision's segmentation networks); or
+    an object with ``.logits``.
 
     Raises:
-        OutputError: If there is no such tensor.
+        OutputError: There is no such tensor.
     """
     if isinstance(raw, Tensor):
         return raw
@@ -262,14 +221,9 @@ def output_tensor(raw: Any) -> Tensor:
 
 
 def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Take a tree apart into its leaves, for instance to map ``torch.func.vmap`` over them.
+    """The leaves of a tree, and a function that builds the same tree from as many new leaves.
 
-    Args:
-        inputs: Nested tuples, lists, named tuples and mappings.
-
-    Returns:
-        The leaves, tensors and others (``None`` is a leaf), and a function that builds the same tree from as many new
-        leaves. Named tuples keep their type, mappings become plain dictionaries.
+    ``None`` is a leaf. Named tuples keep their type, mappings become plain dictionaries.
 
     Example:
         >>> leaves, rebuild = flatten({"a": (1, 2), "b": [3]})
@@ -287,15 +241,7 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
-    """Move all tensors of a tree to a device.
-
-    Args:
-        tree: A tensor, or nested tuples, lists, named tuples and mappings.
-        device: The device.
-
-    Returns:
-        A new tree; dtypes and everything that is not a tensor stay as they are.
-    """
+    """A new tree with all tensors on a device; dtypes and everything that is not a tensor stay as they are."""
     if isinstance(tree, Tensor):
         # Tensors made in inference mode cannot take part in derivatives; copies of them can.
         return tree.to(device, copy=tree.is_inference())
@@ -307,16 +253,10 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
 
 
 def batch_size(inputs: Any) -> int:
-    """Count the examples of a batch.
-
-    Args:
-        inputs: A tensor or a tree of tensors.
-
-    Returns:
-        The leading size of the first tensor that has dimensions (of a ``PackedSequence``, its number of sequences).
+    """The number of examples: the leading size of the first tensor that has dimensions, or of a ``PackedSequence``.
 
     Raises:
-        DataError: If there is no such tensor.
+        DataError: There is no such tensor.
     """
     for leaf in [inputs] if isinstance(inputs, Tensor) else flatten(inputs)[0]:
         if isinstance(leaf, PackedSequence):
@@ -352,13 +292,7 @@ def cut(inputs: Any, examples: slice | list[int]) -> Any:
 
 
 def describe(tree: Any) -> str:
-    """Describe a tree for an error message, by dtypes and shapes.
-
-    Args:
-        tree: Anything.
-
-    Returns:
-        One line.
+    """A tree's dtypes and shapes, as one line for an error message.
 
     Example:
         >>> describe((torch.zeros(2, 3), {"mask": None}))

@@ -60,25 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 2 after an error, with a message on standard error.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    command = given[0] if given and given[0] in COMMANDS else ""
+    if command and len(given) > 1 and not given[1].startswith("-"):
+        given.insert(1, "--config")
     try:
-        _execute(given)
+        _execute(given, command)
     except LaplacePlusError as error:
         print(f"laplace-plus: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _execute(given: list[str]) -> None:
-    if len(given) > 1 and given[0] in COMMANDS and not given[1].startswith("-"):
-        given.insert(1, "--config")
+def _execute(given: list[str], command: str) -> None:
     parser = build_parser()
     try:
         parsed = parser.parse_args(given)
         chosen = parser.instantiate(parsed)[parsed.command]
     except (ArgumentError, TypeError) as error:
-        command = f"{given[0]} " if given and given[0] in COMMANDS else ""
         what = " ".join(str(error).split()).rstrip(".")
-        raise ConfigurationError(f"{what}.", fix=f"See `laplace-plus {command}--help`") from error
+        raise ConfigurationError(f"{what}.", fix=f"See `laplace-plus {command} --help`".replace("  ", " ")) from error
     require_device(chosen.device)
     settings_class, function, _ = COMMANDS[parsed.command]
     # Instances are kept as they are: only the top level of the namespace is taken apart.

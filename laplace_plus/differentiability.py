@@ -80,7 +80,7 @@ def refuse_checkpointing(error: RuntimeError) -> None:
 class _WrittenOut(TorchFunctionMode):
     """Replaces operations whose second derivatives torch lacks or has wrong by the same functions written out.
 
-    ``torch._weight_norm`` has a wrong one on the CPU, and the hard sigmoid and swish have none.
+    ``torch._weight_norm`` has a wrong one on the CPU, and the hard sigmoid has none.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,14 +98,7 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     return input.copy_(result) if inplace else result
 
 
-def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input  # the product's derivative needs it
-    result = before * _hardsigmoid(before)
-    return input.copy_(result) if inplace else result
-
-
 _REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
     torch._weight_norm: _weight_norm,
     torch.nn.functional.hardsigmoid: _hardsigmoid,
-    torch.nn.functional.hardswish: _hardswish,
 }

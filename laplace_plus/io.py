@@ -50,9 +50,6 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     that the network computes. The device, ``requires_grad`` and the training mode do not count. Values are compared bit
     by bit, in the dtype that they have.
 
-    Args:
-        model: The network.
-
     Returns:
         A JSON-able dictionary:
 
@@ -63,7 +60,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
           ``dtype``, ``shape`` and the ``sha256`` of its values.
 
     Raises:
-        CheckpointError: If a tensor has no values to read (lazy modules, the meta device).
+        CheckpointError: A tensor has no values to read (lazy modules, the meta device).
     """
     architecture: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
@@ -88,13 +85,9 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module) -> None:
     """Check that a network is the one that a fingerprint was taken of.
 
-    Args:
-        saved: What :func:`fingerprint` returned.
-        model: The network.
-
     Raises:
-        CheckpointError: If the network has other parameters or buffers (names the first that is missing, new, or of
-            another shape or dtype), or other values (names the first tensor that differs), or if ``saved`` is no
+        CheckpointError: The network has other parameters or buffers (names the first that is missing, new, or of
+            another shape or dtype), or other values (names the first tensor that differs), or ``saved`` is no
             fingerprint.
     """
     current = fingerprint(model)

@@ -124,9 +124,8 @@ class Network:
 
     def __init__(self, model: nn.Module, parameters: Selection, arrange: Callable[[Any], Tensor]):
         if not isinstance(model, nn.Module):
-            raise ConfigurationError(
-                "The model is not a module.", expected="a trained torch.nn.Module", got=type(model).__name__
-            )
+            expected, got = "a trained torch.nn.Module", type(model).__name__
+            raise ConfigurationError("The model is not a module.", expected=expected, got=got)
         # A compiled module hides its operations; the module inside is the same function of the same parameters.
         self.model: nn.Module = unwrap(model)
         self.sharded = sharded_source(model)
@@ -327,12 +326,8 @@ class Network:
 
 def _refuse_unsuitable(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            "A TorchScript module hides its operations.",
-            expected="a plain nn.Module",
-            got="a torch.jit.ScriptModule",
-            fix="Pass the module that was scripted.",
-        )
+        what, fix = "A TorchScript module hides its operations.", "Pass the module that was scripted."
+        raise UnsupportedError(what, expected="a plain nn.Module", got="a torch.jit.ScriptModule", fix=fix)
     for name, module in model.named_modules():
         if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ConfigurationError(

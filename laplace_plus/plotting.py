@@ -52,9 +52,8 @@ def reliability_diagram(
     if axes is None:
         axes = _panels(len(predictions))
     elif len(axes) != len(predictions):
-        raise ConfigurationError(
-            "The axes do not match the predictions.", expected=f"{len(predictions)} axes", got=str(len(axes))
-        )
+        expected, got = f"{len(predictions)} axes", str(len(axes))
+        raise ConfigurationError("The axes do not match the predictions.", expected=expected, got=got)
     for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
         _draw(panel, name, probabilities, targets, n_bins)
     axes[0].set_ylabel("accuracy")

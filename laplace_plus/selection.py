@@ -73,14 +73,10 @@ def last_layer_of(model: nn.Module) -> str:
     Raises:
         SelectionError: The network has no parameters.
     """
-    layers = [
-        layer_of(full_name)
-        for name, module in model.named_modules()
-        for full_name, _ in module.named_parameters(prefix=name, recurse=False)
-    ]
-    if not layers:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if not names:
         raise SelectionError("The network has no parameters.", expected="at least one nn.Parameter", got="none")
-    return layers[-1]
+    return layer_of(names[-1])
 
 
 def select(model: nn.Module, selection: Selection, *, last_layer: str | None = None) -> tuple[Selected, ...]:

@@ -122,22 +122,11 @@ def compare(
     device: str = "cpu",
     progress: bool = False,
 ) -> dict[str, Outcome]:
-    """Fit, tune and score each posterior, and score the network itself.
+    """Fit, tune and score each posterior, and score the network itself, `MAP`, which comes first.
 
     If the likelihood has a noise level (`Gaussian`), the network itself is scored with the level that tuning of the
-    first posterior found. The two then differ only in what the weights' uncertainty adds.
-
-    Args:
-        model: The trained network, on the device.
-        likelihood: What its outputs mean.
-        data: The batches.
-        posteriors: What to fit.
-        seed: Of all sampling.
-        device: Where to compute.
-        progress: Whether to show progress bars.
-
-    Returns:
-        The outcomes by label, `MAP` for the network itself first.
+    first posterior found. The two then differ only in what the weights' uncertainty adds. The seed is that of all
+    sampling.
 
     Raises:
         ConfigurationError: An option that a posterior, its tuning or its prediction does not have.

@@ -19,11 +19,7 @@ never seen in training or tuning. ``out_of_distribution``: images of the held-ou
 
 
 def load_digits(settings: DataSettings, *, seed: int) -> Digits:
-    """Split the 1797 images ``[1, 8, 8]``, with grey values in [0, 1] plus noise.
-
-    Args:
-        settings: Held-out classes, training fraction and noise.
-        seed: Of the noise and the split; the same seed gives the same data everywhere.
+    """Split the 1797 images ``[1, 8, 8]``, with grey values in [0, 1] plus noise; a seed always gives the same data.
 
     Raises:
         UnsupportedError: scikit-learn, which contains the data, is not installed.
@@ -75,17 +71,9 @@ def train_network(
 ) -> nn.Sequential:
     """Train a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
 
-    Nothing is chosen by results: there is no early stopping and no validation data.
-
-    Args:
-        digits: The data, of which only ``train`` is used.
-        settings: The recipe.
-        seed: Of the initial weights and the order of minibatches; the global random state does not change.
-        device: Where to compute.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The trained network, in evaluation mode.
+    Nothing is chosen by results: there is no early stopping and no validation data. The seed is that of the initial
+    weights and the order of minibatches; the global random state does not change. The network returns in evaluation
+    mode.
     """
     n_classes = 1 + max(int(split.tensors[1].max()) for split in digits.values())
     with torch.random.fork_rng(devices=[]):

@@ -60,11 +60,6 @@ Say = Callable[[str], None]
 def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
     """Run the demonstration and write its folder.
 
-    Args:
-        settings: What to run.
-        progress: Whether to show progress bars.
-        say: Takes each line for the user.
-
     Raises:
         ConfigurationError: A posterior that cannot be made.
         UnsupportedError: scikit-learn or matplotlib is missing.
@@ -107,11 +102,6 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
 def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
     """Wrap the configured network, evaluate it and write the output folder.
 
-    Args:
-        settings: What to wrap.
-        progress: Whether to show progress bars.
-        say: Takes each line for the user.
-
     Raises:
         ConfigurationError: Something that the configuration names is missing, or is not what it should be.
         UnsupportedError: matplotlib is missing.
@@ -124,9 +114,8 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         likelihood = resolve_likelihood(make(name, {}) if ":" in name else name)
         model = make(settings.model, settings.model_kwargs)
         if not isinstance(model, nn.Module):
-            raise ConfigurationError(
-                f"{settings.model} returned no network.", expected="a torch.nn.Module", got=type(model).__name__
-            )
+            what = f"{settings.model} returned no network."
+            raise ConfigurationError(what, expected="a torch.nn.Module", got=type(model).__name__)
         if settings.checkpoint is not None:
             _load_weights(model, Path(settings.checkpoint))
         model.to(settings.device)
@@ -166,13 +155,8 @@ def write_report(
 ) -> None:
     """Write metrics.json, reliability.png and the first repeat's posteriors, over those of earlier runs; print a table.
 
-    Args:
-        settings: The configuration of the command.
-        model: The first repeat's network.
-        repeats: What was found.
-        facts: What metrics.json also holds.
-        started: `time.perf_counter()` at the start.
-        say: Takes each line for the user, such as the reason why a posterior cannot be saved.
+    ``model`` is the first repeat's network, ``facts`` is what metrics.json also holds, and ``started`` is
+    `time.perf_counter()` at the start.
     """
     output = Path(settings.output)
     for label, outcome in repeats[0].items():

@@ -58,11 +58,8 @@ class DataSettings:
         """Refuse classes that leave nothing to learn or to hold out."""
         classes = set(self.held_out_classes)
         if not classes <= set(range(10)) or not 1 <= len(classes) <= 8 or len(classes) < len(self.held_out_classes):
-            raise ConfigurationError(
-                "data.held_out_classes does not name digits to hold out.",
-                expected="between one and eight different digits 0 … 9",
-                got=str(self.held_out_classes),
-            )
+            expected, got = "between one and eight different digits 0 … 9", str(self.held_out_classes)
+            raise ConfigurationError("data.held_out_classes are no such digits.", expected=expected, got=got)
 
 
 @dataclass(frozen=True)
@@ -188,11 +185,8 @@ def read_posteriors(entries: list[dict[str, Any]]) -> list[PosteriorSettings]:
     folders = [folder_of("MAP"), *(folder_of(one.label) for one in settings)]
     for one in settings:
         if folders.count(folder_of(one.label)) > 1:
-            raise ConfigurationError(
-                f"The label {one.label!r} is taken.",
-                expected="a different label for each posterior, and none of them MAP",
-                fix="Give each entry of posteriors a `label`.",
-            )
+            what, expected = f"The label {one.label!r} is taken.", "a `label` for each posterior, and none of them MAP"
+            raise ConfigurationError(what, expected=expected)
     return settings
 
 
