@@ -7,70 +7,35 @@ prediction = posterior.predictive(x)
 
 from typing import TYPE_CHECKING, Any
 
-from laplace_plus import (
-    curvature,
-    distributed,
-    errors,
-    geometry,
-    integrations,
-    leave_one_out,
-    linalg,
-    structured,
-    testing,
-)
+import laplace_plus.testing as testing
+from laplace_plus import curvature, distributed, errors, geometry, integrations, leave_one_out, linalg, structured
 from laplace_plus._version import __version__
 from laplace_plus.calibration import CalibratedPosterior, calibrate
 from laplace_plus.curvature import Backend, Native
-from laplace_plus.evidence import (
-    ExpectationMaximisation,
-    MacKay,
-    MarginalLikelihood,
-    Tangent,
-    Tuner,
-    TuningResult,
-    Validation,
-)
+from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
+from laplace_plus.evidence.tangent import Tangent
+from laplace_plus.evidence.tuning import Tuner, TuningResult
+from laplace_plus.evidence.validation import Validation
 from laplace_plus.geometry import Diffusion
 from laplace_plus.leave_one_out import LeaveOneOut
-from laplace_plus.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    LogDensity,
-    Poisson,
-)
-from laplace_plus.posteriors import (
-    KFAC,
-    VIKING,
-    CGSolver,
-    Diagonal,
-    DiagonalSWAG,
-    ELBOTraining,
-    ExponentialMap,
-    Full,
-    GaussianPosterior,
-    LargestMagnitude,
-    LargestVariance,
-    LatentModel,
-    LineSearch,
-    LowRank,
-    MetricBNN,
-    NullSpace,
-    Posterior,
-    Random,
-    Riemannian,
-    SampledEvidence,
-    SampledLaplace,
-    ScaleFit,
-    SGDSolver,
-    Subnetwork,
-    VariationalBound,
-    get_posterior,
-    load,
-    register,
-)
+from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
+from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from laplace_plus.posteriors import KFAC, Diagonal, Full, GaussianPosterior, LowRank, Posterior
+from laplace_plus.posteriors.loading import load
+from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
+from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
+from laplace_plus.posteriors.null_space import LineSearch, NullSpace
+from laplace_plus.posteriors.registry import get_posterior, register
+from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
+from laplace_plus.posteriors.riemannian.riemannian import Riemannian
+from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
+from laplace_plus.posteriors.sampled.tuning import SampledEvidence
+from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random
+from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
+from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.posteriors.viking.scales import ScaleFit
+from laplace_plus.posteriors.viking.training import ELBOTraining
+from laplace_plus.posteriors.viking.viking import VIKING, VariationalBound
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
 from laplace_plus.training import train_marginal_likelihood

@@ -43,19 +43,15 @@ def parse_bytes(value: int | str) -> int:
         >>> parse_bytes("1.5 GiB") == 3 * 2**29
         True
     """
-    number: float = -1
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?)I?B?\s*", value.upper())
-        number = float(match[1]) * _UNITS[match[2]] if match else -1
-    elif isinstance(value, int) and not isinstance(value, bool):
-        number = value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?)I?B?\s*", str(value).upper())
+    number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if number < 1:
         raise ConfigurationError(
             "The memory budget must be a positive number of bytes.",
             expected='a positive number of bytes, or a text such as "500 MiB" or "2 GiB"',
             got=repr(value),
         )
-    return int(number)
+    return number
 
 
 def in_words(n_bytes: int) -> str:

@@ -263,12 +263,8 @@ def batch_size(inputs: Any) -> int:
             return int(leaf.batch_sizes[0])
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
-    raise DataError(
-        "A batch's inputs hold no tensor with a batch dimension.",
-        expected="a tensor of shape [B, ...], or several in a tuple or mapping",
-        got=describe(inputs),
-        fix="convert the inputs to tensors in the dataset (torch.as_tensor) and collate them",
-    )
+    what, fix = "A batch's inputs hold no tensor with a batch dimension.", "convert the inputs to tensors, and collate"
+    raise DataError(what, expected="a tensor [B, ...], also in a tuple or mapping", got=describe(inputs), fix=fix)
 
 
 def can_be_cut(inputs: Any, size: int) -> bool:

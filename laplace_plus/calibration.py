@@ -34,7 +34,7 @@ from laplace_plus.batches import can_be_cut, cut, iterate
 from laplace_plus.errors import CheckpointError, ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import fitted_data
 from laplace_plus.evidence.tuning import check_choice
-from laplace_plus.leave_one_out.predictions import INTERPOLATION, LeaveOneOutPredictions, Leverages
+from laplace_plus.leave_one_out.predictions import INTERPOLATION, Leverages
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -276,7 +276,13 @@ def calibrate(
         "converged": inside,
     }
     if fitted >= 1:
-        scale, loss = _best_scale(left, link, n_samples, generator)
+        seed = draw_seed(generator or torch.default_generator) if link == "mc" else 0
+
+        def left_out_loss(scale: float) -> float:  # with common random numbers
+            common = torch.Generator(device=left.mean.device).manual_seed(seed)
+            return float(left.nll(link=link, scale=scale, n_samples=n_samples, generator=common))
+
+        scale, loss = _minimum(left_out_loss, 0.0, 1.0)
         return result("covariance", scale=scale, calibrated_nll=loss, **found)
     if leverages == "last_layer":
         return result("network", calibrated_nll=found["leave_one_out_nll"], **found)
@@ -352,19 +358,6 @@ def _best_temperature(
     return math.exp(best), least, inside
 
 
-def _best_scale(
-    left: LeaveOneOutPredictions, link: str, n_samples: int, generator: torch.Generator | None
-) -> tuple[float, float]:
-    """The scale in [0, 1] of least leave-one-out loss, and that loss, with common random numbers."""
-    seed = draw_seed(generator or torch.default_generator) if link == "mc" else 0
-
-    def loss(scale: float) -> float:
-        common = torch.Generator(device=left.mean.device).manual_seed(seed)
-        return float(left.nll(link=link, scale=scale, n_samples=n_samples, generator=common))
-
-    return _minimum(loss, 0.0, 1.0)
-
-
 def _refitted_outputs(
     posterior: GaussianPosterior, data: Iterable[Any], refit: Refit, generator: torch.Generator | None
 ) -> tuple[Tensor, ...]:
@@ -379,12 +372,8 @@ def _refitted_outputs(
     for batch in iterate(data, device=posterior.network.device, description="folds"):
         size = len(batch.target)
         if not can_be_cut(batch.inputs, size):
-            raise DataError(
-                "The training data cannot be split into examples.",
-                expected="inputs whose tensors all have the examples along their first axis",
-                got="other inputs",
-                fix='Pass fallback="marginal_likelihood".',
-            )
+            what, expected = "The training data cannot be cut.", "inputs with the examples along every first axis"
+            raise DataError(what, expected=expected, fix='Pass fallback="marginal_likelihood".')
         own = is_held_out[start : start + size]
         start += size
         for part, chosen in ((kept, ~own), (fold, own)):

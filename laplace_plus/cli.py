@@ -64,30 +64,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command and len(given) > 1 and not given[1].startswith("-"):
         given.insert(1, "--config")
     try:
-        _execute(given, command)
+        parser = build_parser()
+        try:
+            parsed = parser.parse_args(given)
+            chosen = parser.instantiate(parsed)[parsed.command]
+        except (ArgumentError, TypeError) as error:
+            what, name = " ".join(str(error).split()).rstrip("."), f"laplace-plus {command}".strip()
+            raise ConfigurationError(f"{what}.", fix=f"See `{name} --help`") from error
+        require_device(chosen.device)
+        settings_class, function, _ = COMMANDS[parsed.command]
+        # Instances are kept as they are: only the top level of the namespace is taken apart.
+        settings = settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})
+        folders = [Path(str(path)).parent for path in chosen.config or []]
+        Path(settings.output).mkdir(parents=True, exist_ok=True)
+        # Modules that the configuration names are part of it: found beside the file, or where the command is given.
+        with user_modules(*folders, Path.cwd(), path=sys.path):
+            function(settings, progress=chosen.progress, say=partial(print, flush=True))
     except LaplacePlusError as error:
         print(f"laplace-plus: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _execute(given: list[str], command: str) -> None:
-    parser = build_parser()
-    try:
-        parsed = parser.parse_args(given)
-        chosen = parser.instantiate(parsed)[parsed.command]
-    except (ArgumentError, TypeError) as error:
-        what = " ".join(str(error).split()).rstrip(".")
-        raise ConfigurationError(f"{what}.", fix=f"See `laplace-plus {command} --help`".replace("  ", " ")) from error
-    require_device(chosen.device)
-    settings_class, function, _ = COMMANDS[parsed.command]
-    # Instances are kept as they are: only the top level of the namespace is taken apart.
-    settings = settings_class(**{name: chosen[name] for name in settings_class.__dataclass_fields__})
-    folders = [Path(str(path)).parent for path in chosen.config or []]
-    Path(settings.output).mkdir(parents=True, exist_ok=True)
-    # Modules that the configuration names are part of it: found beside the file, or where the command is given.
-    with user_modules(*folders, Path.cwd(), path=sys.path):
-        function(settings, progress=chosen.progress, say=partial(print, flush=True))
 
 
 if __name__ == "__main__":

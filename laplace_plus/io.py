@@ -68,12 +68,8 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta or nn.parameter.is_lazy(tensor):
-                raise CheckpointError(
-                    f"The {kind} {name} has no values.",
-                    expected="an initialised tensor",
-                    got="the meta device" if tensor.is_meta else "a lazy module that has not seen data",
-                    fix="Load the weights first; run a lazy network once.",
-                )
+                what, got = f"The {kind} {name} has no values.", "the meta device, or a lazy module without data"
+                raise CheckpointError(what, got=got, fix="Load the weights first; run a lazy network once.")
             dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
             architecture.append({"name": name, "kind": kind, "dtype": dtype, "shape": shape})
             tensors.append({**architecture[-1], "sha256": _sha256(tensor)})

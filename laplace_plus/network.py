@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus._memory import memory_budget
@@ -47,16 +47,6 @@ def turn(model: nn.Module) -> threading.RLock:
             for module in modules:
                 _locks.setdefault(module, lock)
         return lock
-
-
-class _ReferencePath(TorchFunctionMode):
-    """Keeps transformer modules off their fused inference kernels, which have no derivatives.
-
-    These modules check whether any function mode is active.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -263,7 +253,8 @@ class Network:
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
-        with _ReferencePath():
+        # Transformer modules leave their fused inference kernels, which have no derivatives, while any mode is active.
+        with BaseTorchFunctionMode():
             return self.arrange(batches.output_tensor(self.raw(inputs, parameters)))
 
     def forward(self, inputs: Any) -> Tensor:

@@ -68,9 +68,7 @@ def _panels(n_panels: int) -> Sequence[Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
-            "Pictures are drawn by matplotlib, which is not installed.", fix="pip install 'laplace_plus[demo]'"
-        ) from error
+        raise UnsupportedError("matplotlib is not installed.", fix="pip install 'laplace_plus[demo]'") from error
 
     figure = Figure(figsize=(3.2 * n_panels + 0.4, 3.8), layout="constrained")
     return list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])

@@ -27,9 +27,7 @@ def load_digits(settings: DataSettings, *, seed: int) -> Digits:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise UnsupportedError(
-            "scikit-learn, which contains the digits, is not installed.", fix="pip install 'laplace_plus[demo]'"
-        ) from error
+        raise UnsupportedError("scikit-learn is not installed.", fix="pip install 'laplace_plus[demo]'") from error
 
     pixels, digits = datasets.load_digits(return_X_y=True)
     generator = torch.Generator().manual_seed(seed)
