@@ -46,11 +46,8 @@ def parse_bytes(value: int | str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?)I?B?\s*", str(value).upper())
     number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if number < 1:
-        raise ConfigurationError(
-            "The memory budget must be a positive number of bytes.",
-            expected='a positive number of bytes, or a text such as "500 MiB" or "2 GiB"',
-            got=repr(value),
-        )
+        expected = 'a positive number of bytes, or a text such as "500 MiB" or "2 GiB"'
+        raise ConfigurationError("The memory budget is no positive number.", expected=expected, got=repr(value))
     return number
 
 
