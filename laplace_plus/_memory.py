@@ -43,7 +43,8 @@ def parse_bytes(value: int | str) -> int:
         >>> parse_bytes("1.5 GiB") == 3 * 2**29
         True
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?)I?B?\s*", str(value).upper())
+    text = str(value).upper() if isinstance(value, (int, str)) else ""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([KMGT]?)I?B?\s*", text)
     number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if number < 1:
         expected = 'a positive number of bytes, or a text such as "500 MiB" or "2 GiB"'
