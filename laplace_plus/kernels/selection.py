@@ -53,11 +53,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 
 
 def mode() -> Mode:
-    """The choice in force: the innermost :func:`use`, else ``LAPLACE_PLUS_KERNELS``, else ``"auto"``.
-
-    Raises:
-        ConfigurationError: It is none of the three.
-    """
+    """The choice in force: the innermost :func:`use`, else ``LAPLACE_PLUS_KERNELS``, else ``"auto"``."""
     value = _mode.get() or os.environ.get("LAPLACE_PLUS_KERNELS", "auto")
     if value not in get_args(Mode):
         raise ConfigurationError(
@@ -95,12 +91,7 @@ def use(choice: Mode) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A measured choice.
-
-    Attributes:
-        chosen: Name of the implementation.
-        seconds: Time of each candidate; infinite where it failed.
-    """
+    """A measured choice: the name of the implementation, and the time of each candidate; infinite where it failed."""
 
     chosen: str
     seconds: Mapping[str, float]
@@ -121,12 +112,7 @@ def forget() -> None:
 
 
 def size_class(*sizes: int) -> tuple[int, ...]:
-    """Sizes up to the next power of two: what is measured for one size holds for all of its class.
-
-    Example:
-        >>> size_class(1, 100, 128, 129)
-        (0, 7, 7, 8)
-    """
+    """Sizes up to the next power of two: what is measured for one size holds for all of its class."""
     return tuple(max(size - 1, 0).bit_length() for size in sizes)
 
 
@@ -146,16 +132,9 @@ def choose(
 ) -> str:
     """The name of the fastest candidate, measured once for each key.
 
-    Args:
-        key: Operation, device, type and size class.
-        device: Where the work is done; anything but CUDA keeps the reference.
-        work: Number of operations, or of bytes moved times ten: whether it is worth measuring.
-        candidates: Calls that do the work, :data:`REFERENCE` among them; the names of Triton kernels begin with
-            ``"triton"``.
-        *totals: Tensors that the candidates take and write to; they are timed on scratch memory.
-
-    Returns:
-        A key of ``candidates``.
+    Anything but CUDA keeps the reference. ``work`` is the number of operations, or of bytes moved times ten: whether it
+    is worth measuring. Candidates write to the ``totals``; they are timed on scratch memory. The names of Triton kernels
+    begin with ``"triton"``.
     """
     if mode() == "triton":
         return next((name for name in candidates if name.startswith("triton")), REFERENCE)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, OperatorError, UnsupportedError
 from laplace_plus.linalg.arguments import without_autocast
-from laplace_plus.linalg.operators import Operator, not_differentiable, unique
+from laplace_plus.linalg.operators import Operator, pulled_back, unique
 
 Matvec = Operator | Callable[[Tensor], Tensor]
 """Anything that maps row-stacked vectors ``[..., n]`` linearly to ``[..., m]``."""
@@ -51,9 +51,6 @@ class LinearMap:
 
     Attributes:
         matvecs: Number of vectors multiplied so far, with A or its transpose.
-
-    Raises:
-        OperatorError: Not callable, or an operator of another shape.
     """
 
     def __init__(
@@ -89,11 +86,7 @@ class LinearMap:
         return self._tensors or ()
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """``A v`` for row-stacked vectors ``[..., n]``, without an autograd graph.
-
-        Raises:
-            OperatorError: The result has another shape, type or device.
-        """
+        """``A v`` for row-stacked vectors ``[..., n]``, without an autograd graph."""
         count = vectors.shape[:-1].numel()
         self.matvecs += count
         self._widest = max(self._widest, count)
@@ -117,7 +110,7 @@ class LinearMap:
             leaf = torch.zeros(*vectors.shape[:-1], self.n, dtype=vectors.dtype, device=vectors.device)
             product = self._multiply(self._matvec, leaf.requires_grad_(), self.m)
             # This graph is new and used once; compiled operators cannot retain theirs.
-            return _gradients(product, [leaf], _recordable(vectors), retain_graph=False)[0]
+            return pulled_back(product, [leaf], _recordable(vectors), retain_graph=False)[0].detach()
 
     def parameter_pullback(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
         """The derivative of ``Σ ⟨u, A v⟩`` in the operator's tensors, for vectors ``[n]`` or stacks ``[..., n]``.
@@ -141,7 +134,7 @@ class LinearMap:
     def _parameter_gradients(self, vectors: Tensor, cotangents: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.enable_grad():
             product = self._checked(self._matvec, _recordable(vectors), self.m)
-            return _gradients(product, self.tensors, _recordable(cotangents))
+            return pulled_back(product, self.tensors, _recordable(cotangents))
 
     def _multiply(self, function: Matvec, vectors: Tensor, size: int) -> Tensor:
         """A product in the operator's type, for a stack or vector by vector."""
@@ -170,16 +163,9 @@ class LinearMap:
 def checked_product(
     function: Callable[[Tensor], Tensor], vectors: Tensor, size: int | None, name: str = "operator"
 ) -> Tensor:
-    """``A v`` from a caller's function, with the shape, type and device of the result checked.
+    """``A v``, ``[..., size]``, from a caller's function, with the shape, type and device of the result checked.
 
-    Args:
-        function: Maps row-stacked vectors ``[..., n]`` to ``[..., size]``.
-        vectors: ``[..., n]``.
-        size: Length of the vectors of the result; None if it is not known.
-        name: What error messages call the function.
-
-    Raises:
-        OperatorError: The function failed, or its result has another shape, type or device.
+    ``size`` may be None; ``name`` is what errors call the function. ``OperatorError`` if it failed or does not fit.
     """
     if not callable(function):
         raise OperatorError(
@@ -303,13 +289,10 @@ class _Attached(torch.autograd.Function):
 def number_type(
     matvec: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[torch.dtype, torch.device]:
-    """The type and device in which to draw random vectors for an operator.
+    """The real type and the device in which to draw random vectors for an operator.
 
     By default those of the operator, of the first floating-point tensor, module or operator that the callable refers
     to, or torch's defaults.
-
-    Raises:
-        ConfigurationError: Not a real floating-point type.
     """
     found = None if dtype is not None and device is not None else _first_tensor(matvec, 2)
     if dtype is None:
@@ -358,35 +341,6 @@ def add_gradients(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[
     if not left or not right:
         return left or right
     return tuple(x + y for x, y in zip(left, right, strict=True))
-
-
-def _gradients(
-    product: Tensor, inputs: Sequence[Tensor], cotangents: Tensor, *, retain_graph: bool = True
-) -> tuple[Tensor, ...]:
-    """A vector–Jacobian product; zeros for tensors that the product does not depend on.
-
-    By default the graph is retained: it may reach into a graph of the caller, which is used again.
-
-    Raises:
-        OperatorError: The product depends on none of the inputs, or torch failed.
-    """
-    if not product.requires_grad:
-        raise not_differentiable()
-    cotangents = cotangents.detach().to(product.dtype)
-    try:
-        gradients = torch.autograd.grad(product, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise OperatorError(
-            f"torch failed to differentiate through the operator: {error}",
-            expected="a callable whose vector–Jacobian products can be taken more than once",
-            got="a RuntimeError",
-            fix="Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off.",
-        ) from error
-    if all(gradient is None for gradient in gradients):
-        raise not_differentiable()
-    return tuple(torch.zeros_like(x) if g is None else g.detach() for g, x in zip(gradients, inputs, strict=True))
 
 
 def _recordable(vectors: Tensor) -> Tensor:

@@ -166,21 +166,9 @@ def solve_least_squares(
     *,
     transposed: bool = False,
 ) -> tuple[Tensor, LeastSquaresSolution]:
-    """LSMR on rows.
+    """LSMR on rows, for A, or for Aᵀ if ``transposed``; the first guess ``x [R, n]`` is overwritten.
 
-    Args:
-        A: The operator, m × n.
-        sides: Right-hand sides of length m.
-        damp: λ, 0-d.
-        x: First guess ``[R, n]``, which is overwritten.
-        options: Tolerances and caps.
-        transposed: Whether to solve with Aᵀ in place of A.
-
-    Returns:
-        Solutions as rows ``[R, n]``, and the same in the shape and scale of the right-hand sides.
-
-    Raises:
-        OperatorError: A and Aᵀ are not each other's transposes.
+    Returns solutions as rows ``[R, n]``, and all results in the shape and scale of the right-hand sides.
     """
     forward, adjoint = (A.transposed, A) if transposed else (A, A.transposed)
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps

@@ -224,12 +224,7 @@ class ProjectionMethod(ABC):
 
     @abstractmethod
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
-        """Make the projector.
-
-        Args:
-            whole: A, ``[m, n]``.
-            parts: Returns the rows of A as operators ``[m_b, n]``, batch by batch.
-        """
+        """The projector for ``A [m, n]``, or for its rows as operators ``[m_b, n]``, batch by batch."""
 
 
 def _cutoff(given: float | None, dtype: torch.dtype) -> float:
@@ -278,16 +273,11 @@ class SVDProjection(ProjectionMethod):
 
 
 def row_space(rows: Tensor, rtol: float) -> tuple[Tensor, Tensor, bool]:
-    """Singular values ``[r]`` of A ``[m, n]`` above a cutoff, and orthonormal vectors V ``[r, n]`` of its row space.
+    """Singular values ``[r]`` of A ``[m, n]`` above a fraction of the largest, and its row space, for float64.
 
     With the cutoff of single precision they come from the eigenvectors of a Gram matrix, in a tenth of the time.
-
-    Args:
-        rows: A, float64.
-        rtol: Singular values of at most this fraction of the largest count as zero.
-
-    Returns:
-        The values; V, or coefficients ``W [r, m]`` with ``V = W A``, whichever is smaller; whether it is W.
+    Returns the values; orthonormal V ``[r, n]``, or coefficients ``W [r, m]`` with ``V = W A``, whichever is smaller;
+    and whether it is W.
     """
     m, n = rows.shape
     if min(m, n) < _GRAM_SIZE or rtol < _GRAM_RTOL:

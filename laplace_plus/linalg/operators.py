@@ -81,12 +81,7 @@ class Operator(ABC):
         with torch.enable_grad():  # the pullback of a linear function is the same at every point
             point = vectors.new_zeros(*vectors.shape[:-1], self.shape[1]).requires_grad_()
             product = self._apply(point)
-        gradient = None
-        if product.requires_grad:
-            (gradient,) = torch.autograd.grad(product, point, vectors, create_graph=graph, allow_unused=True)
-        if gradient is None:
-            raise not_differentiable()
-        return gradient
+        return pulled_back(product, [point], vectors, create_graph=graph)[0]
 
     # -- products ------------------------------------------------------------------------------------------------------
 
@@ -257,16 +252,9 @@ class Scaled(Operator):
     Args:
         operator: A.
         factor: c: a number or a 0-d tensor.
-
-    Raises:
-        OperatorError: c is on another device.
     """
 
     def __init__(self, operator: Operator, factor: float | Tensor):
-        if isinstance(factor, Tensor) and factor.device not in (operator.device, torch.device("cpu")):
-            raise OperatorError(
-                "The factor is on another device.", expected=f"a number on {operator.device}", got=f"{factor.device}"
-            )
         self.operator, self.operands = operator, (operator,)
         self.factor = factor if isinstance(factor, Tensor) else float(factor)
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
@@ -314,9 +302,7 @@ class Sum(Operator):
     def __init__(self, terms: Sequence[Operator]):
         flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
         self.terms: tuple[Operator, ...] = tuple(flat)
-        first, self.operands = require_alike(self.terms, "terms of a sum"), self.terms
-        if any(other.shape != first.shape for other in self.terms):
-            raise OperatorError("The shapes of the terms differ.", expected=f"{first.shape}", got=f"{self.terms}")
+        first, self.operands = require_alike(self.terms, "terms of a sum", "shape", "dtype", "device"), self.terms
         self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
         remaining = [term for term in self.terms if not term.symmetric]
         while remaining:  # terms that are not symmetric must pair up as transposes
@@ -376,21 +362,14 @@ def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
-def require_alike(operators: Sequence[Operator], what: str) -> Operator:
-    """The first of some operators, after a check that all have the same type and device.
-
-    Raises:
-        OperatorError: They differ, or there are none.
-    """
+def require_alike(operators: Sequence[Operator], what: str, *names: str) -> Operator:
+    """The first of some operators, after a check that all have the same type and device, or the same of other names."""
     if not operators:
         raise OperatorError(f"The list of {what} is empty.", expected="at least one", got="none")
-    for other in operators[1:]:
-        if (other.dtype, other.device) != (operators[0].dtype, operators[0].device):
-            raise OperatorError(
-                f"The {what} have different types or devices.",
-                expected=f"{operators[0].dtype} on {operators[0].device}",
-                got=f"{other.dtype} on {other.device}",
-            )
+    first, *others = ([getattr(operator, name) for name in names or ("dtype", "device")] for operator in operators)
+    for other in others:
+        if other != first:
+            raise OperatorError(f"The {what} do not fit.", expected=str(first), got=str(other))
     return operators[0]
 
 
@@ -410,11 +389,37 @@ def _are_transposes(left: Operator, right: Operator) -> bool:
     return any(isinstance(a, Transposed) and a.original is b for a, b in ((left, right), (right, left)))
 
 
-def not_differentiable() -> OperatorError:
-    """The error for a product without an autograd graph to its vectors or tensors."""
-    return OperatorError(
-        "torch cannot differentiate through the operator.",
-        expected="a callable made of torch operations, or its transpose as well",
-        got="a product that does not depend on the vector in the autograd graph",
-        fix="Pass rmatvec=, or declare the operator symmetric if it is.",
-    )
+def pulled_back(
+    product: Tensor,
+    inputs: Sequence[Tensor],
+    cotangents: Tensor,
+    *,
+    retain_graph: bool = True,
+    create_graph: bool = False,
+) -> tuple[Tensor, ...]:
+    """A vector–Jacobian product; zeros for tensors that the product does not depend on.
+
+    By default the graph is retained: it may reach into a graph of the caller, which is used again.
+    """
+    options = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": True}
+    gradients: tuple[Tensor | None, ...] = ()
+    try:
+        if product.requires_grad:
+            gradients = torch.autograd.grad(product, inputs, cotangents.to(product.dtype), **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise OperatorError(
+            f"torch failed to differentiate through the operator: {error}",
+            expected="a callable whose vector–Jacobian products can be taken more than once",
+            got="a RuntimeError",
+            fix="Pass a callable that is not compiled, or compile it with torch._functorch.config.donated_buffer off.",
+        ) from error
+    if all(gradient is None for gradient in gradients):
+        raise OperatorError(
+            "torch cannot differentiate through the operator.",
+            expected="a callable made of torch operations, or its transpose as well",
+            got="a product that does not depend on the vector in the autograd graph",
+            fix="Pass rmatvec=, or declare the operator symmetric if it is.",
+        )
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True))

@@ -255,14 +255,9 @@ def svds(
 class _ThickRestart:
     """A search for the outermost eigenpairs of a symmetric operator; see :func:`eigsh` for the arguments.
 
-    Attributes:
-        dtype: Type in which the operator multiplies.
-        level: Relative accuracy.
-        start: The start vector.
-        values: ``[j]`` eigenvalues found, the most wanted first; float64 on the CPU.
-        vectors: ``[j, size]`` their eigenvectors.
-        norm: A lower bound of ‖A‖, usually close.
-        complete: Whether ``k`` pairs converged, and a search from a random vector found nothing better.
+    It has the type in which the operator multiplies, the relative accuracy ``level`` and the start vector. The results are
+    ``values [j]``, the most wanted first, in float64 on the CPU; ``vectors [j, size]``; ``norm``, a lower bound of ‖A‖;
+    and ``complete``: whether k pairs converged, and a search from a random vector found nothing better.
     """
 
     def __init__(
@@ -304,12 +299,9 @@ class _ThickRestart:
         self.norm, self.complete = 0.0, False
 
     def run(self, product: Callable[[Tensor], Tensor], which: Which, limit: Callable[[Tensor, float], Tensor]) -> None:
-        """Search.
+        """Search with ``A v`` for one vector.
 
-        Args:
-            product: ``A v`` for one vector.
-            which: Which end of the spectrum.
-            limit: The largest residual of a converged pair, given the eigenvalues ``[j]`` and an estimate of ``‖A‖``.
+        ``limit`` gives the largest residuals of converged pairs from eigenvalues ``[j]`` and an estimate of ``‖A‖``.
         """
         self._product, self._which, self._limit = product, which, limit
         start, k = self.start, self._k

@@ -22,20 +22,10 @@ _LOOK_EVERY = 8
 
 
 class RightHandSides:
-    """Right-hand sides ``[..., n]`` as rows ``[R, n]`` in the type of the recurrences.
+    """Right-hand sides ``[..., n]`` as ``rows [R, n]`` in the type of the recurrences, at least float32.
 
-    Each row is divided by a power of two, which is exact, so that no square under- or overflows.
-
-    Args:
-        name: Name of the argument in errors.
-        vectors: The right-hand sides.
-
-    Attributes:
-        rows: ``[R, n]``, in float32 where the vectors have half precision.
-        scale: ``[R]``, the divisors.
-
-    Raises:
-        ConfigurationError: Not a stack of real vectors.
+    Each row is divided by a power of two, ``scale [R]``, which is exact, so that no square under- or overflows.
+    ``ConfigurationError`` for anything but a stack of real vectors.
     """
 
     def __init__(self, name: str, vectors: Tensor):
@@ -72,11 +62,7 @@ class RightHandSides:
         return LinearMap(matvec, n, dtype=self.dtype, single=not self.shape, **options)
 
     def start(self, x0: Tensor | None, length: int) -> Tensor | None:
-        """A copy of the first guess as rows.
-
-        Raises:
-            ConfigurationError: A guess of another shape or type.
-        """
+        """A copy of the first guess as rows; ``ConfigurationError`` if it has another shape or type."""
         if x0 is None:
             return None
         if x0.shape != (*self.shape, length) or x0.dtype != self.dtype:
@@ -89,19 +75,9 @@ class RightHandSides:
 
 
 class Progress:
-    """Which systems are still iterated, and how the others ended.
+    """Which systems are still ``active``, and the statuses, iterations and kept coefficients of all.
 
     All decisions are masks on the device; the host looks at them only every few iterations on an accelerator.
-
-    Args:
-        shape: Shape of the masks.
-        device: Device of the masks.
-
-    Attributes:
-        active: Which systems have not ended.
-        statuses: Integers, the :class:`~laplace_plus.linalg.results.Status` of each.
-        iterations: Iterations of each.
-        coefficients: What the recurrence keeps of each iteration.
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device):
@@ -130,11 +106,7 @@ class Progress:
 
 
 def iteration_cap(max_iterations: int | None, size: int) -> int:
-    """``max(1000, 10 size)`` by default: rounding delays convergence beyond the dimension.
-
-    Raises:
-        ConfigurationError: A cap below one.
-    """
+    """``max(1000, 10 size)`` by default: rounding delays convergence beyond the dimension."""
     if max_iterations is None:
         return max(1000, 10 * size)
     require_count("max_iterations", max_iterations, 1)
@@ -142,11 +114,7 @@ def iteration_cap(max_iterations: int | None, size: int) -> int:
 
 
 def tolerance(name: str, value: float | None, dtype: torch.dtype) -> float:
-    """By default 1e-10 in float64, 1e-6 in float32 and 1e-2 in half precision.
-
-    Raises:
-        ConfigurationError: A negative tolerance.
-    """
+    """By default 1e-10 in float64, 1e-6 in float32 and 1e-2 in half precision; ``ConfigurationError`` below zero."""
     require_tolerance(**{name: value})
     return {torch.float64: 1e-10, torch.float32: 1e-6}.get(dtype, 1e-2) if value is None else value
 
@@ -175,12 +143,7 @@ def where_active(rows: Tensor, active: Tensor) -> Tensor:
 
 
 class SymmetricSystem:
-    """Systems ``A x = b`` with a symmetric A, as the recurrences of solvers get them; see :func:`cg` for the arguments.
-
-    Attributes:
-        A: The operator on rows.
-        preconditioner: ``P⁻¹`` on rows, if there is one.
-    """
+    """Systems ``A x = b`` with a symmetric A, as the recurrences of solvers get them; see :func:`cg` for the arguments."""
 
     def __init__(
         self,
@@ -209,13 +172,11 @@ class SymmetricSystem:
         self._start = sides.start(converted(dtype, x0), sides.length)
 
     def solve(self, recurrence: Recurrence, shifts: Tensor | None = None) -> tuple[Solution, Progress]:
-        """The solutions of ``A + σ_t``, with the implicit gradient, and how the recurrence ended.
+        """The solutions of ``A + σ_t`` with the implicit gradient, and how the recurrence ended.
 
-        Args:
-            recurrence: Takes this system, right-hand sides, shifts ``[S, 1]`` or ``[1, R]`` and a first guess. It
-                returns solutions ``[S, R, n]``, true residuals, bounds on these, and the progress, ``[S, R]``; all
-                without S where it takes no shifts.
-            shifts: σ, ``[S]``.
+        A recurrence takes this system, right-hand sides, shifts ``[S, 1]`` or ``[1, R]`` and a first guess. It returns
+        solutions ``[S, R, n]``, true residuals, bounds on these, and the progress, ``[S, R]``; all without S where it takes
+        no shifts.
         """
         A, sides, b = self.A, self._sides, self._b
         sigma = None if shifts is None else shifts.detach().to(sides.rows)
@@ -262,11 +223,7 @@ class SymmetricSystem:
         return torch.maximum(self._rtol * size, self._atol / sides.scale)
 
     def loop(self, state: Progress) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-        """The iterations, each with a function for its product ``A p``.
-
-        Raises:
-            OperatorError: ``⟨p, A q⟩`` and ``⟨A p, q⟩`` differ by more than rounding for the first two vectors.
-        """
+        """The iterations, each with a function for its product ``A p``; the first two check that A is symmetric."""
         first: list[Tensor] = []
 
         def compared(q: Tensor) -> Tensor:
@@ -290,18 +247,10 @@ Recurrence = Callable[
 def require_adjoint(
     method: str, left: Tensor, right: Tensor, scale: Tensor | float, dtype: torch.dtype, *, symmetric: bool = True
 ) -> None:
-    """Check inner products that are equal if a map is its own transpose, or if two maps are each other's.
+    """Check ``⟨p, A q⟩``, left, against ``⟨Aᵀ p, q⟩``, right, for a map and its transpose, or for a symmetric map.
 
-    Args:
-        method: The solver's name.
-        left: ``⟨p, A q⟩`` of each right-hand side.
-        right: ``⟨Aᵀ p, q⟩``.
-        scale: The size that rounding errors are relative to; where it underflowed, nothing is checked.
-        dtype: Type in which A multiplies.
-        symmetric: Whether A is to be its own transpose.
-
-    Raises:
-        OperatorError: They differ by more than rounding.
+    Rounding errors in the type that A multiplies in are relative to ``scale``; where it underflowed, nothing is
+    checked. ``OperatorError`` if the numbers differ by more.
     """
     different = (left - right).abs() > math.sqrt(torch.finfo(dtype).eps) * scale
     if not bool((different & (scale > 0)).any()):

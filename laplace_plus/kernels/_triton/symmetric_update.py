@@ -146,13 +146,9 @@ def splits_of(n_rows: int, tiles: int, step: int, device: torch.device) -> tuple
 
 @on_its_device
 def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> None:
-    """``total += rowsᵀ rows`` in the lower triangle.
+    """``total += rowsᵀ rows`` in the lower triangle, for ``[G, d, d]`` of float32 and rows ``[G, N, d]``.
 
-    Args:
-        total: ``[G, d, d]`` of float32, with contiguous rows.
-        rows: ``[G, N, d]``, with any strides.
-        precision: Triton's name of the multiplication: ``"ieee"``, ``"tf32"`` or ``"tf32x3"``.
-        tiling: The configuration.
+    The total has contiguous rows. ``precision`` is Triton's name: ``"ieee"``, ``"tf32"`` or ``"tf32x3"``.
     """
     if tiling.transposed:
         rows = rows.mT.contiguous().mT
