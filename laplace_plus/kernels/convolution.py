@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,17 +133,15 @@ def convolution_factor(
         return target
     if len(axes) == 1:
         image, axes = image.unsqueeze(2), (Axis(1, 1, 1, 1, (0, 0)), *axes)
-    if method is None and can_take_lags:
-        ways = {"lags": _add_lags, "patches": _add_patches}
-        method = "lags" if _prefers_lags(image, axes, groups) else "patches"
-        candidates = {REFERENCE: partial(ways.pop(method), inputs=image, axes=axes, bias=bias)}
-        other, add = ways.popitem()
-        candidates[other] = partial(add, inputs=image, axes=axes, bias=bias)
-        work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
-        key = (image.device, image.dtype, target.dtype, bias, groups, *axes, image.shape[1], *size_class(len(image)))
-        candidates[choose(("convolution_factor", *key), image.device, work, candidates, target)](target.detach())
-    else:
-        (_add_lags if method == "lags" else _add_patches)(target.detach(), image, axes, bias)
+    lags = can_take_lags and (method or ("lags" if _prefers_lags(image, axes, groups) else "patches")) == "lags"
+    ways = [_add_lags, _add_patches] if lags else [_add_patches, _add_lags]
+    names = (REFERENCE, ways[1].__name__)[: 2 if method is None and can_take_lags else 1]
+    candidates = {
+        name: partial(way, inputs=image, axes=axes, bias=bias) for name, way in zip(names, ways, strict=False)
+    }
+    work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
+    key = (image.device, image.dtype, target.dtype, bias, groups, *axes, image.shape[1], *size_class(len(image)))
+    candidates[choose(("convolution_factor", *key), image.device, work, candidates, target)](target.detach())
     return symmetrize_(target) if total is None else target
 
 
@@ -151,7 +150,8 @@ def _axes(
 ) -> tuple[Axis, ...]:
     """The axes of space, checked."""
     space = inputs.ndim - 2
-    columns = [list(x) if isinstance(x, Sequence) else [x] * space for x in (kernel_size, stride, dilation, padding)]
+    given: tuple[Any, ...] = (kernel_size, stride, dilation, padding)
+    columns = [list(x) if isinstance(x, Sequence) else [x] * space for x in given]
     fits = space in (1, 2, 3) and inputs.is_floating_point() and groups >= 1 and inputs.shape[1] % groups == 0
     if fits and not isinstance(padding, str) and all(len(column) == space for column in columns):
         pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in columns.pop()]

@@ -133,14 +133,15 @@ def three_term_update(
 
 
 def _check(vector: Tensor, **others: tuple[Tensor | None, torch.Size]) -> None:
+    valid = vector.dtype in (torch.float32, torch.float64) and vector.ndim in (1, 2)
     for name, (other, shape) in others.items():
-        same = other is not None and (other.dtype, other.device, other.shape) == (vector.dtype, vector.device, shape)
-        if not same or vector.dtype not in (torch.float32, torch.float64) or vector.ndim not in (1, 2):
+        wanted = (vector.dtype, vector.device, shape)
+        found = None if other is None else (other.dtype, other.device, other.shape)
+        if not valid or found != wanted:
             raise ConfigurationError(
                 f"{name} and vector do not fit.",
-                expected=f"vectors [n] or [m, n] of float32 or float64, and {name} {list(shape)} of the same type",
-                got=f"{list(vector.shape)} of {vector.dtype} on {vector.device}, and "
-                + ("None" if other is None else f"{list(other.shape)} of {other.dtype} on {other.device}"),
+                expected=f"vectors [n] or [m, n] of float32 or float64, and for {name} {wanted}",
+                got=f"a vector {list(vector.shape)} of {vector.dtype}, and {found}",
                 fix="Convert 16-bit vectors to float32: their inner products would lose orthogonality.",
             )
 

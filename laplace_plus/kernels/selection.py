@@ -133,7 +133,7 @@ def choose(
     """The name of the fastest candidate, measured once for each key.
 
     Anything but CUDA keeps the reference. ``work`` is the number of operations, or of bytes moved times ten: whether it
-    is worth measuring. Candidates write to the ``totals``; they are timed on scratch memory. The names of Triton kernels
+    is worth measuring. Candidates write to the ``totals``, and are timed on scratch memory. Names of Triton kernels
     begin with ``"triton"``.
     """
     if mode() == "triton":

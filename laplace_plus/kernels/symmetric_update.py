@@ -121,8 +121,9 @@ def _on_device(total: Tensor, rows: Tensor) -> None:
     precision = "tf32"  # Triton's name for the precision in which torch multiplies float32
     if torch.get_float32_matmul_precision() == "highest":
         precision = "ieee" if INTERPRETED else "tf32x3"
-    for tiling in kernels.tilings(rows.dtype, total.shape[-1]) if kernels is not None else ():
-        candidates[f"triton {tiling}"] = partial(kernels.update, rows=rows, precision=precision, tiling=tiling)
+    if kernels is not None:
+        for tiling in kernels.tilings(rows.dtype, total.shape[-1]):
+            candidates[f"triton {tiling}"] = partial(kernels.update, rows=rows, precision=precision, tiling=tiling)
     groups, n_rows, width = rows.shape
     key: Key = ("symmetric_update", total.device, rows.dtype, precision, *size_class(groups, n_rows, width))
     candidates[choose(key, total.device, 2.0 * groups * n_rows * width**2, candidates, total)](total)

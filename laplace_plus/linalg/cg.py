@@ -100,9 +100,9 @@ def cg(
 
 
 def _iterate(
-    system: SymmetricSystem, sides: RightHandSides, _: Tensor | None, x: Tensor | None
+    system: SymmetricSystem, sides: RightHandSides, shifts: Tensor | None, x: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Progress]:
-    """Solutions ``[R, n]``, true residuals and their bounds ``[R]``, and how each row ended."""
+    """Solutions ``[R, n]``, true residuals and their bounds ``[R]``, and how each row ended; without shifts."""
     b, eps = sides.rows, torch.finfo(sides.rows.dtype).eps
     size = vector_norm(b)
     bound = system.bound(size, sides)

@@ -140,12 +140,8 @@ class LinearMap:
         """A product in the operator's type, for a stack or vector by vector."""
         given = vectors if self._dtype is None else vectors.to(self._dtype)
         if not self._single:
-            product = self._checked(function, given, size)
-        elif len(given) == 1:
-            product = self._checked(function, given[0], size)[None]
-        else:
-            product = torch.stack([self._checked(function, vector, size) for vector in given])
-        return product.to(vectors.dtype)
+            return self._checked(function, given, size).to(vectors.dtype)
+        return torch.stack([self._checked(function, vector, size) for vector in given]).to(vectors.dtype)
 
     def _checked(self, function: Matvec, vectors: Tensor, size: int) -> Tensor:
         product = checked_product(function, vectors, size, self._name)

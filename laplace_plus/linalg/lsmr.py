@@ -266,8 +266,10 @@ def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _columns(matvec: Matvec, rmatvec: Matvec | None, b: Tensor, x0: Tensor | None) -> tuple[int, int]:
     """The number of columns of an operator, and the number of products that it took to find it."""
-    if x0 is not None or isinstance(matvec, Operator):
-        return matvec.shape[1] if x0 is None else x0.shape[-1], 0
+    if x0 is not None:
+        return x0.shape[-1], 0
+    if isinstance(matvec, Operator):
+        return matvec.shape[1], 0
     if rmatvec is not None:
         return result_length(rmatvec, b, "rmatvec")
     raise ConfigurationError(

@@ -141,9 +141,6 @@ class Kronecker(Operator):
         diagonals = [factor.diagonal(limit=limit) for factor in self.factors]
         return reduce(torch.kron, diagonals)
 
-    def _details(self) -> str:
-        return " ⊗ ".join(f"[{factor.shape[0]} × {factor.shape[1]}]" for factor in self.factors)
-
 
 class BlockDiagonal(Operator):
     """Blocks along the diagonal and zeros elsewhere.
@@ -424,12 +421,10 @@ def from_scipy(
         dtype = torch.from_numpy(np.zeros(0, number)).dtype if number.kind == "f" else torch.float64
     adjoint = known.matmat if symmetric else known.rmatmat
 
-    def forward(vectors: Tensor) -> Tensor:
-        return attach_one(_by_numpy(known.matmat, vectors), [vectors], lambda u: [_by_numpy(adjoint, u)])
+    def product(multiply: Callable[[Any], Any], pull: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+        return lambda v: attach_one(_by_numpy(multiply, v), [v], lambda u: [_by_numpy(pull, u)])
 
-    def backward(vectors: Tensor) -> Tensor:
-        return attach_one(_by_numpy(adjoint, vectors), [vectors], lambda u: [_by_numpy(known.matmat, u)])
-
+    forward, backward = product(known.matmat, adjoint), product(adjoint, known.matmat)
     shape = int(known.shape[0]), int(known.shape[1])
     return as_operator(forward, shape, rmatvec=backward, symmetric=symmetric, dtype=dtype, device=device, parameters=())
 

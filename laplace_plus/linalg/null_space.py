@@ -171,7 +171,7 @@ class NullSpaceProjector(Operator):
         self.shape, self.dtype, self.device = (shape[1], shape[1]), dtype, torch.device(device)
         self._parameters = tuple(parameters)
         options |= {"m": shape[0], "parameters": self._parameters or None}
-        self._project = partial(project_null_space, matvec, rmatvec, **options)
+        self._project: Callable[..., LeastSquaresSolution] = partial(project_null_space, matvec, rmatvec, **options)
 
     def _apply(self, vectors: Tensor) -> Tensor:
         return self._project(vectors).value

@@ -255,9 +255,9 @@ def svds(
 class _ThickRestart:
     """A search for the outermost eigenpairs of a symmetric operator; see :func:`eigsh` for the arguments.
 
-    It has the type in which the operator multiplies, the relative accuracy ``level`` and the start vector. The results are
-    ``values [j]``, the most wanted first, in float64 on the CPU; ``vectors [j, size]``; ``norm``, a lower bound of ‖A‖;
-    and ``complete``: whether k pairs converged, and a search from a random vector found nothing better.
+    It has the type in which the operator multiplies, the relative accuracy ``level`` and the start vector. The results
+    are ``values [j]``, the most wanted first, in float64 on the CPU; ``vectors [j, size]``; ``norm``, a lower bound of
+    ‖A‖; and ``complete``: whether k pairs converged, and a search from a random vector found nothing better.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ def where_active(rows: Tensor, active: Tensor) -> Tensor:
 
 
 class SymmetricSystem:
-    """Systems ``A x = b`` with a symmetric A, as the recurrences of solvers get them; see :func:`cg` for the arguments."""
+    """Systems ``A x = b`` with a symmetric A, as recurrences get them; see :func:`cg` for the arguments."""
 
     def __init__(
         self,
@@ -175,8 +175,8 @@ class SymmetricSystem:
         """The solutions of ``A + σ_t`` with the implicit gradient, and how the recurrence ended.
 
         A recurrence takes this system, right-hand sides, shifts ``[S, 1]`` or ``[1, R]`` and a first guess. It returns
-        solutions ``[S, R, n]``, true residuals, bounds on these, and the progress, ``[S, R]``; all without S where it takes
-        no shifts.
+        solutions ``[S, R, n]``, true residuals, bounds on these, and the progress, ``[S, R]``; all without S where it
+        takes no shifts.
         """
         A, sides, b = self.A, self._sides, self._b
         sigma = None if shifts is None else shifts.detach().to(sides.rows)

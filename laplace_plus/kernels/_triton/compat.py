@@ -32,9 +32,7 @@ def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Con
 
     @wraps(launcher)
     def call(tensor: Tensor, *args: P.args, **options: P.kwargs) -> R:
-        if not tensor.is_cuda:
-            return launcher(tensor, *args, **options)
-        with torch.cuda.device(tensor.device):
+        with torch.cuda.device_of(tensor):
             return launcher(tensor, *args, **options)
 
     return call

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_plus.kernels._triton.compat import jit, multiprocessors, on_its_device, tl
+from laplace_plus.kernels._triton.compat import jit, multiprocessors, on_its_device, power_of_two, tl
 from laplace_plus.kernels.selection import INTERPRETED
 
 
@@ -123,10 +123,9 @@ def symmetric_product(
 
 def tilings(dtype: torch.dtype, size: int) -> list[Tiling]:
     """The configurations worth measuring for a type of rows and a number of columns."""
-    if size <= 32:
-        return [Tiling(16 if size <= 16 else 32, 64, 2, 3)]
     if size <= 64:
-        return [Tiling(64, 32, 4, 3)]
+        side = power_of_two(size, 16)
+        return [Tiling(64, 32, 4, 3) if side == 64 else Tiling(side, 64, 2, 3)]
     if dtype == torch.float32:
         found = [Tiling(128, 32, 8, 3), Tiling(128, 32, 8, 4, transposed=True), Tiling(64, 32, 4, 4, transposed=True)]
     else:
