@@ -43,7 +43,7 @@ from laplace_plus.structured import (
     KroneckerBlock,
     OuterGradients,
 )
-from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.eigen import DiagonalOutputBlock
 
 B = TypeVar("B", bound=Block)
 
@@ -194,17 +194,15 @@ class KroneckerAccumulation(Accumulation):
             right = GramSum(gradients.right_shape[0], columns, **options)
         nothing, make = torch.zeros((), dtype=torch.float64), partial(GramSum, **options)
         kind: Any = DiagonalOutputBlock if diagonal else KroneckerBlock
-        left = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
-        block, is_new = self.block(layout, kind, partial(kind, left, right, nothing))
+        start: Any = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
+        block, is_new = self.block(layout, kind, partial(kind, start, right, nothing))
         parts: list[Any] = [gradients] if k == 1 else self.by_component(gradients, components)
-        for total, part in zip(block.left if diagonal else block.left_sums, parts, strict=True):
+        for total, part in zip(block.left_sums, parts, strict=True):
             for examples in part.side_chunks():
                 left = part.expand_left(part.raw_left[:, examples])  # [V, b, S, G, o]
                 if self.structure.weight_sharing == "reduce":
                     left = left.sum(2, keepdim=True, dtype=total.dtype)
-                if isinstance(total, Tensor):
-                    total += left.to(total.dtype).square().sum((0, 1, 2))
-                elif left.stride(-1) != 1 and left.shape[2] > 1:
+                if left.stride(-1) != 1 and left.shape[2] > 1:
                     # Channels before pixels, as convolutions have them: contiguous runs are copied for columns only.
                     total.add_rows(left.permute(3, 4, 0, 1, 2).flatten(2).mT)
                 else:
@@ -247,7 +245,7 @@ class KroneckerAccumulation(Accumulation):
                     fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
                 )
             index = gradients.index[self.used] if own is None else gradients.index[self.used][own]
-            total += torch.bincount(index.flatten(), minlength=gradients.n_columns).to(total)
+            total.values += torch.bincount(index.flatten(), minlength=gradients.n_columns).to(total.values)
             return
         groups, width = gradients.right_shape
         every = bool(self.used.all())

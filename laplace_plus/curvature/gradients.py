@@ -111,8 +111,9 @@ class Gradients:
                 assert axis is not None
                 use = call.gradients(gradients[number], self.capture.output_shape[0], axis)
                 if self.capture.pointwise and isinstance(use, OuterGradients):  # each position is an example
-                    left, right = use.sides(slice(0, use.n_examples))
-                    use = OuterGradients(right.flatten(0, 1)[:, None], left.flatten(1, 2)[:, :, None])
+                    every = slice(0, use.n_examples)
+                    right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)
+                    use = OuterGradients(right[:, None], left[:, :, None])
                 uses.append(use)
             if not uses:
                 general = self._general_gradients(cotangents) if general is None else general

@@ -24,8 +24,8 @@ from laplace_plus.curvature.structures import (
 )
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.structured import Block, DiagonalBlock, KroneckerBlock, OuterGradients
+from laplace_plus.structured.eigen import DiagonalOutputBlock
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
-from laplace_plus.structured.kronecker import DiagonalOutputBlock
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows, require_dense
 
 

@@ -141,8 +141,10 @@ def balanced_eigen(group: Group, sums: Sequence[GramSum]) -> list[EigenPairs]:
             values = torch.empty(part.groups, part.size, dtype=part.dtype, device=part.device)
             pair = EigenPairs(values, values.new_empty(part.groups, part.size, part.size))
         if owner >= 0:
-            pair = EigenPairs(pair.values.contiguous(), pair.vectors.contiguous())
-            messages[owner] += [pair.values, pair.vectors]
+            assert pair.vectors is not None
+            values, vectors = pair.values.contiguous(), pair.vectors.contiguous()
+            pair = EigenPairs(values, vectors)
+            messages[owner] += [values, vectors]
         pairs.append(pair)
     for rank, tensors in enumerate(messages):
         broadcast_(group, tensors, rank)

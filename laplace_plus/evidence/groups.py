@@ -14,7 +14,7 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.normalized_groups import NAME as NORMALISED
 from laplace_plus.evidence.normalized_groups import normalized_groups
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
-from laplace_plus.structured.blocks import EigenBlock
+from laplace_plus.structured import EigenBlock
 from laplace_plus.structured.low_rank import LowRankBlock
 
 _SCALING_FLOOR = 1e-6

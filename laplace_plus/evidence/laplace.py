@@ -25,8 +25,7 @@ from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
-from laplace_plus.structured import Factor
-from laplace_plus.structured.blocks import EigenBlock
+from laplace_plus.structured import EigenBlock, Factor
 from laplace_plus.structured.log_determinants import WORTHWHILE, JoinedSpectra
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
@@ -218,7 +217,7 @@ class LaplaceModel:
         if structure == "diagonal" or not complete:
             return None
         spectra = [block.spectrum(weights) for block in blocks]
-        return None if any(spectrum.nodes() is None for spectrum in spectra) else JoinedSpectra(spectra, groups)
+        return None if any(spectrum.nodes is None for spectrum in spectra) else JoinedSpectra(spectra, groups)
 
     def solve(self, factors: Mapping[str, Factor], vector: Tensor) -> Tensor:
         """``M⁻¹ v`` for ``[P]`` and the factors of a posterior precision M, in the vector's type."""

@@ -74,7 +74,6 @@ def exact_covariances(
     model: LaplaceModel,
     network: Network,
     data: Iterable[Any],
-    *,
     precision: Any,
     temperature: Any,
     noise_std: Any,
@@ -183,12 +182,9 @@ def _in_output_space(
     del kernel_root, inner
     found, start = [], 0
     for count, size in sizes:
-        covariances = []
-        for _ in range(count):
-            own = slice(start, start + size)
-            covariances.append(kernel[own, own] - solved[:, own].T @ solved[:, own])
-            start += size
-        found.append(torch.stack(covariances))
+        units = [slice(at, at + size) for at in range(start, start + count * size, size)]
+        found.append(torch.stack([kernel[own, own] - solved[:, own].T @ solved[:, own] for own in units]))
+        start += count * size
 
     def covariances_of(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:
         if number >= len(found) or not same_outputs(known[number].to(outputs), outputs):

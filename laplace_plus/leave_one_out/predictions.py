@@ -162,17 +162,16 @@ def leave_one_out(
 
     Arguments and errors as for :meth:`laplace_plus.GaussianPosterior.leave_one_out`.
     """
-    model, network, n_data = posterior.laplace_model(), posterior.network, posterior.n_data
     require_network_mean(posterior)
+    likelihood, n_data = posterior.laplace_model().likelihood, posterior.n_data
     precision = posterior.prior_precision.detach()
     training = precision if prior_precision is None else as_hyperparameter(prior_precision).detach()
     training = checked_factor(kappa) * training
     data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
     deletions = Deletions(posterior, data, training, noise_std, leverages, unit)
-    outputs, targets, means, covariances = [], [], [], []
-    values: list[Tensor] = []
-    at_own_prior: list[Tensor] = []
-    seen, taken, limit = 0, 0, budget(network.device)
+    parts: list[tuple[Tensor, ...]] = []
+    largest: list[Tensor] = []
+    seen, taken, limit = 0, 0, budget(deletions.network.device)
     for batch in deletions.batches([(precision, None)], progress=progress):
         seen += len(batch.network_outputs)
         taken += 8 * batch.outputs.numel() * batch.outputs.shape[-1]
@@ -185,30 +184,24 @@ def leave_one_out(
                 fix="Raise memory_budget.",
             )
         (covariance,) = batch.covariances
+        top = batch.leverages.amax(-1)
+        largest.append(top)
         if leverages == "own":
             own, _, covariance = leave_out(covariance, batch.root, batch.gradient)
-            at_own_prior.append(own)
-        covariances.append(batch.by_position(covariance))
-        outputs.append(batch.outputs)
-        targets.append(batch.targets)
-        means.append(batch.mean)
-        values.append(batch.leverages)
-    check_leverages(values, leverages, network.dtype)
-    if at_own_prior:
-        check_leverages(at_own_prior, leverages, network.dtype)
+            largest[-1] = torch.maximum(top, own[batch.kept].amax(-1))
+        traces, covariance = batch.leverages.sum(-1), batch.by_position(covariance)
+        parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, traces))
+    deletions.check(largest)
     try:
-        mean, covariance, all_outputs, all_targets = map(torch.cat, (means, covariances, outputs, targets))
+        tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
     except RuntimeError as error:
         raise DataError(
             "The batches' outputs are of different shapes.",
             expected="as many positions in every batch",
-            got=", ".join(sorted({str(list(one.shape[1:])) for one in outputs})),
+            got=", ".join(sorted({str(list(part[2].shape[1:])) for part in parts})),
             fix='Pass unit="position", which leaves out one position at a time.',
         ) from error
-    largest = torch.cat([one.amax(-1) for one in values])
-    traces = torch.cat([one.sum(-1) for one in values])
-    tensors = mean, covariance, all_outputs, all_targets, largest, traces
-    return LeaveOneOutPredictions(*tensors, model.likelihood, leverages, unit)
+    return LeaveOneOutPredictions(*tensors, likelihood, leverages, unit)
 
 
 def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,6 +271,9 @@ class Deletions:
         leverages: The curvature of the displacement.
         unit: The deletion unit.
 
+    Attributes:
+        limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
+
     Raises:
         ConfigurationError: An unknown choice, a noise that does not fit the likelihood's, or a curvature that does not
             fit into the memory budget.
@@ -298,20 +294,13 @@ class Deletions:
         self.temperature = posterior.temperature.detach()
         self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
         self.leverages = leverages
+        self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
         self.exact = None
         if leverages != "own":
-            self.exact = exact_covariances(
-                leverages,
-                self.model,
-                self.network,
-                data,
-                precision=precision,
-                temperature=self.temperature,
-                noise_std=noise_std,
-                unit=unit,
-            )
+            point = precision, self.temperature, noise_std
+            self.exact = exact_covariances(leverages, self.model, self.network, data, *point, unit)
 
     def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
         """Pass over the data once.
@@ -364,6 +353,32 @@ class Deletions:
         weights = weights.to(gradient)
         return root * weights.sqrt()[groups[0]], gradient * weights[groups[1]]
 
+    def check(self, largest: Sequence[Tensor]) -> None:
+        """Refuse leverages at which the formula is meaningless.
+
+        Args:
+            largest: The largest leverages of some data.
+
+        Raises:
+            NotPositiveDefiniteError: Some are at or above one.
+        """
+        values = torch.cat(list(largest))
+        above = int((values >= self.limit).sum())
+        if above:
+            fix = "Use the prior precision that training had (a larger one), or float64."
+            if self.leverages == "own":
+                fix = (
+                    "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
+                    'leverages="full", or leverages="last_layer" in larger networks.'
+                )
+            raise NotPositiveDefiniteError(
+                f"{above} of {len(values)} data have a leverage of one or more: without such a datum, the posterior "
+                "precision is not positive definite.",
+                expected="leverages below 1, as of the exact Gauss-Newton matrix of these data",
+                got=f"a largest leverage of {float(values.max()):.3g}",
+                fix=fix,
+            )
+
 
 def _by_example(root: Tensor, count: int) -> Tensor:
     """Roots ``[B·M, C, r]`` of positions as block-diagonal ones of examples, ``[B, M·C, M·r]``."""
@@ -374,36 +389,6 @@ def _by_example(root: Tensor, count: int) -> Tensor:
     number = torch.arange(count, device=root.device)
     result[:, number, :, number] = root.view(-1, count, size, rank).transpose(0, 1)
     return result.reshape(len(result), count * size, count * rank)
-
-
-def ceiling(dtype: torch.dtype) -> float:
-    """Leverages from here on count as one: they are within some roundings of it in the network's dtype."""
-    return 1 - 16 * torch.finfo(dtype).eps
-
-
-def check_leverages(values: Sequence[Tensor], route: str, dtype: torch.dtype) -> None:
-    """Refuse leverages at which the formula is meaningless.
-
-    Raises:
-        NotPositiveDefiniteError: Some are at or above one.
-    """
-    largest = torch.cat([one.amax(-1) for one in values])
-    above = int((largest >= ceiling(dtype)).sum())
-    if not above:
-        return
-    fixes = {
-        "own": "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
-        'leverages="full", or leverages="last_layer" in larger networks.',
-        "full": "Use the prior precision that training had (a larger one), or float64.",
-        "last_layer": "Use the prior precision that training had (a larger one), or float64.",
-    }
-    raise NotPositiveDefiniteError(
-        f"{above} of {len(largest)} data have a leverage of one or more: without such a datum, the posterior precision "
-        "is not positive definite.",
-        expected="leverages below 1, as of the exact Gauss-Newton matrix of these data",
-        got=f"a largest leverage of {float(largest.max()):.3g}",
-        fix=fixes[route],
-    )
 
 
 def checked_factor(kappa: float) -> float:

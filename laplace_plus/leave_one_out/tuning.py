@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,13 @@ from laplace_plus.leave_one_out.predictions import (
     INTERPOLATION,
     DeletionBatch,
     Deletions,
-    ceiling,
     check_choices,
-    check_leverages,
     checked_factor,
     leave_one_out,
     leave_out,
     require_network_mean,
 )
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
 
@@ -160,19 +160,19 @@ class LeaveOneOut:
             source = "cpu" if generator is None else generator.device
             seed = int(torch.randint(2**62, (), generator=generator, device=source))
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-        search = _Search(deletions, base, self.link, self.n_samples, seed, noisy, progress)
+        search = partial(self._search, deletions, base, seed=seed, noisy=noisy, progress=progress)
         if self.grid is None:
             centre = training.double().log10().mean().item() if initial.ndim == 0 else 0.0
             levels = torch.logspace(centre - 4, centre + 6, LEVELS, dtype=torch.float64, device="cpu")
         else:
             levels = checked_grid(self.grid).sort().values
-        losses, scales, largest, n_observations = search.losses(levels)
+        losses, scales, largest, n_observations = search(levels)
         _warn_of_interpolation(model, n_observations)
         if self.grid is None and bool(torch.isfinite(losses).any()):
             best = int(losses.argmin())
             ends = levels[max(best - 1, 0)].log10(), levels[min(best + 1, LEVELS - 1)].log10()
             finer = torch.logspace(float(ends[0]), float(ends[1]), FINER, dtype=torch.float64, device="cpu")
-            more, more_scales, _, _ = search.losses(finer)
+            more, more_scales, _, _ = search(finer)
             levels, order = torch.cat([levels, finer]).sort()
             losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
         best = int(losses.argmin())
@@ -230,70 +230,55 @@ class LeaveOneOut:
             )
         return wanted
 
+    def _search(
+        self, deletions: Deletions, base: Tensor, levels: Tensor, *, seed: int | None, noisy: bool, progress: bool
+    ) -> tuple[Tensor, Tensor, float, float]:
+        """Leave-one-out losses at the precisions ``level · base`` in one pass over the data.
 
-@dataclass(frozen=True)
-class _Search:
-    """Leave-one-out losses at many precisions ``level · base`` in one pass over the data."""
-
-    deletions: Deletions
-    base: Tensor
-    link: str | None
-    n_samples: int
-    seed: int | None
-    tunes_noise: bool
-    progress: bool
-
-    def losses(self, levels: Tensor) -> tuple[Tensor, Tensor, float, float]:
-        """Losses and noise factors ``[G]``, the displacements' largest leverage, and the number of observations.
+        Returns:
+            Losses and noise factors ``[G]``, the displacements' largest leverage, and the number of observations.
 
         Raises:
             DataError: Other data than were fitted to.
             NotPositiveDefiniteError: Displacements with leverages at or above one.
         """
-        deletions, likelihood = self.deletions, self.deletions.model.likelihood
-        limit = ceiling(deletions.network.dtype)
+        likelihood = deletions.model.likelihood
         totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")
         valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
         n_entries = n_observations = 0.0
         values = []
-        points = [(self.base * level, None) for level in levels]
-        for batch in deletions.batches(points, progress=self.progress):
-            values.append(batch.leverages)
-            if bool((batch.leverages >= limit).any()):
-                continue  # check_leverages refuses them, once all are counted
+        for batch in deletions.batches([(base * level, None) for level in levels], progress=progress):
+            values.append(batch.leverages.amax(-1))
+            if bool((values[-1] >= deletions.limit).any()):
+                continue  # they are refused, once all are counted
             for number, covariance in enumerate(batch.covariances):
                 if deletions.exact is None and valid[number]:
                     leverages, _, covariance = leave_out(covariance, batch.root, batch.gradient)
-                    valid[number] = bool((leverages < limit).all())
+                    valid[number] = bool((leverages < deletions.limit).all())
                 if valid[number]:
-                    totals[number] += self._terms(batch, batch.by_position(covariance))
+                    terms = self._noise_terms if noisy else self._loss
+                    totals[number] += terms(likelihood, batch, batch.by_position(covariance), seed)
             counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
             n_observations += counted
             n_entries += counted * batch.outputs.shape[-1]
-        check_leverages(values, deletions.leverages, deletions.network.dtype)
-        largest = float(torch.cat([one.amax(-1) for one in values]).max())
-        if self.tunes_noise:
+        deletions.check(values)
+        losses, scales = totals[:, 0], torch.ones(len(levels), dtype=torch.float64, device="cpu")
+        if noisy:
             scales = (totals[:, 1] / n_entries).sqrt()
             # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
-            losses = totals[:, 0] + n_entries * (1 + scales.square().log() + math.log(2 * math.pi)) / 2
-        else:
-            losses, scales = totals[:, 0], torch.ones(len(levels), dtype=torch.float64, device="cpu")
-        losses = losses / n_observations
-        return torch.where(valid & losses.isfinite(), losses, torch.inf), scales, largest, n_observations
+            losses = losses + n_entries * (1 + scales.square().log() + math.log(2 * math.pi)) / 2
+        losses = torch.where(valid & losses.isfinite(), losses / n_observations, torch.inf)
+        return losses, scales, float(torch.cat(values).max()), n_observations
 
-    def _terms(self, batch: DeletionBatch, covariance: Tensor) -> Tensor:
-        """A batch's loss and 0; with free noise half its log-determinants and its squared Mahalanobis distances."""
-        likelihood = self.deletions.model.likelihood
-        if not self.tunes_noise:
-            generator = None
-            if self.seed is not None:
-                generator = torch.Generator(device=covariance.device).manual_seed(self.seed)
-            prediction = from_functional(
-                likelihood, batch.mean, covariance, link=self.link, n_samples=self.n_samples, generator=generator
-            )
-            return torch.tensor(
-                [-float(prediction.log_prob(batch.targets).sum()), 0.0], dtype=torch.float64, device="cpu"
-            )
+    def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
+        """A batch's loss, and 0."""
+        generator = None if seed is None else torch.Generator(device=covariance.device).manual_seed(seed)
+        options: dict[str, Any] = {"link": self.link, "n_samples": self.n_samples, "generator": generator}
+        loss = -from_functional(likelihood, batch.mean, covariance, **options).log_prob(batch.targets).sum()
+        return torch.stack([loss, torch.zeros_like(loss)]).double().cpu()
+
+    def _noise_terms(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, _: Any) -> Tensor:
+        """Half a batch's log-determinants, and its squared Mahalanobis distances."""
         assert likelihood.noise_std is not None
         flat, targets, _ = likelihood.rows(batch.mean, batch.targets)
         noise = likelihood.noise_std.to(flat).square().expand(flat.shape[-1])

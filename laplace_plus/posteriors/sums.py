@@ -19,9 +19,9 @@ from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, br
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
 from laplace_plus.network import Network
 from laplace_plus.structured import Block, KroneckerBlock
-from laplace_plus.structured.blocks import DecomposedBlock, block_from_tensors
-from laplace_plus.structured.gram_sum import GramSum
-from laplace_plus.structured.kronecker import DiagonalOutputBlock
+from laplace_plus.structured.blocks import block_from_tensors
+from laplace_plus.structured.eigen import DecomposedBlock
+from laplace_plus.structured.gram_sum import DiagonalSum, GramSum
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ def _factors(block: Block) -> dict[str, GramSum]:
 
     Where there are several components, a change of the noise takes the factors again, so that all ranks keep them.
     """
-    if isinstance(block, KroneckerBlock) and block.n_components == 1:
-        right = {"right": block.right_sum} if isinstance(block.right_sum, GramSum) else {}
-        return {"left": block.left_sums[0], **right}
-    return {"right": block.right_sum} if isinstance(block, DiagonalOutputBlock) and block.n_components == 1 else {}
+    if not isinstance(block, KroneckerBlock) or block.n_components > 1:
+        return {}
+    both = {"left": block.left_sums[0], "right": block.right_sum}
+    return {name: own for name, own in both.items() if not isinstance(own, DiagonalSum)}
 
 
 def _share_out(group: Group, blocks: list[tuple[Layout, Block]], before: Curvature | None) -> None:
@@ -180,11 +180,10 @@ def _share_out(group: Group, blocks: list[tuple[Layout, Block]], before: Curvatu
         block, part = factors[key]
         total = part.matrix() if group.rank == owner else None
         owned = OwnedSum(part.groups, part.size, owner=owner, total=total, dtype=part.dtype, device=part.device)
+        assert isinstance(block, KroneckerBlock)
         if key[1] == "left":
-            assert isinstance(block, KroneckerBlock)
             block.left_sums[0] = owned
         else:
-            assert isinstance(block, (KroneckerBlock, DiagonalOutputBlock))
             block.right_sum = owned
 
 

@@ -18,7 +18,7 @@ from laplace_plus.predictive.linearized import (
     Outputs,
     output_indices,
     require_outputs,
-    unknown_choice,
+    wants_variances,
 )
 
 _LARGE_COVARIANCE = 512 * 2**20
@@ -59,9 +59,7 @@ def pushed(
     return outputs.to(wide), torch.cat(parts)
 
 
-def functional_samples(
-    network: Network, deviations: Iterable[Tensor], inputs: Any, *, ad_modes: ADModes | None = None
-) -> tuple[Tensor, Tensor]:
+def functional_samples(network: Network, deviations: Iterable[Tensor], inputs: Any) -> tuple[Tensor, Tensor]:
     """Outputs of the linearised network at sampled parameters, ``f(θ̂, x) + J(x) (θ − θ̂)``.
 
     With many outputs this takes far less than their covariance, and no ``[C, C]`` matrix (Immer et al., 2021); the
@@ -71,15 +69,12 @@ def functional_samples(
         network: The network.
         deviations: Chunks ``[n, P]`` of ``θ − θ̂`` for sampled θ.
         inputs: A batch's inputs.
-        ad_modes: The AD modes that work for this network, as far as known.
 
     Returns:
         Mean ``[B, *, C]`` and samples ``[S, B, *, C]``. For Gaussian deviations, these are joint draws from the
         functional posterior over all inputs.
     """
-    mean, moved = pushed(
-        network, deviations, inputs, n_outputs=None, ad_modes=ADModes() if ad_modes is None else ad_modes
-    )
+    mean, moved = pushed(network, deviations, inputs, n_outputs=None, ad_modes=ADModes())
     return mean, mean + moved
 
 
@@ -104,14 +99,13 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
     Raises:
         ConfigurationError: Outputs that do not exist.
     """
-    if isinstance(outputs, str) and (outputs != "diagonal" or joint):
-        raise unknown_choice(outputs, joint)
+    variances = wants_variances(outputs, joint)
     if outputs is not None and not isinstance(outputs, str):
         chosen = output_indices(outputs, mean.shape).to(mean.device)
         chosen = chosen.expand(*mean.shape[:-1], chosen.shape[-1])
         mean, deviations = mean.gather(-1, chosen), deviations.gather(-1, chosen.expand(len(deviations), *chosen.shape))
     scaled = deviations / len(deviations) ** 0.5
-    if isinstance(outputs, str):
+    if variances:
         return FunctionalPosterior(mean, scaled.square().sum(0))
     if joint:
         flat = scaled.flatten(1)

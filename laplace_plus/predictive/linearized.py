@@ -7,7 +7,9 @@ built if one dense block covers all parameters.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -89,6 +91,7 @@ def functional_posteriors(
             of one output.
         DataError: Inputs for which the network takes another path than while fitting.
     """
+    again = partial(functional_posteriors, network, factor_sets, differentiable=differentiable, layouts=layouts)
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
     if not shape.numel():
@@ -98,9 +101,7 @@ def functional_posteriors(
     gradients = Gradients(network, capture, layouts)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     device = mean.device
-    diagonal = isinstance(outputs, str)
-    if diagonal and (outputs != "diagonal" or joint):
-        raise unknown_choice(outputs, joint)
+    diagonal = isinstance(outputs, str) and wants_variances(outputs, joint)
     if outputs is None or isinstance(outputs, str):
         chosen = torch.arange(shape[-1], device=device)
     else:
@@ -122,41 +123,26 @@ def functional_posteriors(
         each = (capture.activation_elements + len(flat) * general) * flat.element_size()  # bytes of one cotangent
         allowed = budget(device)
         room = min(QUICK_BYTES if device.type == "cpu" else allowed, allowed // 2)
-        if apart and not joint:
-            count = -(-chosen.shape[-1] // max(1, room // max(1, each)))
-            count = min(count, len(flat) // _LEAST_EXAMPLES) if diagonal else count
-            count = min(len(flat), max(count, -(-each // max(1, room))))  # one cotangent must fit
-            if count > 1 and not capture.pointwise and batches.can_be_cut(capture.inputs, len(flat)):
-                del gradients, flat
-                found = []
-                for part in slices(len(mean), 1, -(-len(mean) // count)):
-                    own: Outputs = chosen[part] if individual else outputs
-                    cut = batches.cut(capture.inputs, part)
-                    found.append(
-                        functional_posteriors(
-                            network, factor_sets, cut, outputs=own, differentiable=differentiable, layouts=layouts
-                        )
-                    )
-                joined = []
-                for one in zip(*found, strict=True):
-                    joined.append(FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))))
-                if same_outputs(joined[0].mean, picked):
-                    return joined
-                # An example's output depends on the other examples: the batch must stay whole.
-                del found, joined, capture
-                return functional_posteriors(
-                    network,
-                    factor_sets,
-                    inputs,
-                    outputs=outputs,
-                    differentiable=differentiable,
-                    apart=False,
-                    layouts=layouts,
-                )
+        count = -(-chosen.shape[-1] // max(1, room // max(1, each)))
+        count = min(count, len(flat) // _LEAST_EXAMPLES) if diagonal else count
+        count = min(len(flat), max(count, -(-each // max(1, room))))  # one cotangent must fit
+        cuts = apart and not joint and not capture.pointwise and count > 1
+        if cuts and batches.can_be_cut(capture.inputs, len(flat)):
+            del gradients, flat
+            found = []
+            for part in slices(len(mean), 1, -(-len(mean) // count)):
+                found.append(again(batches.cut(capture.inputs, part), outputs=chosen[part] if individual else outputs))
+            joined = [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*found, strict=True)]
+            if same_outputs(joined[0].mean, picked):
+                return joined
+            # An example's output depends on the other examples: the batch must stay whole.
+            del found, joined, capture
+            return again(inputs, outputs=outputs, apart=False)
         if each > allowed:
             require_room(each, f"the gradients of one output for {len(flat)} examples", device)
         one_hot = chosen.view(*flat.shape[:2], -1) if individual else chosen
-        covariances = _by_cotangents(gradients, flat, one_hot, factor_sets, mode, max(1, room // max(1, each)))
+        forms = partial(_one_hot_forms, gradients, flat, one_hot, factor_sets, mode)
+        covariances = _by_cotangents(forms, flat.shape[1], chosen.shape[-1], mode, max(1, room // max(1, each)))
     kept = (*shape[:-1], chosen.shape[-1])
     final = (*kept, *kept) if joint else kept if diagonal else (*kept, chosen.shape[-1])
     results = []
@@ -282,105 +268,82 @@ def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
         )
 
 
-def unknown_choice(outputs: Any, joint: bool) -> ConfigurationError:
-    """The error for an ``outputs=`` that is a text other than ``"diagonal"``, or ``"diagonal"`` with ``joint``."""
-    return ConfigurationError(
-        "Unknown choice of outputs.",
-        expected='None, "diagonal" (not with joint=True) or indices',
-        got=f"{outputs!r} with joint={joint}",
-    )
+def wants_variances(outputs: Outputs, joint: bool) -> bool:
+    """Whether a choice of outputs is ``"diagonal"``; refuses other texts, and ``"diagonal"`` with ``joint``."""
+    if isinstance(outputs, str) and (outputs != "diagonal" or joint):
+        raise ConfigurationError(
+            "Unknown choice of outputs.",
+            expected='None, "diagonal" (not with joint=True) or indices',
+            got=f"{outputs!r} with joint={joint}",
+        )
+    return isinstance(outputs, str)
 
 
 def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
     """A choice of outputs as indices from 0 to C−1: ``[K]``, or ``[B, *, K]`` where each example has its own."""
     n_outputs = shape[-1]
+    refused = ConfigurationError(
+        "The network does not have these outputs.",
+        expected=f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}; at least one",
+        got=reprlib.repr(outputs),
+    )
+    if isinstance(outputs, (list, tuple)) and len({isinstance(entry, bool) for entry in outputs}) > 1:
+        raise refused
     try:
         chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise _no_outputs(outputs, n_outputs) from error
-    if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
-        chosen = chosen.nonzero().squeeze(-1)
-    if isinstance(outputs, (list, tuple)) and len({isinstance(entry, bool) for entry in outputs}) > 1:
-        raise _no_outputs(outputs, n_outputs)
-    integers = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
-    if not chosen.ndim or not chosen.numel() or not integers:
-        raise _no_outputs(outputs, n_outputs)
+        chosen = chosen if chosen.dtype is not torch.uint8 else chosen.long()
+        chosen = torch.arange(n_outputs, device=chosen.device)[chosen]  # as torch has it: masks, negative indices
+    except (TypeError, ValueError, RuntimeError, OverflowError, IndexError) as error:
+        raise refused from error
+    if not chosen.ndim or not chosen.numel():
+        raise refused
     if chosen.ndim > 1 and chosen.shape[:-1] != shape[:-1]:
         raise ConfigurationError(
             "The choice of outputs for each example does not fit the network's outputs.",
             expected=f"integers {[*shape[:-1], 'K']} below {n_outputs}",
             got=f"integers {list(chosen.shape)}",
         )
-    chosen = chosen.long()
-    if int(chosen.min()) < -n_outputs or int(chosen.max()) >= n_outputs:
-        raise _no_outputs(outputs, n_outputs)
-    return chosen % n_outputs
+    return chosen
 
 
-def _no_outputs(outputs: Any, n_outputs: int) -> ConfigurationError:
-    return ConfigurationError(
-        "The network does not have these outputs.",
-        expected=f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}; at least one",
-        got=reprlib.repr(outputs),
-    )
+Forms = Callable[..., list[Tensor]]
+"""Maps numbers of one-hot cotangents, and perhaps a block size, to their quadratic forms for each set of factors."""
 
 
-def _by_cotangents(
-    gradients: Gradients,
-    flat: Tensor,
-    chosen: Tensor,
-    factor_sets: Sequence[Mapping[str, Factor]],
-    mode: str,
-    capacity: int,
-) -> list[Tensor]:
+def _by_cotangents(forms: Forms, n_positions: int, each: int, mode: str, capacity: int) -> list[Tensor]:
     """``J Σ Jᵀ`` for each set of factors by backward passes of one-hot cotangents, ``capacity`` at a time.
 
     Args:
-        gradients: The batch's gradients.
-        flat: Outputs ``[B, M, C]``.
-        chosen: Outputs to differentiate: ``[K]``, or ``[B, M, K]`` where each example has its own.
-        factor_sets: As for :func:`functional_posteriors`.
+        forms: As :func:`_one_hot_forms`.
+        n_positions: M.
+        each: K, the number of outputs to differentiate at each position.
         mode: ``"full"``, ``"diagonal"`` or ``"joint"``.
         capacity: Number of cotangents.
 
     Returns:
         ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
     """
-    each = chosen.shape[-1]
-    numbers = torch.arange(flat.shape[1] * each, device=flat.device)
+    numbers = torch.arange(n_positions * each)
     if mode == "full" and each > capacity:
-        chunks = []
-        for position in numbers.split(each):
-            chunks.append(_by_pairs(gradients, flat, chosen, factor_sets, position, capacity))
+        chunks = [_by_pairs(forms, position, capacity) for position in numbers.split(each)]
     else:
-        size = len(numbers) if mode == "joint" else capacity if mode == "diagonal" else capacity // each * each
+        size = {"joint": len(numbers), "diagonal": capacity, "full": capacity // each * each}[mode]
         chunks = []
         for which in numbers.split(size):
-            chunks.append(
-                _one_hot_forms(gradients, flat, chosen, factor_sets, mode, which, each if mode == "full" else None)
-            )
+            chunks.append(forms(which, each if mode == "full" else None))
     return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
 
 
-def _by_pairs(
-    gradients: Gradients,
-    flat: Tensor,
-    chosen: Tensor,
-    factor_sets: Sequence[Mapping[str, Factor]],
-    position: Tensor,
-    capacity: int,
-) -> list[Tensor]:
+def _by_pairs(forms: Forms, position: Tensor, capacity: int) -> list[Tensor]:
     """One position's ``[B, 1, K, K]`` if its cotangents do not fit in memory: any two chunks of them meet once."""
-    cuts = position.split(max(1, capacity // 2))
-    results = [flat.new_zeros(len(flat), len(position), len(position)) for _ in factor_sets]
-    for first in range(len(cuts)):
-        for second in range(first):
-            both = torch.cat([cuts[second], cuts[first]])
-            index = both - position[0]
-            parts = _one_hot_forms(gradients, flat, chosen, factor_sets, "full", both)
-            for result, part in zip(results, parts, strict=True):
-                result[:, index[:, None], index] = part.to(result.dtype)
-    return [result[:, None] for result in results]
+    results: list[Tensor] = []
+    for pair in combinations(position.split(max(1, capacity // 2)), 2):
+        both = torch.cat(pair)
+        parts, index = forms(both), both - position[0]
+        results = results or [part.new_zeros(len(part), 1, len(position), len(position)) for part in parts]
+        for result, part in zip(results, parts, strict=True):
+            result[:, 0, index[:, None], index] = part
+    return results
 
 
 def _one_hot_forms(
@@ -392,18 +355,28 @@ def _one_hot_forms(
     which: Tensor,
     block: int | None = None,
 ) -> list[Tensor]:
-    """Quadratic forms of one-hot cotangents: number ``m K + k`` is the k-th chosen output of position m."""
+    """Quadratic forms of one-hot cotangents: number ``m K + k`` is the k-th chosen output of position m.
+
+    Args:
+        gradients: The batch's gradients.
+        flat: Outputs ``[B, M, C]``.
+        chosen: Outputs to differentiate: ``[K]``, or ``[B, M, K]`` where each example has its own.
+        factor_sets: As for :func:`functional_posteriors`.
+        mode: As there.
+        which: Numbers of the cotangents.
+        block: As for :func:`_quadratic_forms`.
+    """
     n, positions, n_outputs = flat.shape
     position, number = which // chosen.shape[-1], which % chosen.shape[-1]
-    row = torch.arange(len(which), device=which.device)
+    row = torch.arange(len(which))
     if chosen.ndim == 1:
         units = flat.new_zeros(len(which), positions, n_outputs)
-        units[row, position, chosen[number]] = 1
+        units[row, position, chosen.cpu()[number]] = 1
         units = units[:, None].expand(-1, n, -1, -1)  # all examples share one memory
     else:
         units = flat.new_zeros(len(which), n, positions, n_outputs)
-        example = torch.arange(n, device=which.device)[:, None]
-        units[row, example, position, chosen[example, position, number]] = 1
+        example = torch.arange(n)[:, None]
+        units[row, example, position, chosen.cpu()[example, position, number]] = 1
     cotangents = units.reshape(len(which), *gradients.capture.outputs.shape)
     stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
     return _quadratic_forms(stacks, factor_sets, mode, block)
@@ -431,10 +404,9 @@ def _quadratic_forms(
             if id(factor.basis) not in coordinates:
                 coordinates[id(factor.basis)] = factor.basis.coordinates(stack)
             own = coordinates[id(factor.basis)]
-            if block is None:
+            if block is None or own.n_cotangents == block:
                 part = factor.quadratic_form(own, mode)
-            elif own.n_cotangents == block:
-                part = factor.quadratic_form(own, mode)[:, None]
+                part = part if block is None else part[:, None]
             else:
                 groups = torch.arange(own.n_cotangents, device=own.device).split(block)
                 part = torch.stack([factor.quadratic_form(own.select(group), mode) for group in groups], 1)

@@ -347,7 +347,6 @@ def from_samples(
         functional_covariance=None,
         link="sampled",
         joint=joint,
-        marginal=None,
         n_samples=len(outputs),
         source=RandomSource.of(generator),
         outputs=outputs,

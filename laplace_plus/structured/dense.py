@@ -1,7 +1,7 @@
-"""Dense matrices as blocks.
+"""Diagonal and dense matrices as blocks.
 
-Of large ones eigenvectors are avoided: two Cholesky decompositions and a triangular inverse take a third of the time of
-eigenvectors, but hold for one diagonal only; eigenvalues alone serve all determinants.
+Of large dense ones eigenvectors are avoided: two Cholesky decompositions and a triangular inverse take a third of the
+time of eigenvectors, but hold for one diagonal only; eigenvalues alone serve all determinants.
 """
 
 from __future__ import annotations
@@ -16,19 +16,12 @@ from typing_extensions import override
 
 from laplace_plus._memory import CHUNK_BYTES, budget
 from laplace_plus.kernels import require_finite, symmetric_eigen
-from laplace_plus.structured.blocks import (
-    Basis,
-    Block,
-    DecomposedBlock,
-    EigenBlock,
-    EigenFactor,
-    Factor,
-    register_block,
-)
+from laplace_plus.structured.blocks import Basis, Block, Factor, IdentityBasis, register_block
+from laplace_plus.structured.eigen import DecomposedBlock, EigenBlock, EigenFactor
 from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, OutputLayerGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
-from laplace_plus.structured.log_determinants import not_positive_definite
-from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
+from laplace_plus.structured.log_determinants import log_determinant, not_positive_definite
+from laplace_plus.structured.low_rank import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
 
 ROUNDING = 64.0
 """Rounding makes eigenvalues of semi-definite n × n matrices negative, by this times ``n ε`` of the largest one."""
@@ -51,8 +44,6 @@ class DenseBasis(Basis):
 
     vectors: Tensor
     scale: Tensor | None = None
-
-    is_large = True
 
     def _matrix(self) -> Tensor:
         return self.vectors if self.scale is None else self.scale[..., None] * self.vectors
@@ -78,11 +69,76 @@ class DenseBasis(Basis):
         return (self._matrix().square() @ variances.flatten(1)[..., None]).view_as(variances)
 
 
-def clamp_rounding(values: Tensor) -> Tensor:
-    """Zero out the negative eigenvalues that rounding produces in a semi-definite matrix; leave real ones."""
+@register_block
+@dataclass
+class DiagonalBlock(EigenBlock):
+    """A diagonal matrix.
+
+    Attributes:
+        values: ``[K, G, o, i]``.
+    """
+
+    values: Tensor
+
+    storage: ClassVar[str] = "diagonal"
+
+    def __post_init__(self) -> None:
+        self.kind = "diagonal"
+        self.n_components = self.values.shape[0]
+        self.shape = tuple(self.values.shape[1:])  # type: ignore[assignment]
+
+    @classmethod
+    @override
+    def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> DiagonalBlock:
+        return cls(tensors["values"])
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
+    @override
+    def add_(self, other: Block) -> None:
+        assert isinstance(other, DiagonalBlock)
+        self.values += other.values
+
+    @override
+    def clone(self) -> DiagonalBlock:
+        return DiagonalBlock(self.values.clone())
+
+    @override
+    def eigen(self, weights: Tensor) -> tuple[Basis, Tensor]:
+        return IdentityBasis(), torch.tensordot(weights, self.values.to(weights.dtype), 1)
+
+    @override
+    def _unit_eigenvalues(self, weights: Tensor) -> Tensor:
+        return self.values
+
+    @override
+    def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
+        basis, values = self.eigen(weights)
+        return EigenFactor(basis, values + diagonal)
+
+    @override
+    def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
+        if diagonal.ndim == 0 and self.n_components == 1:
+            return EigenBlock.log_determinant(self, weights, diagonal)
+        return log_determinant(self.values.flatten(1), weights, diagonal.flatten() if diagonal.ndim else diagonal)
+
+    @override
+    def dense(self, weights: Tensor) -> Tensor:
+        return torch.diag_embed(self.eigen(weights)[1].flatten(1))
+
+
+def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zero out the negative eigenvalues that rounding produces in a semi-definite matrix; leave real ones.
+
+    Args:
+        values: The eigenvalues.
+        dtype: The matrix's type where it is not theirs.
+    """
     n = values.shape[-1]
     scale = values.abs().amax(-1, keepdim=True) if n else values
-    tolerance = ROUNDING * n * torch.finfo(values.dtype).eps * scale
+    tolerance = ROUNDING * n * torch.finfo(dtype or values.dtype).eps * scale
     return torch.where(values.abs() <= tolerance, values.clamp(min=0), values)
 
 
@@ -141,11 +197,12 @@ class DenseBlock(DecomposedBlock):
         return [self.sums[0] if self.n_components == 1 else combine(self.sums, weights)]
 
     @override
-    def diagonal_of(self, weights: Tensor, pairs: Sequence[EigenPairs]) -> Tensor:
+    def diagonal_of(self, pairs: Sequence[EigenPairs]) -> Tensor:
         return clamp_rounding(pairs[0].values).view(self.shape)
 
     @override
     def basis_of(self, pairs: Sequence[EigenPairs]) -> Basis:
+        assert pairs[0].vectors is not None
         return DenseBasis(pairs[0].vectors)
 
     def _avoids_vectors(self, weights: Tensor) -> bool:
@@ -224,9 +281,7 @@ class DenseBlock(DecomposedBlock):
         """The components in float64 with clamped eigenvalues; otherwise Cholesky decompositions could fail."""
         if self._semi_definite is None:
             values, vectors = symmetric_eigen(self.matrix.double())
-            limit = ROUNDING * values.shape[-1] * torch.finfo(self.dtype).eps * values.abs().amax(-1, keepdim=True)
-            values = torch.where(values.abs() <= limit, values.clamp(min=0), values)
-            self._semi_definite = (vectors * values[..., None, :]) @ vectors.mT
+            self._semi_definite = (vectors * clamp_rounding(values, self.dtype)[..., None, :]) @ vectors.mT
         return self._semi_definite
 
     @override

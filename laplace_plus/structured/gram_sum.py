@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.kernels import require_finite, symmetric_eigen
@@ -25,10 +26,10 @@ takes as long as the eigenvectors of the sum."""
 
 @dataclass
 class EigenPairs:
-    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns."""
+    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns; None for unit vectors."""
 
     values: Tensor
-    vectors: Tensor
+    vectors: Tensor | None
 
 
 class ThinEigenPairs(EigenPairs):
@@ -72,7 +73,9 @@ class GramSum:
 
     @classmethod
     def of(cls, matrix: Tensor) -> GramSum:
-        """The sum that is a matrix ``[G, d, d]`` already; the matrix is not copied."""
+        """The sum that is a matrix ``[G, d, d]``, or a diagonal ``[G, d]``, already; it is not copied."""
+        if matrix.ndim == 2:
+            return DiagonalSum(matrix)
         result = cls(matrix.shape[0], matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
         result._total = matrix
         return result
@@ -164,6 +167,40 @@ class GramSum:
             kernels.symmetric_update(total, rows[0] if len(rows) == 1 else torch.cat(rows, 1))
 
 
+class DiagonalSum(GramSum):
+    """The diagonal of ``Σ x xᵀ``.
+
+    Args:
+        values: ``[G, d]``, which is added to in place.
+    """
+
+    is_formed = is_thin = True  # type: ignore[assignment]
+
+    def __init__(self, values: Tensor):
+        super().__init__(*values.shape, dtype=values.dtype, device=values.device)
+        self.values = values
+
+    @override
+    def add_rows(self, rows: Tensor) -> None:
+        self.values += rows.to(self.dtype).square().sum(1)
+
+    @override
+    def add_(self, other: GramSum) -> None:
+        self.values += other.matrix()
+
+    @override
+    def matrix(self) -> Tensor:
+        return self.values
+
+    @override
+    def eigen(self) -> EigenPairs:
+        return EigenPairs(self.values, None)
+
+    @override
+    def clone(self) -> DiagonalSum:
+        return DiagonalSum(self.values.clone())
+
+
 def stored(sums: Sequence[GramSum], name: str) -> dict[str, Tensor]:
     """The sums as they are: matrices ``[K, G, d, d]`` under ``name``, or rows under ``name_rows.0`` and so on."""
     if not any(own.is_formed for own in sums):
@@ -183,7 +220,7 @@ def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
     """``Σ_k w_k S_k`` for non-negative weights ``[K]``, as a new sum."""
     first, weights = sums[0], weights.to(sums[0].dtype)
     if any(own.is_formed for own in sums):
-        return GramSum.of(torch.einsum("k,kgop->gop", weights, torch.stack([own.matrix() for own in sums])))
+        return GramSum.of(torch.tensordot(weights, torch.stack([own.matrix() for own in sums]), 1))
     result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device)
     for own, weight in zip(sums, weights, strict=True):
         result.add_rows(own.rows() * weight.sqrt())

@@ -8,20 +8,18 @@ and ``x ↦ log(1 + exp(x + u))`` is analytic in the strip ``|Im x| < π`` whate
 Chebyshev points on short intervals therefore replaces the whole spectrum by a few hundred *nodes* with weights, once
 and for all u. The error falls geometrically in the number of points (Trefethen, "Approximation Theory and Approximation
 Practice", 2013, theorem 8.2). Evidence and derivatives then cost the same for millions of eigenvalues as for hundreds.
-
-Diagonals that differ from entry to entry, and several weights, take one pass over the eigenvalues for the value and all
-derivatives together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import repeat
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from torch.nn.functional import softplus
 
 from laplace_plus.errors import NotPositiveDefiniteError
 
@@ -38,13 +36,16 @@ WORTHWHILE = 16
 CHUNK = 2**16
 """Entries that a pass takes at a time: in float64 they fill half a core's own cache (EPYC, Zen 4)."""
 
+_LINEAR = 40.0
+"""From here on ``log(1 + exp x)`` equals x in float64."""
+
 
 class Spectrum:
     """The function ``(w, δ) ↦ log det(w H + δ I)`` of a symmetric H.
 
     Args:
-        values: The eigenvalues of H, of any shape and real type; kept, not copied. If one is negative, every evaluation
-            takes a pass over all of them.
+        sides: The eigenvalues of H, of any shape and real type; kept, not copied. If one is negative, every evaluation
+            takes a pass over all of them. Or two vectors, none negative, whose products are the eigenvalues.
 
     Attributes:
         size: How many eigenvalues there are.
@@ -56,25 +57,11 @@ class Spectrum:
         21.0
     """
 
-    def __init__(self, values: Tensor):
-        self.size = values.numel()
-        self._values: Tensor | None = values.detach()
-        self._evaluations = 0
-        self._nodes: tuple[Tensor, Tensor] | None = None
-        self.is_definite = bool((self._values >= 0).all())
-        if self.is_definite and self.size <= CHUNK:
-            self._compress()
-
-    @classmethod
-    def of_products(cls, rows: Tensor, columns: Tensor) -> Spectrum:
-        """The spectrum of eigenvalues ``rows_i · columns_j``, none negative, without writing out these products."""
-        result = cls.__new__(cls)
-        result.size = rows.numel() * columns.numel()
-        result._values, result._evaluations, result.is_definite = None, 0, True
-        (left, left_weights), (right, right_weights) = _nodes_of(rows.detach()), _nodes_of(columns.detach())
-        nodes = (left[:, None] + right).flatten()
-        result._nodes = _condense(nodes, (left_weights[:, None] * right_weights).flatten())
-        return result
+    def __init__(self, *sides: Tensor):
+        self._sides = [side.detach() for side in sides]
+        self.size = math.prod(side.numel() for side in sides)
+        self.is_definite = all(bool((side >= 0).all()) for side in self._sides)
+        self._evaluations = 0 if len(sides) == 1 and self.size > CHUNK else WORTHWHILE
 
     def log_determinant(self, weight: Tensor, shift: Tensor) -> Tensor:
         """``log det(w H + δ I)``, 0-d float64.
@@ -89,32 +76,28 @@ class Spectrum:
         Raises:
             NotPositiveDefiniteError: An eigenvalue ``w λ + δ`` is not positive.
         """
-        weight, shift = weight.double(), shift.double()
         self._evaluations += 1
-        if self._nodes is None and self.is_definite and self._evaluations > WORTHWHILE:
-            self._compress()
-        if self._nodes is None:
-            assert self._values is not None
-            return log_determinant(self._values.flatten()[None], weight[None], shift)
-        if not bool(shift.detach() > 0):
-            raise not_positive_definite(shift.item())
-        nodes, node_weights = self._nodes
+        found = self.nodes if self._evaluations > WORTHWHILE else None
+        if found is None:
+            return log_determinant(self._sides[0].flatten()[None], weight[None], shift)
+        weight, shift = weight.double(), shift.double()
+        require_positive(shift)
         level = shift.log()
-        ratio = weight.log() - level
-        return self.size * level + node_weights @ torch.logaddexp(nodes + ratio, torch.zeros_like(ratio))
+        return self.size * level + found[1] @ softplus(found[0] + weight.log() - level, threshold=_LINEAR)
 
+    @cached_property
     def nodes(self) -> tuple[Tensor, Tensor] | None:
         """Quadrature nodes (logarithms of eigenvalues) and weights, ``[m]`` float64; None if an eigenvalue is negative.
 
         They replace all positive eigenvalues in sums of smooth functions.
         """
-        if self._nodes is None and self.is_definite:
-            self._compress()
-        return self._nodes
-
-    def _compress(self) -> None:
-        assert self._values is not None
-        self._nodes, self._values = _nodes_of(self._values), None
+        if not self.is_definite:
+            return None
+        nodes, weights = _nodes_of(self._sides[0])
+        for side in self._sides[1:]:
+            more, more_weights = _nodes_of(side)
+            nodes, weights = _condense((nodes[:, None] + more).flatten(), (weights[:, None] * more_weights).flatten())
+        return nodes, weights
 
 
 class JoinedSpectra:
@@ -132,9 +115,8 @@ class JoinedSpectra:
         nodes, weights, sizes = [], [], []
         for group in range(max(groups) + 1):
             members = [spectrum for spectrum, own in zip(spectra, groups, strict=True) if own == group]
-            pairs = [pair for pair in (spectrum.nodes() for spectrum in members) if pair is not None]
-            assert len(pairs) == len(members)
-            own_nodes, own_weights = _condense(*(torch.cat(both) for both in zip(*pairs, strict=True)))
+            pairs = [spectrum.nodes for spectrum in members if spectrum.nodes is not None]
+            own_nodes, own_weights = _condense(*map(torch.cat, zip(*pairs, strict=True)))
             nodes.append(own_nodes)
             weights.append(own_weights)
             sizes.append(sum(spectrum.size for spectrum in members))
@@ -155,20 +137,16 @@ class JoinedSpectra:
         """
         levels = shifts.log()
         ratios = (weight.log() - levels)[self._group]
-        return self._sizes @ levels + self._weights @ torch.logaddexp(self.nodes + ratios, torch.zeros_like(ratios))
+        return self._sizes @ levels + self._weights @ softplus(self.nodes + ratios, threshold=_LINEAR)
 
 
 def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:
     """Nodes and weights ``[m]`` of the logarithms of the positive values, a bounded number of values at a time."""
     parts = []
-    flat = values.flatten()
-    for start in range(0, max(1, len(flat)), 16 * CHUNK):
-        logarithms = flat[start : start + 16 * CHUNK].double()
-        logarithms = logarithms[logarithms > 0].log()
+    for part in values.flatten().split(16 * CHUNK):
+        logarithms = part[part > 0].double().log()
         parts.append(_condense(logarithms, torch.ones_like(logarithms)))
-    if len(parts) == 1:
-        return parts[0]
-    return _condense(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+    return parts[0] if len(parts) == 1 else _condense(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _condense(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +175,7 @@ def _condense(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_determinant(values: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
-    """``Σ_i log(Σ_k w_k λ_ki + δ_i)`` with closed-form derivatives, all from one pass in float64.
+    """``Σ_i log(Σ_k w_k λ_ki + δ_i)`` in float64, a bounded number of terms at a time.
 
     Args:
         values: λ, ``[K, n]``, of any real type; not differentiated.
@@ -210,61 +188,22 @@ def log_determinant(values: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
     Raises:
         NotPositiveDefiniteError: A term ``Σ_k w_k λ_ki + δ_i`` is not positive.
     """
-    result: Tensor = _LogDeterminant.apply(values, weights.double(), shift.double())
-    return result
+    weights, shift = weights.double(), shift.double()
+    total = shift.new_zeros(())
+    shifts = shift.split(CHUNK) if shift.ndim else repeat(shift)
+    for part, own in zip(values.split(CHUNK, 1), shifts, strict=False):
+        terms = weights @ part.double() + own
+        if terms.numel():
+            require_positive(terms)
+        total = total + terms.log().sum()
+    return total
 
 
-class _LogDeterminant(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, values: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
-        by_weights, by_shift = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        total = shift.new_zeros(())
-        smallest = shift.new_full((), torch.inf)
-        weight_gradient = torch.zeros_like(weights) if by_weights else None
-        shift_gradient = torch.zeros_like(shift) if by_shift else None
-        for part, wide, terms in _chunks(values, weights, shift):
-            smallest = torch.minimum(smallest, terms.amin())  # NaN wins
-            if by_weights or by_shift:
-                inverse = terms.reciprocal()
-                if weight_gradient is not None:
-                    weight_gradient += wide @ inverse
-                if shift_gradient is not None and shift.ndim:
-                    shift_gradient[part] = inverse
-                elif shift_gradient is not None:
-                    shift_gradient += inverse.sum()
-            total += terms.log_().sum()
-        if values.shape[1] and not bool(smallest > 0):
-            raise not_positive_definite(smallest.item())
-        ctx.save_for_backward(values, weights, shift)
-        ctx.gradients = weight_gradient, shift_gradient
-        return total
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        by_weights, by_shift = ctx.gradients
-        if torch.is_grad_enabled():  # for second derivatives autograd has to see the formula
-            values, weights, shift = ctx.saved_tensors
-            inverse = (weights @ values.double() + shift).reciprocal()
-            if by_weights is not None:
-                by_weights = values.double() @ inverse
-            if by_shift is not None:
-                by_shift = inverse if shift.ndim else inverse.sum()
-        return (
-            None,
-            None if by_weights is None else gradient * by_weights,
-            None if by_shift is None else gradient * by_shift,
-        )
-
-
-def _chunks(values: Tensor, weights: Tensor, shift: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of the columns with their λ ``[K, m]`` in float64 and their terms ``Σ_k w_k λ_k + δ`` ``[m]``."""
-    for start in range(0, values.shape[1], CHUNK):
-        part = slice(start, start + CHUNK)
-        wide = values[:, part].double()
-        terms = wide[0] * weights[0] if len(weights) == 1 else weights @ wide
-        yield part, wide, terms.add_(shift[part] if shift.ndim else shift)
+def require_positive(values: Tensor) -> None:
+    """Raise :class:`NotPositiveDefiniteError` where an eigenvalue of a posterior precision is not positive, or NaN."""
+    smallest = values.detach().min()
+    if not smallest > 0:
+        raise not_positive_definite(smallest.item())
 
 
 def not_positive_definite(smallest: float) -> NotPositiveDefiniteError:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus._memory import slices
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.linalg.results import standard_error
-from laplace_plus.structured.blocks import Block, register_block
-from laplace_plus.structured.log_determinants import not_positive_definite
-from laplace_plus.structured.low_rank_factor import LowRankCoordinates, LowRankFactor, gram, low_rank_log_determinant
+from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
+from laplace_plus.structured.gradients import DenseGradients, DerivedGradients, ExampleGradients
+from laplace_plus.structured.log_determinants import require_positive
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,150 @@ def _padded(values: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
 
 
+@dataclass(frozen=True)
+class LowRankCoordinates(CoordinateMap):
+    """The gradients themselves, in float64, and their inner products with the vectors U ``[r, n]``."""
+
+    vectors: Tensor
+
+    @override
+    def coordinates(self, gradients: ExampleGradients) -> ProjectedGradients:
+        return ProjectedGradients(gradients.in_dtype(torch.float64), self.vectors)
+
+
+@dataclass
+class ProjectedGradients(DerivedGradients):
+    """Gradients together with the inner products of their matrices with some vectors.
+
+    Attributes:
+        vectors: U, ``[r, n]``.
+    """
+
+    vectors: Tensor
+
+    @cached_property
+    def projections(self) -> Tensor:
+        """``⟨P_vn, U_r⟩``, ``[V, B, r]``."""
+        return self.source.project(self.vectors[:, None, None])
+
+    @override
+    def dense(self, examples: slice) -> Tensor:
+        return self.source.dense(examples)
+
+
+@dataclass(frozen=True)
+class LowRankFactor(Factor):
+    """``M = Uᵀ diag(values) U + D``, inverted by Woodbury's identity in float64.
+
+    With ``A = D^-½ Uᵀ diag(values)^½`` and ``AᵀA = Q diag(λ) Qᵀ``, every function of M follows from those r numbers:
+    ``g(I + AAᵀ) = g(1) I + A Q diag((g(1+λ) − g(1))/λ) Qᵀ Aᵀ``. A variance is the prior's minus what the data took
+    away, a difference of nearly equal numbers where the data determine much.
+
+    Attributes:
+        basis: Holds U, ``[r, n]``.
+        values: Positive ``[r]``, float64.
+        diagonal: D, 0-d or ``[1, 1, n]``, float64.
+
+    Raises:
+        NotPositiveDefiniteError: An entry of D is zero, negative or NaN.
+    """
+
+    basis: LowRankCoordinates
+    values: Tensor
+    diagonal: Tensor
+
+    def __post_init__(self) -> None:
+        require_positive(self.diagonal)
+
+    @cached_property
+    def _inner(self) -> tuple[Tensor, Tensor]:
+        """λ ``[r]`` and ``diag(values)^½ Q`` ``[r, r]``."""
+        root = self.values.sqrt()
+        numbers, vectors = symmetric_eigen(root[:, None] * gram(self.basis.vectors, self.diagonal) * root)
+        return numbers.clamp(min=0), root[:, None] * vectors
+
+    def _over_columns(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slices of the n entries with ``Qᵀ diag(values)^½ U`` and D there, a bounded number at a time."""
+        for columns, vectors, diagonal in _columns(self.basis.vectors, self.diagonal):
+            yield columns, self._inner[1].mT @ vectors, diagonal
+
+    @override
+    def log_determinant(self) -> Tensor:
+        return low_rank_log_determinant(self.values, self.basis.vectors, self.diagonal)
+
+    @override
+    def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
+        assert isinstance(coordinates, ProjectedGradients)
+        inverse = self.diagonal.reciprocal().expand(coordinates.shape)
+        values, mix = self._inner
+        if self.diagonal.ndim:
+            projections = coordinates.source.project(self.basis.vectors[:, None, None] * inverse)
+        else:
+            projections = coordinates.projections / self.diagonal
+        taken = projections @ (mix * (1 + values).rsqrt())  # [V, B, r]
+        prior = coordinates.source.quadratic(inverse, mode)
+        if mode == "diagonal":
+            return (prior - taken.square().sum(-1).T).clamp(min=0)
+        return prior - torch.einsum("vbr,wcr->bvcw" if mode == "joint" else "vbr,wbr->bvw", taken, taken)
+
+    @override
+    def sample(self, noise: Tensor) -> Tensor:
+        flat = noise.flatten(1).double()
+        coordinates = torch.zeros(len(flat), len(self.values), dtype=flat.dtype, device=flat.device)
+        for columns, rows, diagonal in self._over_columns():
+            coordinates += (flat[:, columns] * diagonal.rsqrt()) @ rows.mT
+        root = (1 + self._inner[0]).sqrt()
+        coordinates /= -(root * (1 + root))
+        result = torch.empty_like(flat)
+        for columns, rows, diagonal in self._over_columns():
+            result[:, columns] = (flat[:, columns] + coordinates @ rows * diagonal.rsqrt()) * diagonal.rsqrt()
+        return result.view_as(noise).to(noise.dtype)
+
+    @override
+    def variances(self) -> Tensor:
+        vectors = self.basis.vectors
+        parts = []
+        for _, rows, diagonal in self._over_columns():
+            taken = ((rows / diagonal).square() / (1 + self._inner[0])[:, None]).sum(0)
+            parts.append(diagonal.reciprocal() - taken)
+        return torch.cat(parts)[None, None].to(vectors.dtype)
+
+    @override
+    def covariance(self) -> Tensor:
+        n = self.basis.vectors.shape[1]
+        identity = torch.eye(n, dtype=torch.float64, device=self.values.device).view(n, 1, 1, 1, n)
+        return self.quadratic(DenseGradients(identity), "full").to(self.basis.vectors.dtype)
+
+
+def _columns(vectors: Tensor, diagonal: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Slices of the n entries with U and D there in float64, a bounded number at a time; D is 0-d or has n entries."""
+    flat = diagonal.flatten().expand(vectors.shape[1])
+    for columns in slices(vectors.shape[1], 2 * 8 * max(1, len(vectors))):
+        yield columns, vectors[:, columns].double(), flat[columns]
+
+
+def gram(vectors: Tensor, diagonal: Tensor) -> Tensor:
+    """``U D⁻¹ Uᵀ`` in float64, ``[r, r]``; differentiable in D, 0-d or with n entries."""
+    result = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device=vectors.device)
+    for _, wide, own in _columns(vectors, diagonal):
+        result = result + (wide / own) @ wide.mT
+    return result
+
+
+def low_rank_log_determinant(values: Tensor, vectors: Tensor, diagonal: Tensor) -> Tensor:
+    """``log det(Uᵀ diag(values) U + D)``, 0-d float64; differentiable in values and D.
+
+    Args:
+        values: Non-negative ``[r]``, float64.
+        vectors: U, ``[r, n]``.
+        diagonal: D, 0-d or with n entries, float64.
+    """
+    root = values.sqrt()
+    inner = root[:, None] * gram(vectors, diagonal) * root
+    lower = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype, device=inner.device))
+    return 2 * lower.diagonal().log().sum() + diagonal.log().sum() * (vectors.shape[1] // diagonal.numel())
+
+
 @register_block
 @dataclass
 class LowRankBlock(Block):
@@ -138,8 +284,8 @@ class LowRankBlock(Block):
     def eigenvalues(self) -> Tensor:
         """Eigenvalues of H, ``[r]`` float64, for vectors that need not be orthonormal."""
         if self._spectrum is None:
-            root = self.values.sqrt()
-            self._spectrum = symmetric_eigen(root[:, None] * gram(self.vectors, None) * root)[0].clamp(min=0)
+            root, one = self.values.sqrt(), torch.ones((), dtype=torch.float64, device=self.values.device)
+            self._spectrum = symmetric_eigen(root[:, None] * gram(self.vectors, one) * root)[0].clamp(min=0)
         return self._spectrum
 
     def remainder(self, weights: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,8 +313,7 @@ class LowRankBlock(Block):
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         weight, diagonal = weights[0].double(), diagonal.double()
-        if not bool((diagonal.detach() > 0).all()):
-            raise not_positive_definite(diagonal.detach().min().item())
+        require_positive(diagonal)
         rest = self.remainder(weights, diagonal)[0]
         if not diagonal.ndim:
             own = torch.log1p(self.eigenvalues() * weight / diagonal).sum()

@@ -26,7 +26,7 @@ from laplace_plus.errors import (
 def newton_step(likelihood, outputs, targets, jacobians, precision, temperature=1.0):
     """Mean and covariance of each datum's outputs after one Newton step on all others, every matrix written out."""
     f = outputs.clone().requires_grad_()
-    losses = -likelihood.log_density(f, targets.double() if targets.is_floating_point() else targets)
+    losses = -likelihood.log_density(*likelihood.rows(f, targets)[:2])
     gradients = torch.autograd.grad(losses.sum(), f)[0] / temperature
     weights = likelihood.curvature_weights()[likelihood.output_groups(outputs.shape[-1])]
     unit = likelihood.output_hessian(outputs, targets)

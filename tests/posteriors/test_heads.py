@@ -13,8 +13,8 @@ from laplace_plus._memory import memory_budget
 from laplace_plus.curvature import structures
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.structured import DenseGradients, OuterGradients
+from laplace_plus.structured.eigen import DiagonalOutputBlock
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
-from laplace_plus.structured.kronecker import DiagonalOutputBlock
 from laplace_plus.structured.softmax_output import block as head_block
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
 from laplace_plus.structured.softmax_output.precision import SoftmaxOutputFactor, SoftmaxOutputRows

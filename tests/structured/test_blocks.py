@@ -128,7 +128,7 @@ def test_corrected_eigenvalues_live_in_the_kronecker_basis():
     one = torch.ones(1, dtype=torch.float64)
     corrected = block.with_correction(one)
     squares = torch.rand(1, *SHAPE, dtype=torch.float64)
-    corrected.add_corrected_(squares)
+    corrected.corrected += squares
     basis, values = corrected.eigen(one)
     torch.testing.assert_close(values, squares[0])
     torch.testing.assert_close(corrected.dense(one).diagonal(dim1=1, dim2=2).sum(), squares.sum())

@@ -7,7 +7,7 @@ import torch
 
 from laplace_plus.errors import NotPositiveDefiniteError
 from laplace_plus.structured import DenseBlock, DenseGradients, GramSum
-from laplace_plus.structured.low_rank_factor import LowRankFactor
+from laplace_plus.structured.low_rank import LowRankFactor
 
 N = 1040
 SHAPE = (1, 1, N)

@@ -4,16 +4,22 @@ An :class:`ExampleGradients` holds one matrix for each of V cotangents and B exa
 (G independent groups of o × i matrices; G = 1 for all but grouped layers). The gradient of a linear layer is a matrix
 of rank S, the number of positions at which the layer is used. Its two sides take less memory and fewer operations than
 the matrix. Matrices are written out a bounded number at a time, and only where
-:mod:`~laplace_plus.structured.gradients.contractions` finds no form that takes fewer operations.
+no other form takes fewer operations.
 """
 
 from laplace_plus.structured.gradients.base import DenseGradients, ExampleGradients
-from laplace_plus.structured.gradients.composed import JoinedGradients, MappedGradients, SelectedGradients
+from laplace_plus.structured.gradients.composed import (
+    DerivedGradients,
+    JoinedGradients,
+    MappedGradients,
+    SelectedGradients,
+)
 from laplace_plus.structured.gradients.one_hot import EmbeddingGradients, OutputLayerGradients
 from laplace_plus.structured.gradients.outer import OuterGradients, concatenate
 
 __all__ = [
     "DenseGradients",
+    "DerivedGradients",
     "EmbeddingGradients",
     "ExampleGradients",
     "JoinedGradients",

@@ -133,41 +133,17 @@ class OutputLayerGradients(ExampleGradients):
         self.shape = (1, self.n_outputs, self.features.shape[1])
         self.dtype, self.device = self.features.dtype, self.features.device
 
-    @classmethod
-    def of(cls, gradients: OuterGradients) -> OutputLayerGradients | None:
-        """The same gradients, where their left sides are unit vectors that all examples share; otherwise None."""
-        is_shared = gradients.is_shared or gradients.n_examples == 1
-        if gradients.n_positions != 1 or gradients.shape[0] != 1 or not is_shared:
-            return None
-        left = gradients.expand_left(gradients.raw_left[:, :1]).flatten(1)  # [V, C]
-        outputs = left.argmax(-1)
-        if not bool(((left != 0).sum(-1) == 1).all() and (left.gather(1, outputs[:, None]) == 1).all()):
-            return None
-        return cls(gradients.right(slice(0, gradients.n_examples))[:, 0, 0], outputs, left.shape[1])
-
     @property
     def is_shared(self) -> bool:
         """Whether the examples share their outputs."""
         return self.outputs.ndim == 1
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every example has all outputs, in their order."""
-        return (
-            self.is_shared
-            and self.n_cotangents == self.n_outputs
-            and bool((self.outputs[1:] > self.outputs[:-1]).all())
-        )
-
     @override
     def dense(self, examples: slice) -> Tensor:
         features = self.features[examples]
-        values = features.new_zeros(self.n_cotangents, len(features), 1, *self.shape[1:])
         chosen = self.outputs if self.is_shared else self.outputs[examples]
-        index = chosen.expand(len(features), -1).T  # [V, b]
-        cotangent, example = torch.arange(self.n_cotangents)[:, None], torch.arange(len(features))
-        values[cotangent, example, 0, index] = features
-        return values
+        unit = torch.nn.functional.one_hot(chosen.expand(len(features), -1), self.n_outputs).to(self.dtype)
+        return torch.einsum("bvc,bi->vbci", unit, features)[:, :, None]
 
     @override
     def select(self, cotangents: Tensor) -> OutputLayerGradients:
@@ -192,37 +168,11 @@ class OutputLayerGradients(ExampleGradients):
         return torch.einsum("bi,vim->vbm" if self.is_shared else "bi,bvim->vbm", self.features, blocks)
 
     @override
-    def project(self, matrices: Tensor) -> Tensor:
-        return self.times(matrices[:, 0].to(self.dtype).permute(1, 2, 0).flatten(0, 1))
-
-    @override
-    def add_squares_(self, total: Tensor) -> None:
-        squares = self.features.square().to(total.dtype)
-        if self.is_shared:
-            total[0].index_add_(0, self.outputs, squares.sum(0).expand(self.n_cotangents, -1))
-        else:
-            total[0].index_add_(0, self.outputs.flatten(), squares.repeat_interleave(self.n_cotangents, 0))
-
-    @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
-        weights = weights[0]
-        if mode == "joint":
-            return self._joint_quadratic(weights)
-        if self.is_shared:
-            chosen = weights if self.is_complete else weights[self.outputs]
-            values = self.features.square() @ chosen.T  # [B, V]
-        else:
-            values = torch.einsum("bi,bvi->bv", self.features.square(), weights[self.outputs])
-        if mode == "diagonal":
-            return values
-        return values[:, :, None] * (self.outputs[..., :, None] == self.outputs[..., None, :])
-
-    def _joint_quadratic(self, weights: Tensor) -> Tensor:
-        n, v = self.n_examples, self.n_cotangents
-        chosen = self.outputs.expand(n, v)
-        result = weights.new_zeros(n, v, n, v)
-        for example in range(n):  # ⟨e_c φ_b, e_c' φ_b'⟩ is zero unless c = c'
-            weighted = self.features[example] * weights[chosen[example]]  # [V, i]
-            same = chosen[example][:, None, None] == chosen  # [V, B, V]
-            result[example] = (weighted @ self.features.T)[:, :, None] * same
-        return result
+        chosen, own = self.outputs, weights[0][self.outputs]  # [V, i] or [B, V, i]
+        if mode == "joint":  # ⟨e_c φ_b, e_c' φ_b'⟩ is zero unless c = c'
+            chosen = chosen.expand(self.n_examples, -1)
+            values = (self.features[:, None] * own) @ self.features.T  # [B, V, B]
+            return values[..., None] * (chosen[:, :, None, None] == chosen)
+        values = torch.einsum("bi,vi->bv" if self.is_shared else "bi,bvi->bv", self.features.square(), own)
+        return values if mode == "diagonal" else values[:, :, None] * (chosen[..., :, None] == chosen[..., None, :])

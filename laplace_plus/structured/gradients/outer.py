@@ -27,6 +27,9 @@ from laplace_plus.structured.gradients.base import ExampleGradients
 _SIDE_CACHES = 8
 """Size of a chunk of both sides, in caches: products with a basis are faster with many rows."""
 
+_WRITTEN_CACHES = 2
+"""Size of a part of the written matrices, in caches."""
+
 _FEW = 16
 """Up to one entry in so many is computed by itself, faster than with whole matrices."""
 
@@ -90,19 +93,15 @@ class OuterGradients(ExampleGradients):
         self.shape = (rows, columns, self.right_sizes[2])
         self.is_shared = self.n_examples > 1 and self.n_positions == 1 and self.raw_left.stride(1) == 0
 
-    def left(self, examples: slice) -> Tensor:
+    def left(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Left side ``[V, b, S, G, o]`` of some examples."""
         left = self.expand_left(self.raw_left[:, examples]).to(self.dtype)
-        return left if self.left_basis is None else times(left, self.left_basis.to(self.dtype))
+        return times(left, self.left_basis.to(self.dtype)) if in_basis and self.left_basis is not None else left
 
-    def right(self, examples: slice) -> Tensor:
+    def right(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Right side ``[b, S, G or 1, i]`` of some examples."""
         right = self.expand_right(self.raw_right[examples]).to(self.dtype)
-        return right if self.right_basis is None else times(right, self.right_basis.to(self.dtype))
-
-    def sides(self, examples: slice) -> tuple[Tensor, Tensor]:
-        """Left ``[V, b, S, G, o]`` and right ``[b, S, G or 1, i]`` side of some examples."""
-        return self.left(examples), self.right(examples)
+        return times(right, self.right_basis.to(self.dtype)) if in_basis and self.right_basis is not None else right
 
     def in_basis(self, left: Tensor | None, right: Tensor) -> OuterGradients:
         """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` (None for the identity) and ``R [G or 1, i, i]``."""
@@ -137,43 +136,37 @@ class OuterGradients(ExampleGradients):
         limit = chunk_bytes(self.device, of_caches=_SIDE_CACHES)
         return slices(self.n_examples, max(each, bytes_each), limit)
 
-    def _written(self, examples: slice, *, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """The matrices of some examples, some rows at a time: pairs of the rows and ``[b, G, V, r, i]``.
+    def _written(self, examples: slice, *, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
+        """The matrices of some examples, a bounded part at a time: which examples, which rows, and ``[b, G, V, r, i]``.
 
         The change of basis multiplies the sides, or the written matrices where these are smaller.
         """
         groups, rows, columns = self.shape
-        left, right = self.expand_left(self.raw_left[:, examples]), self.expand_right(self.raw_right[examples])
-        left, right = left.to(self.dtype), right.to(self.dtype)
-        left_basis = None if self.left_basis is None else self.left_basis.to(self.dtype)
-        right_basis = None if self.right_basis is None else self.right_basis.to(self.dtype)
-        if left_basis is not None and columns >= self.n_positions:
-            left, left_basis = times(left, left_basis), None
-        if right_basis is not None and self.n_cotangents * rows >= self.n_positions:
-            right, right_basis = times(right, right_basis), None
-        step = rows
-        if not whole and left_basis is None:  # that mixes the rows
-            each = self.n_cotangents * len(right) * groups * columns * self.dtype.itemsize
-            step = max(1, min(rows, chunk_bytes(self.device, of_caches=_SIDE_CACHES) // max(1, each)))
-        right = right.expand(-1, -1, groups, -1).transpose(1, 2)  # [b, G, S, i]
-        for start in range(0, rows, step):
-            part = left[..., start : start + step]
-            if left.stride(-1) == 1:  # copy in the order in which the entries lie
-                factors = part.permute(1, 3, 2, 0, 4).flatten(3).mT
-            else:
-                factors = part.permute(1, 3, 0, 4, 2).flatten(2, 3)
-            values = factors @ right  # [b, G, V·r, i]
-            if right_basis is not None:
-                values = values @ right_basis
-            values = values.unflatten(2, (self.n_cotangents, -1))
-            if left_basis is not None:
-                values = left_basis.mT[:, None] @ values
-            yield slice(start, start + step), values
+        late_left = None if columns >= self.n_positions else self.left_basis
+        late_right = None if self.n_cotangents * rows >= self.n_positions else self.right_basis
+        left = self.left(examples, in_basis=late_left is None)
+        right = self.right(examples, in_basis=late_right is None).expand(-1, -1, groups, -1).transpose(1, 2)
+        limit, step = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES), rows
+        if whole:
+            limit = max(1, len(right) * self.bytes_each())
+        elif late_left is None:  # that mixes the rows
+            step = max(1, min(rows, limit * rows // max(1, self.bytes_each())))
+        for cut in list(slices(len(right), self.bytes_each(), limit)) or [slice(0, 0)]:
+            for start in range(0, rows, step):
+                part = left[:, cut, ..., start : start + step]
+                if left.stride(-1) == 1:  # copy in the order in which the entries lie
+                    factors = part.permute(1, 3, 2, 0, 4).flatten(3).mT
+                else:
+                    factors = part.permute(1, 3, 0, 4, 2).flatten(2, 3)
+                values = factors @ right[cut]  # [b, G, V·r, i]
+                values = values if late_right is None else values @ late_right.to(self.dtype)
+                values = values.unflatten(2, (self.n_cotangents, -1))
+                values = values if late_left is None else late_left.mT[:, None].to(self.dtype) @ values
+                yield cut, slice(start, start + step), values
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        ((_, values),) = self._written(examples, whole=True)
-        return values.movedim(2, 0)
+        return torch.cat([values for _, _, values in self._written(examples, whole=True)]).movedim(2, 0)
 
     @override
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
@@ -184,11 +177,11 @@ class OuterGradients(ExampleGradients):
         column = positions % columns + (row // rows * columns if self.right_shape[0] > 1 else 0)
         start, stop, _ = examples.indices(self.n_examples)
         each = self.n_cotangents * self.n_positions * len(positions) * self.dtype.itemsize
-        results = []
+        results = [self.left(slice(0, 0)).new_zeros(self.n_cotangents, 0, len(positions))]
         for cut in slices(stop - start, each, chunk_bytes(self.device, of_caches=_SIDE_CACHES)):
-            left, right = self.sides(slice(start + cut.start, start + cut.stop))
-            results.append((left.flatten(3)[..., row] * right.flatten(2)[..., column]).sum(2))
-        return torch.cat(results, 1) if results else ExampleGradients.entries(self, examples, positions)
+            own = slice(start + cut.start, start + cut.stop)
+            results.append((self.left(own).flatten(3)[..., row] * self.right(own).flatten(2)[..., column]).sum(2))
+        return torch.cat(results, 1)
 
     @override
     def select(self, cotangents: Tensor) -> OuterGradients:
@@ -209,10 +202,9 @@ class OuterGradients(ExampleGradients):
         results = []
         by_column = matrices.to(self.dtype).permute(1, 3, 0, 2).flatten(2)  # [G, i, r·o]
         for examples in self.side_chunks(self.n_positions * groups * rows * count * self.dtype.itemsize):
-            left, right = self.sides(examples)
-            products = times(right, by_column).unflatten(-1, (count, rows))  # [b, S, G, r, o]
+            products = times(self.right(examples), by_column).unflatten(-1, (count, rows))  # [b, S, G, r, o]
             products = products.transpose(3, 4).flatten(1, 3)  # [b, S·G·o, r]
-            results.append((left.transpose(0, 1).flatten(2) @ products).transpose(0, 1))
+            results.append((self.left(examples).transpose(0, 1).flatten(2) @ products).transpose(0, 1))
         return torch.cat(results, 1)
 
     def _writes(self, mode: str) -> bool:
@@ -238,22 +230,17 @@ class OuterGradients(ExampleGradients):
             return
         groups, rows, columns = self.shape
         if self._writes("squares"):
-            for examples in self.side_chunks(_SIDE_CACHES * self.bytes_each()):
-                for part, values in self._written(examples):
+            for examples in self.side_chunks():
+                for _, part, values in self._written(examples):
                     total[:, part] += values.square().sum((0, 2))
             return
         s, t = torch.tril_indices(self.n_positions, self.n_positions, device=self.device)
+        twice = torch.where(s == t, 1, 2)[:, None, None]
         for examples in self.side_chunks(len(s) * groups * (2 * rows + columns) * self.dtype.itemsize):
-            left, right = self.sides(examples)
-            if self.n_positions == 1:
-                a, g = right.square(), left.square().sum(0)
-            else:
-                a, g = right[:, s] * right[:, t], left[0][:, s] * left[0][:, t]
-                for own in left[1:]:
-                    g.addcmul_(own[:, s], own[:, t])
-                g *= torch.where(s == t, 1.0, 2.0).to(g.dtype)[:, None, None]
-            a, g = a.expand(-1, -1, groups, -1).flatten(0, 1), g.flatten(0, 1)  # [bT, G, i], [bT, G, o]
-            total.baddbmm_(g.permute(1, 2, 0), a.transpose(0, 1))
+            left, right = self.left(examples), self.right(examples)
+            g = sum(own.index_select(1, s) * own.index_select(1, t) for own in left) * twice  # [b, T, G, o]
+            a = (right.index_select(1, s) * right.index_select(1, t)).expand(-1, -1, groups, -1)
+            total.baddbmm_(g.flatten(0, 1).permute(1, 2, 0), a.flatten(0, 1).transpose(0, 1))
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
@@ -274,17 +261,13 @@ class OuterGradients(ExampleGradients):
         return (left * scale[:, None]) @ left.mT
 
     def _written_quadratic(self, weights: Tensor, mode: str) -> Tensor:
-        results, roots = [], weights.sqrt()
-        for examples in self.side_chunks(_SIDE_CACHES * self.bytes_each()):
-            shape = (examples.stop - examples.start, self.n_cotangents)
-            total = weights.new_zeros(shape if mode == "diagonal" else (*shape, self.n_cotangents))
-            for rows, values in self._written(examples):
-                if mode == "diagonal":
-                    own = weights[:, rows].flatten(1)
-                    total = total + torch.einsum("bgvp,gp->bv", values.square().flatten(3), own)
-                else:
-                    flat = (values * roots[:, None, rows]).flatten(3)
-                    total = total + (flat @ flat.mT).sum(1)
+        results, roots, v = [], weights.sqrt(), self.n_cotangents
+        for examples in self.side_chunks():
+            n = examples.stop - examples.start
+            total = weights.new_zeros((n, v) if mode == "diagonal" else (n, v, v))
+            for cut, rows, values in self._written(examples):
+                flat = values.mul_(roots[:, None, rows]).flatten(3)  # in place, without new memory
+                total[cut] += flat.square().sum((1, 3)) if mode == "diagonal" else (flat @ flat.mT).sum(1)
             results.append(total)
         return torch.cat(results)
 
@@ -296,16 +279,14 @@ class OuterGradients(ExampleGradients):
         place[s, t] = place[t, s] = torch.arange(len(s), device=self.device)
         results = []
         for examples in self.side_chunks(groups * (len(s) * columns + n * rows * (2 * n + v)) * self.dtype.itemsize):
-            left, right = self.sides(examples)
-            kernel = times(right[:, s] * right[:, t], weights.mT).flatten(2)[:, place]  # [b, S, S, G·o]
+            left, right = self.left(examples), self.right(examples)
+            products = right.index_select(1, s) * right.index_select(1, t)
+            kernel = times(products, weights.mT).flatten(2)[:, place]  # [b, S, S, G·o]
             flat = left.flatten(3).transpose(0, 1)  # [b, V, S, G·o]
             met = kernel[:, None, :, 0] * flat[:, :, 0, None]  # Σ_t K_st,o g_vt,o: [b, V, S, G·o]
             for position in range(1, n):
                 met = torch.addcmul(met, kernel[:, None, :, position], flat[:, :, position, None])
-            if mode == "diagonal":
-                results.append((flat * met).sum((2, 3)))
-            else:
-                results.append(met.flatten(2) @ flat.flatten(2).mT)
+            results.append((flat * met).sum((2, 3)) if mode == "diagonal" else met.flatten(2) @ flat.flatten(2).mT)
         return torch.cat(results)
 
     def _rank_one_joint(self, rows: Tensor, right: Tensor, weights: Tensor) -> Tensor:
@@ -325,5 +306,5 @@ def concatenate(uses: list[OuterGradients]) -> OuterGradients:
     if len(uses) == 1:
         return uses[0]
     every = slice(None)
-    lefts, rights = zip(*(use.sides(every) for use in uses), strict=True)
-    return OuterGradients(torch.cat(rights, 1), torch.cat(lefts, 2), compute_dtype=uses[0].dtype)
+    left, right = torch.cat([use.left(every) for use in uses], 2), torch.cat([use.right(every) for use in uses], 1)
+    return OuterGradients(right, left, compute_dtype=uses[0].dtype)

@@ -52,15 +52,10 @@ class SoftmaxOutputBlock(Block):
     storage: ClassVar[str] = "head"
 
     def __init__(self, rows: SoftmaxOutputRows | DenseBlock, shape: tuple[int, int, int]):
-        self.shape = shape
-        self.n_components = 1
-        self._pieces: list[SoftmaxOutputRows] = []
-        self._dense: DenseBlock | None = None
-        if isinstance(rows, DenseBlock):
-            self._dense = rows
-        else:
-            self._pieces.append(rows)
-            self._settle()
+        self.shape, self.n_components = shape, 1
+        self._dense = rows if isinstance(rows, DenseBlock) else None
+        self._pieces = [rows] if isinstance(rows, SoftmaxOutputRows) else []
+        self._settle()
 
     @classmethod
     @override
@@ -97,9 +92,8 @@ class SoftmaxOutputBlock(Block):
             self._pieces.extend(other._pieces)
             self._settle()
             return
-        mine, theirs = self._as_dense(), other._as_dense()
-        mine.add_(theirs)
-        self._dense, self._pieces = mine, []
+        self._dense, self._pieces = self._as_dense(), []
+        self._dense.add_(other._as_dense())
 
     def _settle(self) -> None:
         """Turn into a dense matrix where there are more rows than that has columns.
@@ -107,12 +101,11 @@ class SoftmaxOutputBlock(Block):
         Raises:
             ConfigurationError: Neither fits into memory.
         """
-        entries, features = self.shape[1] * self.shape[2], self._pieces[0].features
+        entries = self.shape[1] * self.shape[2]
         if self.n_rows > entries:
             self._dense, self._pieces = self._as_dense(), []
-            return
-        needed, available = 3 * 8 * self.n_rows**2, device_memory(features.device)
-        if needed > available:
+        available = device_memory(self._pieces[0].features.device) if self._pieces else 0
+        if 3 * 8 * self.n_rows**2 > available:
             raise ConfigurationError(
                 f"A full covariance of {entries:,} parameters does not fit into memory.",
                 expected=f"at most about {int((available / 24) ** 0.5):,} rows of data, "
@@ -138,8 +131,7 @@ class SoftmaxOutputBlock(Block):
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if self._dense is not None:
             return self._dense.log_determinant(weights, diagonal)
-        value: Tensor = SoftmaxOutputLogDeterminant.apply(self.rows, weights[0], diagonal)
-        return value
+        return SoftmaxOutputLogDeterminant.apply(self.rows, weights[0], diagonal)  # type: ignore[no-any-return]
 
     @override
     def dense(self, weights: Tensor) -> Tensor:
@@ -167,18 +159,13 @@ class SoftmaxOutputLogDeterminant(torch.autograd.Function):
         """The value; see :class:`SoftmaxOutputFactor`."""
         wanted = any(ctx.needs_input_grad[1:])
         factor = SoftmaxOutputFactor(rows, weight, diagonal, derivatives=wanted and not diagonal.ndim)
-        value = factor.log_determinant()
         if wanted:
-            size = factor.n_outputs * factor.n_features
-            if diagonal.ndim:
-                by_diagonal = factor.variances().to(diagonal).view_as(diagonal)
-                left = (by_diagonal * diagonal).sum()
-            else:
-                by_diagonal = factor.trace_of_inverse().to(diagonal)
-                left = by_diagonal * diagonal
+            found = factor.variances() if diagonal.ndim else factor.trace_of_inverse()
+            by_diagonal = found.to(diagonal).view_as(diagonal)
             # tr M⁻¹ (w H + D) = P
-            ctx.save_for_backward((size - left) / weight, by_diagonal)
-        return value
+            left = factor.n_outputs * factor.n_features - (by_diagonal * diagonal).sum()
+            ctx.save_for_backward(left / weight, by_diagonal)
+        return factor.log_determinant()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:

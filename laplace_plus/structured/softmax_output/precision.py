@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.kernels import symmetric_eigen, symmetric_update, symmetrize_
 from laplace_plus.structured.blocks import Factor, IdentityBasis
 from laplace_plus.structured.dense import clamp_rounding
-from laplace_plus.structured.gradients import ExampleGradients, OuterGradients, OutputLayerGradients
-from laplace_plus.structured.log_determinants import not_positive_definite
+from laplace_plus.structured.gradients import ExampleGradients, OutputLayerGradients
+from laplace_plus.structured.log_determinants import require_positive
 
 _BYTES = 8
 """Everything is computed in float64: under tuned priors ``I + S_c`` of trained networks is too ill-conditioned for
@@ -80,23 +81,20 @@ class SoftmaxOutputRows:
         return (1 - self.scales).scatter(1, top, others)
 
 
-@dataclass(frozen=True)
-class _Inverses:
-    """For some classes c: ``E_c`` and what comes with it.
+class _Totals(NamedTuple):
+    """Sums over all classes, float64.
 
     Attributes:
-        classes: Which.
-        matrices: ``E_c [c, N, N]``.
-        log_determinant: ``Σ_c log det (I + S_c)``, 0-d float64.
-        trace: ``Σ_c tr T_c``, 0-d float64.
-        squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``, where derivatives are wanted; its lower triangle.
+        matrix: ``K [N, N]``.
+        log_determinant: ``Σ_c log det (I + S_c)``, 0-d.
+        trace: ``Σ_c tr T_c``, 0-d.
+        squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``; zeros where derivatives are not wanted.
     """
 
-    classes: slice
-    matrices: Tensor
+    matrix: Tensor
     log_determinant: Tensor
     trace: Tensor
-    squares: Tensor | None
+    squares: Tensor
 
 
 class SoftmaxOutputFactor(Factor):
@@ -112,51 +110,33 @@ class SoftmaxOutputFactor(Factor):
         NotPositiveDefiniteError: An entry of D is zero, negative or NaN.
     """
 
-    def __init__(
-        self,
-        rows: SoftmaxOutputRows,
-        weight: Tensor,
-        diagonal: Tensor,
-        *,
-        derivatives: bool = False,
-    ):
-        smallest = diagonal.detach().min()
-        if not smallest > 0:
-            raise not_positive_definite(smallest.item())
+    def __init__(self, rows: SoftmaxOutputRows, weight: Tensor, diagonal: Tensor, *, derivatives: bool = False):
+        require_positive(diagonal)
         self.basis = IdentityBasis()  # everything is computed from features
-        self.rows, self.weight = rows, weight.detach().double()
+        self.rows, self.weight, self.derivatives = rows, weight.detach().double(), derivatives
         self.diagonal = (diagonal[0] if diagonal.ndim else diagonal).detach().double()
         self.n_rows, self.n_outputs = rows.scales.shape
         self.n_features = rows.features.shape[1]
-        self.derivatives = derivatives
-        self._kept: list[_Inverses] | None = None
+        self._features = rows.features.double()
+        self._kept: Tensor | None = None
         self._packed: Tensor | None = None
         self._n_asked = 0
 
     # -- the matrices of each class ------------------------------------------------------------------------------------
 
-    @cached_property
-    def _features(self) -> Tensor:
-        return self.rows.features.double()
-
-    def _own(self, classes: slice) -> Tensor:
-        """D of some classes, 0-d or ``[c, i]``."""
-        return self.diagonal[classes] if self.diagonal.ndim else self.diagonal
-
-    def _scaled(self, classes: slice) -> Tensor:
-        """``Φ D_c⁻¹`` for some classes, ``[c, N, i]`` (or ``[1, N, i]`` where they are all alike)."""
-        inverse = self._own(classes).reciprocal()
-        return self._features[None] * (inverse[:, None] if inverse.ndim else inverse)
+    def _scaled(self, classes: Any) -> Tensor:
+        """``Φ D_c⁻¹`` for some classes, ``[c, N, i]``, or ``[N, i]`` where they are all alike."""
+        return self._features / (self.diagonal[classes][:, None] if self.diagonal.ndim else self.diagonal)
 
     @cached_property
-    def _gram(self) -> Tensor | None:
-        """``Φ D⁻¹ Φᵀ [1, N, N]``, where all classes share it."""
-        return None if self.diagonal.ndim else self._scaled(slice(0, 1)) @ self._features.T
+    def _gram(self) -> Tensor:
+        """``Φ D⁻¹ Φᵀ [N, N]``, where all classes share it."""
+        return self._scaled(None) @ self._features.T
 
-    def _roots(self, classes: slice) -> tuple[Tensor, Tensor]:
+    def _roots(self, classes: Any) -> tuple[Tensor, Tensor]:
         """A root L of ``I + S_c = L Lᵀ [c, N, N]``, triangular, and ``(w P_c)^½ [c, N, 1]``."""
         scale = (self.weight * self.rows.scales[:, classes].double()).sqrt().T[:, :, None]
-        gram = self._scaled(classes) @ self._features.T if self._gram is None else self._gram
+        gram = self._scaled(classes) @ self._features.T if self.diagonal.ndim else self._gram
         shifted = gram * scale * scale.mT
         shifted.diagonal(dim1=-2, dim2=-1).add_(1)
         lower, failed = torch.linalg.cholesky_ex(shifted)
@@ -175,147 +155,123 @@ class SoftmaxOutputFactor(Factor):
         width = max(self.n_rows, self.n_features) if self.diagonal.ndim else self.n_rows
         return slices(self.n_outputs, _BYTES * self.n_rows * width, ceiling)
 
-    def _invert(self, classes: slice) -> _Inverses:
-        lower, scale = self._roots(classes)
-        inverse = torch.cholesky_inverse(lower)  # T_c
-        squares = None
-        if self.derivatives:
-            squares = symmetric_update(inverse.new_zeros(inverse.shape[1:]), (inverse * scale.mT).flatten(0, 1))
-        trace = inverse.diagonal(dim1=-2, dim2=-1).sum()
-        return _Inverses(classes, inverse * scale * scale.mT, _log_determinant(lower), trace, squares)
-
-    def inverses(self) -> Iterator[_Inverses]:
-        """``E_c`` of all classes, some at a time; kept where they fit into the memory budget."""
-        if self._kept is not None:
-            yield from self._kept
-            return
-        size = self.n_outputs * self.n_rows**2 * _BYTES
-        fits = not self.derivatives and size <= _memory.budget(self._features.device) // 2
-        kept: list[_Inverses] | None = [] if fits else None
-        for classes in self._slices():
-            found = self._invert(classes)
-            if kept is not None:
-                kept.append(found)
-            yield found
-        self._kept = kept
+    def _affords(self, numbers: int) -> bool:
+        """Whether so many numbers for each class may be kept."""
+        return self.n_outputs * numbers * _BYTES <= _memory.budget(self._features.device) // 2
 
     @cached_property
-    def _totals(self) -> _Inverses:
-        """The sums over all classes, with K ``[N, N]`` in place of its terms, float64."""
-        total = torch.zeros(self.n_rows, self.n_rows, dtype=torch.float64, device=self._features.device)
+    def _totals(self) -> _Totals:
+        """One pass over the classes, whose ``E_c`` are kept where they fit into the memory budget."""
+        total = self._features.new_zeros(self.n_rows, self.n_rows)
         log_determinant, trace, squares = total.new_zeros(()), total.new_zeros(()), torch.zeros_like(total)
-        for own in self.inverses():
-            total += own.matrices.sum(0)
-            log_determinant += own.log_determinant
-            trace += own.trace
-            if own.squares is not None:
-                squares += own.squares
+        if not self.derivatives and self._affords(self.n_rows**2):
+            self._kept = total.new_empty(self.n_outputs, self.n_rows, self.n_rows)
+        for classes in self._slices():
+            lower, scale = self._roots(classes)
+            inverse = torch.cholesky_inverse(lower)  # T_c
+            if self.derivatives:
+                symmetric_update(squares, (inverse * scale.mT).flatten(0, 1))
+            trace += inverse.diagonal(dim1=-2, dim2=-1).sum()
+            log_determinant += _log_determinant(lower)
+            inverse *= scale * scale.mT
+            total += inverse.sum(0)
+            if self._kept is not None:
+                self._kept[classes] = inverse
         symmetrize_(squares)
-        return _Inverses(slice(0, self.n_outputs), total, log_determinant, trace, squares)
+        return _Totals(total, log_determinant, trace, squares)
+
+    def _inverses(self, classes: Any) -> Tensor:
+        """``E_c [c, N, N]`` of some classes."""
+        if self._kept is not None:
+            return self._kept[classes]
+        lower, scale = self._roots(classes)
+        return torch.cholesky_inverse(lower) * scale * scale.mT
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues ``[N]`` of ``K / w``, at most one, and eigenvectors, float64."""
-        values, vectors = symmetric_eigen(self._totals.matrices / self.weight)
-        return clamp_rounding(values), vectors
+        """Eigenvalues ``[N]`` of ``K / w``, at most one, infinite for those of zero, and eigenvectors, float64."""
+        values, vectors = symmetric_eigen(self._totals.matrix / self.weight)
+        values = clamp_rounding(values)
+        return torch.where(values > 0, values, torch.inf), vectors
 
     @cached_property
-    def _whitener(self) -> Tensor | None:
-        """``R [N, N]`` with ``R Rᵀ = K⁻¹``; None without ``p pᵀ``."""
+    def _coupling(self) -> tuple[Tensor, Tensor]:
+        """``log det (K / w)`` and ``R [N, N]`` with ``R Rᵀ = K⁻¹``; zero and no columns without ``p pᵀ``."""
         if not self.rows.coupled:
-            return None
-        lower, failed = torch.linalg.cholesky_ex(self._totals.matrices)
-        if not failed:
-            identity = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
-            return torch.linalg.solve_triangular(lower, identity, upper=False).mT
-        values, vectors = self._spectrum
-        kept = torch.where(values > 0, values, torch.inf)
-        return vectors * (self.weight * kept).rsqrt()
+            return self.weight.new_zeros(()), self._features.new_zeros(self.n_rows, 0)
+        lower, failed = torch.linalg.cholesky_ex(self._totals.matrix / self.weight)
+        if failed:
+            values, vectors = self._spectrum
+            return values[values.isfinite()].log().sum(), vectors * (self.weight * values).rsqrt()
+        identity = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
+        root = torch.linalg.solve_triangular(lower, identity, upper=False).mT
+        return _log_determinant(lower), root / self.weight.sqrt()
 
     # -- determinants --------------------------------------------------------------------------------------------------
 
     @override
     def log_determinant(self) -> Tensor:
         n_own = 1 if self.diagonal.ndim else self.n_outputs * self.n_features
-        own = self._totals.log_determinant + n_own * self.diagonal.log().sum()
-        if not self.rows.coupled:
-            return own
-        lower, failed = torch.linalg.cholesky_ex(self._totals.matrices / self.weight)
-        if failed:
-            values = self._spectrum[0]
-            return own + torch.where(values > 0, values, 1.0).log().sum()
-        return own + _log_determinant(lower)
+        return self._totals.log_determinant + n_own * self.diagonal.log().sum() + self._coupling[0]
 
     def trace_of_inverse(self) -> Tensor:
         """``tr M⁻¹`` for a diagonal D that is one number, 0-d float64; needs ``derivatives``."""
-        totals, white = self._totals, self._whitener
+        totals, white = self._totals, self._coupling[1]
         own = self.n_outputs * (self.n_features - self.n_rows) + totals.trace
-        if white is not None:
-            # E_c G E_c = E_c − (w P_c)^½ T_c² (w P_c)^½, and the rest is tr K⁻¹ Σ_c E_c G E_c.
-            assert totals.squares is not None
-            own = own + (white * ((totals.matrices - totals.squares) @ white)).sum()
-        return own / self.diagonal
+        # E_c G E_c = E_c − (w P_c)^½ T_c² (w P_c)^½, and the rest is tr K⁻¹ Σ_c E_c G E_c.
+        return (own + (white * ((totals.matrix - totals.squares) @ white)).sum()) / self.diagonal
 
     # -- covariances ---------------------------------------------------------------------------------------------------
 
     @override
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
-        gradients = coordinates
-        if isinstance(gradients, OuterGradients):
-            gradients = OutputLayerGradients.of(gradients) or gradients
-        if isinstance(gradients, OutputLayerGradients) and gradients.is_shared:
-            return self._of_outputs(gradients.features, gradients.outputs, mode).to(gradients.dtype)
-        if mode == "joint":
-            return self._of_matrices(gradients.dense(slice(0, gradients.n_examples)), mode).to(gradients.dtype)
-        if isinstance(gradients, OutputLayerGradients):
-            examples = zip(gradients.features[:, None], gradients.outputs, strict=True)
-            results = [self._of_outputs(features, outputs, mode) for features, outputs in examples]
+        _ = self._totals  # keeps the inverses where memory allows it
+        if isinstance(coordinates, OutputLayerGradients) and coordinates.is_shared:
+            result = self._of_outputs(coordinates.features, coordinates.outputs, mode)
+        elif isinstance(coordinates, OutputLayerGradients) and mode != "joint":
+            examples = zip(coordinates.features[:, None], coordinates.outputs, strict=True)
+            result = torch.cat([self._of_outputs(features, outputs, mode) for features, outputs in examples])
+        elif mode == "joint":
+            result = self._of_matrices(coordinates.dense(slice(0, coordinates.n_examples)), mode)
         else:
-            results = [self._of_matrices(values, mode) for _, values in gradients.chunks()]
-        return torch.cat(results).to(gradients.dtype)
+            result = torch.cat([self._of_matrices(values, mode) for _, values in coordinates.chunks()])
+        return result.to(coordinates.dtype)
 
     def _of_outputs(self, features: Tensor, outputs: Tensor, mode: str) -> Tensor:
         """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
         features = features.double()
-        if mode == "diagonal" and self._is_complete(outputs) and self._prepares(len(features)):
-            return self._all_variances(features)
-        own, shared = [], []
-        for inverse, columns in self._chosen(outputs):
-            quadratic, pulled = self._pull(features, outputs[columns], inverse, joint=mode == "joint")
-            own.append(quadratic)
-            if self._whitener is not None:
-                white = (pulled.flatten(0, 1) @ self._whitener).unflatten(0, pulled.shape[:2])  # [v, B, N]
-                shared.append(white.square().sum(-1) if mode == "diagonal" else white)
-        values = torch.cat(own)  # [V, B], joint [V, B, B]
+        if mode == "diagonal" and len(outputs) == self.n_outputs and self._prepares(len(features)):
+            return self._all_variances(features)[:, outputs]
+        priors, whites = [], []
+        for part in outputs.split(next(self._slices()).stop):
+            # A slice of the inverses is no copy.
+            chosen: Any = slice(int(part[0]), int(part[-1]) + 1) if bool((part.diff() == 1).all()) else part
+            scaled = features / (self.diagonal[chosen][:, None] if self.diagonal.ndim else self.diagonal)  # [(v,) B, i]
+            keys = scaled @ self._features.T  # [(v,) B, N]
+            pulled = keys @ self._inverses(chosen)  # [v, B, N]
+            if mode == "joint":
+                priors.append(scaled @ features.T - pulled @ keys.mT)
+            else:
+                priors.append((scaled * features).sum(-1) - (pulled * keys).sum(-1))
+            white = pulled @ self._coupling[1]
+            whites.append(white.square().sum(-1) if mode == "diagonal" else white)
+        own, shared = torch.cat(priors), torch.cat(whites)  # [V, B], joint [V, B, B], and [V, B, N]
         if mode == "diagonal":
-            return (values + torch.cat(shared) if shared else values).clamp(min=0).T
-        same = (outputs[:, None] == outputs).to(values.dtype)
-        if mode == "joint":
-            result = values.permute(1, 0, 2)[..., None] * same[:, None]  # [B, V, B, V]
-            if shared:
-                white = torch.cat(shared).transpose(0, 1).flatten(0, 1)
-                result = result + (white @ white.T).view_as(result)
-            return result
-        result = values.T[:, :, None] * same
-        if shared:
-            white = torch.cat(shared).transpose(0, 1)  # [B, V, N]
-            result = result + white @ white.mT
-        return result
-
-    def _is_complete(self, outputs: Tensor) -> bool:
-        """Whether all outputs are chosen, in their order."""
-        return len(outputs) == self.n_outputs and bool((outputs[1:] > outputs[:-1]).all())
+            return (own + shared).clamp(min=0).T
+        same, shared = (outputs[:, None] == outputs).to(own.dtype), shared.transpose(0, 1)
+        if mode == "full":
+            return own.T[:, :, None] * same + shared @ shared.mT
+        result = own.permute(1, 0, 2)[..., None] * same[:, None]  # [B, V, B, V]
+        return result + (shared.flatten(0, 1) @ shared.flatten(0, 1).T).view_as(result)
 
     def _prepares(self, n_examples: int) -> bool:
         """Whether so many examples have been asked for that :meth:`_all_variances` pays off, and memory allows it.
 
         Its preparation costs as much as about N examples cost without.
         """
-        if self._packed is not None or self.diagonal.ndim:
-            return self._packed is not None
         self._n_asked += n_examples
-        size = self.n_outputs * self.n_rows * (self.n_rows + 1) // 2 * _BYTES
-        return 4 * self._n_asked >= self.n_rows and size <= _memory.budget(self._features.device) // 2
+        wanted = self.diagonal.ndim == 0 and 4 * self._n_asked >= self.n_rows
+        return self._packed is not None or (wanted and self._affords(self.n_rows * (self.n_rows + 1) // 2))
 
     def _all_variances(self, features: Tensor) -> Tensor:
         """Variances of all outputs at features ``[B, i]``, ``[B, C]``, as one matrix product over pairs of rows.
@@ -325,68 +281,32 @@ class SoftmaxOutputFactor(Factor):
         """
         s, t = torch.tril_indices(self.n_rows, self.n_rows, device=features.device)
         if self._packed is None:
-            white = self._whitener
             twice = torch.where(s == t, 1.0, 2.0).double()
             self._packed = features.new_empty(self.n_outputs, len(s))
-            for own in self.inverses():
-                matrices = own.matrices
-                if white is not None:
-                    half = matrices @ white
-                    matrices = torch.baddbmm(matrices, half, half.mT, alpha=-1)
-                self._packed[own.classes] = matrices[:, s, t] * twice
-        delta = self.diagonal
-        keys = features @ self._features.T / delta
-        prior = features.square().sum(1, keepdim=True) / delta
+            for classes in self._slices():
+                matrices = self._inverses(classes)
+                half = matrices @ self._coupling[1]
+                self._packed[classes] = (matrices - half @ half.mT)[:, s, t] * twice
+        keys = features @ self._features.T / self.diagonal
+        prior = features.square().sum(1, keepdim=True) / self.diagonal
         cuts = slices(len(keys), len(s) * _BYTES, chunk_bytes(keys.device, of_caches=64))
         taken = [(keys[cut][:, s] * keys[cut][:, t]) @ self._packed.T for cut in cuts]
         return (prior - torch.cat(taken)).clamp(min=0)
-
-    def _chosen(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor | slice]]:
-        """``E_c [v, N, N]`` of chosen outputs, some at a time and in their order, with their places in ``outputs``."""
-        _ = self._whitener  # computes the inverses, and keeps them where memory allows it
-        if self._is_complete(outputs):
-            for own in self.inverses():
-                yield own.matrices, own.classes
-            return
-        step = next(self._slices()).stop
-        for start in range(0, len(outputs), step):
-            columns = slice(start, start + step)
-            yield torch.stack([self._one(int(c)) for c in outputs[columns]]), columns
-
-    def _one(self, c: int) -> Tensor:
-        """``E_c [N, N]`` of one class."""
-        if self._kept is None:
-            return self._invert(slice(c, c + 1)).matrices[0]
-        width = self._kept[0].classes.stop
-        return self._kept[c // width].matrices[c % width]
-
-    def _pull(self, features: Tensor, outputs: Tensor, inverse: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
-        """``φᵀ (Φᵀ w P_c Φ + D_c)⁻¹ φ'`` of chosen outputs, ``[v, B(, B)]``, and ``E_c k_c [v, B, N]``."""
-        reciprocal = self.diagonal.reciprocal()
-        scaled = features * (reciprocal[outputs][:, None] if reciprocal.ndim else reciprocal)  # [(v,) B, i]
-        keys = scaled @ self._features.T  # [(v,) B, N]
-        pulled = keys @ inverse
-        if joint:
-            return scaled @ features.T - pulled @ keys.mT, pulled
-        return (scaled * features).sum(-1) - (pulled * keys).sum(-1), pulled
 
     def _of_matrices(self, values: Tensor, mode: str) -> Tensor:
         """Covariances of any linear functions ``[V, b, 1, C, i]`` of the weights."""
         v, b = values.shape[:2]
         matrices = values[:, :, 0].flatten(0, 1).double()  # [Vb, C, i]
-        prior = matrices * self.diagonal.reciprocal()
+        prior = matrices / self.diagonal
         total = torch.einsum("xci,yci->xy", prior, matrices)
         pulled = total.new_zeros(v * b, self.n_rows)
-        _ = self._whitener
-        for own in self.inverses():
-            keys = prior[:, own.classes].transpose(0, 1) @ self._features.T  # [c, Vb, N]
-            products = keys @ own.matrices
+        for classes in self._slices():
+            keys = prior[:, classes].transpose(0, 1) @ self._features.T  # [c, Vb, N]
+            products = keys @ self._inverses(classes)
             total -= torch.einsum("cxn,cyn->xy", products, keys)
             pulled += products.sum(0)
-        if self._whitener is not None:
-            white = pulled @ self._whitener
-            total = total + white @ white.T
-        whole = total.view(v, b, v, b)
+        white = pulled @ self._coupling[1]
+        whole = (total + white @ white.T).view(v, b, v, b)
         if mode == "joint":
             return whole.permute(1, 0, 3, 2)
         each = whole.diagonal(dim1=1, dim2=3)  # [V, V, b]
@@ -401,42 +321,32 @@ class SoftmaxOutputFactor(Factor):
         ``D^-½ (I − Xᵀ L⁻ᵀ (L + I)⁻¹ X)`` with ``X = (w P_c)^½ Φ D_c^-½`` and ``L Lᵀ = I + X Xᵀ`` is a root of a block's
         inverse (Andrews, 1968), and the part of low rank follows from K's eigenvectors.
         """
-        flat = noise[:, 0].double()  # [n, C, i]
-        deviation = self.diagonal.rsqrt()
-        result = flat * deviation
-        drawn = result.new_zeros(len(flat), self.n_rows)
+        result = noise[:, 0].double() * self.diagonal.rsqrt()  # [n, C, i]
+        drawn = result.new_zeros(len(result), self.n_rows)
         for classes in self._slices():
             lower, root = self._roots(classes)
             keys = root * (self._features @ result[:, classes].permute(1, 2, 0))  # X ε, [c, N, n]
             unit = torch.eye(self.n_rows, dtype=lower.dtype, device=lower.device)
             inner = torch.linalg.solve_triangular(lower + unit, keys, upper=False)
             inner = torch.linalg.solve_triangular(lower.mT, inner, upper=True)
-            back = ((root * inner).mT @ self._features).transpose(0, 1)  # [n, c, i]
-            result[:, classes] -= back / self._own(classes)
-            scales = self.rows.scales[:, classes].double()
-            drawn += (result[:, classes] @ self._features.T * scales.T).sum(1)
-        if not self.rows.coupled:
-            return result[:, None].to(noise.dtype)
-        values, vectors = self._spectrum
-        root_value = torch.where(values > 0, values, torch.inf).sqrt()
-        gain = 1 / (root_value * (1 + root_value))
-        mixed = (drawn @ vectors) * gain @ vectors.mT  # [s, N]
-        for own in self.inverses():
-            back = ((mixed @ own.matrices) @ self._features).transpose(0, 1)  # [s, c, i]
-            result[:, own.classes] += back / self._own(own.classes)
+            result[:, classes] -= ((root * inner).mT @ self._scaled(classes)).transpose(0, 1)  # [n, c, i]
+            drawn += (result[:, classes] @ self._features.T * self.rows.scales[:, classes].double().T).sum(1)
+        if self.rows.coupled:
+            values, vectors = self._spectrum
+            mixed = (drawn @ vectors) / (values.sqrt() * (1 + values.sqrt())) @ vectors.mT  # [n, N]
+            for classes in self._slices():
+                result[:, classes] += (mixed @ self._inverses(classes) @ self._scaled(classes)).transpose(0, 1)
         return result[:, None].to(noise.dtype)
 
     @override
     def variances(self) -> Tensor:
-        result = torch.empty(self.n_outputs, self.n_features, dtype=torch.float64, device=self._features.device)
-        white = self._whitener
-        for own in self.inverses():
-            scaled = self._scaled(own.classes)
-            products = own.matrices @ scaled  # [c, N, i]
-            taken = (products * scaled).sum(1)
-            if white is not None:
-                taken = taken - (white.mT @ products).square().sum(1)
-            result[own.classes] = self._own(own.classes).reciprocal() - taken
+        parts = []
+        _ = self._totals
+        for classes in self._slices():
+            scaled = self._scaled(classes)
+            products = self._inverses(classes) @ scaled  # [c, N, i]
+            parts.append((self._coupling[1].mT @ products).square().sum(1) - (products * scaled).sum(1))
+        result = self.diagonal.reciprocal() + torch.cat(parts)
         return result.clamp(min=0)[None].to(self.rows.features.dtype)
 
     @override
@@ -444,7 +354,7 @@ class SoftmaxOutputFactor(Factor):
         n = self.n_outputs * self.n_features
         identity = torch.eye(n, dtype=torch.float64, device=self._features.device)
         values = identity.view(n, 1, 1, self.n_outputs, self.n_features)
-        return self._of_matrices(values, "full")[:1].to(self.rows.features.dtype)
+        return self._of_matrices(values, "full").to(self.rows.features.dtype)
 
 
 def _log_determinant(lower: Tensor) -> Tensor:
