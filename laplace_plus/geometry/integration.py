@@ -53,21 +53,14 @@ class PathStatus(IntEnum):
     """A gradient or a Hessian-vector product along it was NaN or infinite."""
 
 
-_FAILURES = {
-    PathStatus.TOO_MANY_EVALUATIONS: "reached the cap on evaluations",
-    PathStatus.STEP_TOO_SMALL: "needed steps below rounding",
-    PathStatus.NOT_FINITE: "met derivatives that are not finite",
-}
-
-
 def failures(statuses: Tensor) -> str:
     """In words how paths failed, most frequent first; empty if none did.
 
     Example:
         >>> failures(torch.tensor([0, 3, 1, 3]))
-        '2 met derivatives that are not finite, 1 reached the cap on evaluations'
+        '2 not finite, 1 too many evaluations'
     """
-    counts = [(int((statuses == status).sum()), words) for status, words in _FAILURES.items()]
+    counts = [(int((statuses == status).sum()), status.name.replace("_", " ").lower()) for status in PathStatus][1:]
     return ", ".join(f"{count} {words}" for count, words in sorted(counts, reverse=True) if count)
 
 

@@ -116,9 +116,8 @@ class SecondOrder(Checked):
         ways = {"mapped": partial(two_derivatives, torch.func.vmap(function)), "one by one": partial(_each, function)}
         for name, way in ways.items():
             if len(points) > 1 or name == "one by one":
-                found = self.attempt(
-                    name, partial(way, points, directions), lambda _, way=way: _agrees(way, function, points)
-                )
+                judge = partial(_agrees, way, function, points)
+                found = self.attempt(name, partial(way, points, directions), judge)
                 if found is not None:
                     return found
         raise UnsupportedError(
@@ -129,7 +128,9 @@ class SecondOrder(Checked):
         )
 
 
-def _agrees(way: Callable[[Tensor, Tensor], Derivatives], function: Scalar, points: Tensor) -> bool | None:
+def _agrees(
+    way: Callable[[Tensor, Tensor], Derivatives], function: Scalar, points: Tensor, _: Derivatives
+) -> bool | None:
     """Compare a way, for two random vectors at the first point, with what is known to be right."""
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(2, points.shape[1], generator=generator, dtype=points.dtype).to(points.device)

@@ -257,4 +257,4 @@ class _Refinement:
             return [self._landscape] * count
         source = stage_generator(self._seed, step + 2)
         orders = [torch.randperm(self._landscape.n_data, generator=source)[: self._examples] for _ in range(count)]
-        return self._landscape.subsets(orders)  # type: ignore[return-value]  # copies of itself
+        return self._landscape.subsets(orders)

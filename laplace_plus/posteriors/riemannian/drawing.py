@@ -105,6 +105,11 @@ class PathReport:
         """Number of samples that were left out."""
         return int((self.statuses != PathStatus.ARRIVED).sum())
 
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> PathReport:
+        """From the entries that each sample has, among others, and those for all samples together."""
+        return cls(tensors["statuses"], tensors["n_evaluations"], tensors["energy_drift"], **numbers)
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -155,7 +160,7 @@ def draw(
         groups.append(group)
     tensors = {name: torch.cat([own[name] for _, own in groups]) for name in groups[0][1]}
     tail = max(float(header["tail"]) for header, _ in groups)
-    return Drawn(tensors.pop("points"), PathReport(**tensors, tail=tail))
+    return Drawn(tensors["points"], PathReport.read(tensors, {"tail": tail}))
 
 
 def _by_geodesics(

@@ -247,21 +247,6 @@ class Riemannian(Posterior):
     def _linearized(self) -> bool:
         return isinstance(self.method, ExponentialMap) and self.method.linearized
 
-    def _landscape(self, data: Iterable[Any]) -> LossLandscape:
-        precision = self.prior().vector()
-        if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
-            precision = torch.full_like(precision, self.method.training_prior_precision)
-        return LossLandscape(
-            self.network,
-            self.likelihood,
-            data,
-            prior_precision=precision,
-            prior_mean=self._prior_mean,
-            temperature=self._temperature,
-            linearized=self._linearized,
-            chunk_size=self.chunk_size,
-        )
-
     @full_precision
     def draw(
         self,
@@ -295,7 +280,19 @@ class Riemannian(Posterior):
         self.require_fit()
         count = self.n_samples if n is None else n
         check_count(count, "n")
-        landscape = self._landscape(self.training_data.again(data, WHY))
+        precision = self.prior().vector()
+        if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
+            precision = torch.full_like(precision, self.method.training_prior_precision)
+        landscape = LossLandscape(
+            self.network,
+            self.likelihood,
+            self.training_data.again(data, WHY),
+            prior_precision=precision,
+            prior_mean=self._prior_mean,
+            temperature=self._temperature,
+            linearized=self._linearized,
+            chunk_size=self.chunk_size,
+        )
         now = landscape.n_data, landscape.checksum
         require_same_data("the tangent's fit", (self.tangent.n_data, self.data_sum), now)
         seed = self._seed if generator is None else draw_seed(generator)
@@ -393,11 +390,12 @@ class Riemannian(Posterior):
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         drawn = self._bank()
         header, tensors = self.tangent.state()
-        report, fields = {}, {"samples": drawn.points, "vector": self.mean}
-        for name, value in vars(drawn.report).items():
-            (fields if isinstance(value, Tensor) else report)[name] = value
-        state = {"tangent": header, "report": report, "seed": str(self._seed), "data_sum": self.data_sum}
-        return state, {**fields, **{f"tangent.{name}": value for name, value in tensors.items()}}
+        report = vars(drawn.report)
+        fields = {name: value for name, value in report.items() if isinstance(value, Tensor)}
+        numbers = {name: value for name, value in report.items() if name not in fields}
+        state = {"tangent": header, "report": numbers, "seed": str(self._seed), "data_sum": self.data_sum}
+        own = {"samples": drawn.points, "vector": self.mean, **fields}
+        return state, {**own, **{f"tangent.{name}": value for name, value in tensors.items()}}
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -407,8 +405,7 @@ class Riemannian(Posterior):
         self._share()
         self._vector, self._seed = tensors["vector"], int(header["seed"])
         self.data_sum = header.get("data_sum")  # not in older files
-        fields = {name: tensors[name] for name in ("statuses", "n_evaluations", "energy_drift")}
-        self._drawn = Drawn(tensors["samples"], PathReport(**fields, **header["report"]))
+        self._drawn = Drawn(tensors["samples"], PathReport.read(tensors, header["report"]))
         self._drawn_at = self.hyperparameter_digests()
 
 

@@ -224,12 +224,10 @@ class Chosen(Selector):
     @override
     def choose(self, task: Task) -> Choice:
         network = task.candidates.network
-        chosen = {item.name: item for item in select(network.model, self.selection)}
-        parts = []
+        chosen, parts = refine(select(network.model, self.selection)), []
         for item in network.selected:
-            own = chosen[item.name].mask if item.name in chosen else torch.zeros(item.shape.numel(), dtype=torch.bool)
-            mask = torch.ones(item.shape.numel(), dtype=torch.bool) if own is None else own.cpu()
-            parts.append(mask if item.mask is None else mask[item.mask.cpu()])
+            own = chosen.get(item.name, torch.zeros(item.shape, dtype=torch.bool)).flatten()
+            parts.append(own if item.mask is None else own[item.mask.cpu()])
         mask = torch.cat(parts)
         if not mask.any():
             raise SelectionError(

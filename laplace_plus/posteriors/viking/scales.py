@@ -122,7 +122,8 @@ class BoundAtMean:
         if self._kept is not None:
             yield from self._kept
             return
-        vectors, kept = torch.cat([self.noise.null_space, self.noise.range]), []
+        vectors = torch.cat([self.noise.null_space, self.noise.range])
+        kept: list[Entry] = []
         room = budget(self.network.device) // 2
         for batch in self.elbo.batches():
             if self.elbo.expectation == "sampled":

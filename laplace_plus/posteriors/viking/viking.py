@@ -161,7 +161,7 @@ class VIKING(ProjectedNoisePosterior):
     ):
         if isinstance(mode, dict):
             mode = {"name": "train", **mode}
-        self.training = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
+        self.training: ELBOTraining | None = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
         self.expectation: Expectation = expectation or ("linearized" if self.training is None else "sampled")
         check_name(self.expectation, ("linearized", "sampled"), "expectation")
         check_name(rank, ("auto", "exact", "stochastic"), "rank")
