@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple, Self
@@ -19,6 +19,9 @@ from laplace_plus.errors import CheckpointError
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.training_data import require_restartable
+
+Stage = tuple[dict[str, Any], dict[str, Tensor]]
+"""A JSON-able header, and tensors."""
 
 
 class Checkpoint:
@@ -39,7 +42,7 @@ class Checkpoint:
         self._folder.mkdir(parents=True, exist_ok=True)
         io.write(self._folder / stage, {"identity": self._identity, "stage": dict(header)}, dict(tensors))
 
-    def read(self, stage: str, device: Any = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def read(self, stage: str, device: Any = "cpu") -> Stage | None:
         """The header and tensors of a stage; None if it was not written.
 
         Raises:
@@ -58,6 +61,14 @@ class Checkpoint:
                     fix="Pass a new folder, or the network, data and settings that the checkpoint was written with.",
                 )
         return header["stage"], tensors
+
+    def stage(self, name: str, compute: Callable[[], Stage], device: Any = "cpu") -> Stage:
+        """A stage as :meth:`read` finds it, or computed and written."""
+        found = self.read(name, device)
+        if found is None:
+            found = compute()
+            self.write(name, *found)
+        return found
 
 
 class FitStart(NamedTuple):
@@ -113,7 +124,8 @@ class ResumableFit(Posterior):
         if self._checkpoint_folder is not None:
             own = {**identity(self, n_data), "data": sums, **{name: io.digest(x) for name, x in settings.items()}}
         checkpoint = Checkpoint(self._checkpoint_folder, own)
-        return FitStart(n_data, n_outputs, sums, checkpoint, fit_seed(checkpoint, generator))
+        seed = checkpoint.stage("draws", lambda: ({"seed": draw_seed(generator)}, {}))[0]["seed"]
+        return FitStart(n_data, n_outputs, sums, checkpoint, int(seed))
 
 
 def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
@@ -131,16 +143,6 @@ def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[st
         sums.add(batch, len(outputs))
         n_outputs = outputs.shape[-1]
     return sums.count, n_outputs, [f"{value:.6e}" for value in sums.values()]
-
-
-def fit_seed(checkpoint: Checkpoint, generator: torch.Generator | None) -> int:
-    """The seed in a checkpoint, or a new one, which is written to it."""
-    saved = checkpoint.read("draws")
-    if saved is not None:
-        return int(saved[0]["seed"])
-    seed = draw_seed(generator)
-    checkpoint.write("draws", {"seed": seed}, {})
-    return seed
 
 
 def stage_generator(seed: int, stage: int) -> torch.Generator:

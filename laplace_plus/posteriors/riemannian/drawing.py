@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse,
 from laplace_plus.geometry.geodesic import check_settings
 from laplace_plus.linalg import draw_probes
 from laplace_plus.posteriors.configuration import check_count
-from laplace_plus.posteriors.resuming import Checkpoint
+from laplace_plus.posteriors.resuming import Checkpoint, Stage
 
 _GROUP = 32
 """Geodesics that advance together, if memory allows; an interruption loses at most so many."""
@@ -71,9 +71,6 @@ class ExponentialMap:
 Manifold = ExponentialMap | Diffusion
 
 METHODS: Mapping[str, type[Manifold]] = {"exponential": ExponentialMap, "diffusion": Diffusion}
-
-Group = tuple[dict[str, Any], dict[str, Tensor]]
-"""Samples as a stage of a checkpoint: the tail, and the points with the other entries of their report."""
 
 
 @dataclass(frozen=True)
@@ -130,34 +127,29 @@ def draw(
     *,
     progress: bool,
 ) -> Drawn:
-    """Draw n samples."""
-    source = torch.Generator().manual_seed(seed)
-    saved = checkpoint.read("draws", start.device)
-    if saved is not None:
-        noise = saved[1]
-    else:
-        noise = {"seeds": torch.randint(2**62, (n,), generator=source)}
+    """Draw n samples, in stages of a checkpoint: the tail, and the points with the other entries of their report."""
+    geodesics = isinstance(method, ExponentialMap)
+
+    def first() -> Stage:
+        source = torch.Generator().manual_seed(seed)
+        seeds = {"seeds": torch.randint(2**62, (n,), generator=source)}
+        return {}, {**seeds, "velocities": tangents(n, source)} if geodesics else seeds
+
+    noise = checkpoint.stage("draws", first, start.device)[1]
+
+    def samples(some: Tensor) -> Stage:
+        seeds = noise["seeds"][some.to(noise["seeds"].device)].tolist()
         if isinstance(method, ExponentialMap):
-            noise["velocities"] = tangents(n, source)
-        checkpoint.write("draws", {}, noise)
-    size = 1
-    if isinstance(method, ExponentialMap):
-        room = budget(start.device) // 2
-        size = max(1, min(_GROUP, room // max(1, _VECTORS * start.numel() * start.element_size())))
-    groups = []
-    for number, some in enumerate(
-        progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
-    ):
-        stage = f"samples-{number:05d}"
-        group = checkpoint.read(stage, start.device)
-        if group is None:
-            seeds = noise["seeds"][some.to(noise["seeds"].device)].tolist()
-            if isinstance(method, ExponentialMap):
-                group = _by_geodesics(method, landscape, start, noise["velocities"][some.to(start.device)], seeds)
-            else:
-                group = _by_diffusion(method, landscape, start, seeds[0])
-            checkpoint.write(stage, *group)
-        groups.append(group)
+            return _by_geodesics(method, landscape, start, noise["velocities"][some.to(start.device)], seeds)
+        return _by_diffusion(method, landscape, start, seeds[0])
+
+    room = budget(start.device) // 2
+    size = max(1, min(_GROUP, room // max(1, _VECTORS * start.nbytes))) if geodesics else 1
+    parts = progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
+    groups = [
+        checkpoint.stage(f"samples-{number:05d}", partial(samples, some), start.device)
+        for number, some in enumerate(parts)
+    ]
     tensors = {name: torch.cat([own[name] for _, own in groups]) for name in groups[0][1]}
     tail = max(float(header["tail"]) for header, _ in groups)
     return Drawn(tensors["points"], PathReport.read(tensors, {"tail": tail}))
@@ -165,7 +157,7 @@ def draw(
 
 def _by_geodesics(
     method: ExponentialMap, landscape: LossLandscape, start: Tensor, velocities: Tensor, seeds: list[int]
-) -> Group:
+) -> Stage:
     surface: LossLandscape | list[LossLandscape] = landscape
     if method.minibatch is not None:  # one random subset for each seed, all of them gathered in one pass
         if method.minibatch > landscape.n_data:
@@ -182,7 +174,7 @@ def _by_geodesics(
     return {"tail": 0.0}, {"points": found.endpoint, **own}
 
 
-def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Group:
+def _by_diffusion(method: Diffusion, landscape: LossLandscape, start: Tensor, seed: int) -> Stage:
     generator = torch.Generator().manual_seed(seed)
     size = method.n_steps, len(start)
     noise = draw_probes("gaussian", *size, generator=generator, dtype=start.dtype, device=start.device)
