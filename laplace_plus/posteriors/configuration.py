@@ -16,7 +16,6 @@ from laplace_plus._memory import parse_bytes
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
 from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError
-from laplace_plus.evidence.tuning import check_choice, check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
@@ -44,16 +43,6 @@ def common_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Of the ``locals()`` of a posterior's constructor, the keyword arguments that every posterior takes."""
     names = [name for name, own in signature(Configured).parameters.items() if own.kind is Parameter.KEYWORD_ONLY]
     return {name: arguments[name] for name in names}
-
-
-def check_count(value: Any, name: str) -> None:
-    """Raise :class:`ConfigurationError` unless a value is a positive integer."""
-    check_counts(**{name: value})
-
-
-def check_name(value: Any, known: tuple[str, ...], name: str) -> None:
-    """Raise :class:`ConfigurationError` unless a value is one of the known names."""
-    check_choice(name, value, known)
 
 
 def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:

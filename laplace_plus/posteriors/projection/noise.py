@@ -17,11 +17,12 @@ from typing_extensions import override
 from laplace_plus import kernels
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, SVDProjection
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
-from laplace_plus.posteriors.configuration import check_count, option_config, resolve_option
+from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
 from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
@@ -171,8 +172,7 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         chunk_size: int,
         **common: Any,
     ):
-        check_count(n_samples, "n_samples")
-        check_count(chunk_size, "chunk_size")
+        check_counts(n_samples=n_samples, chunk_size=chunk_size)
         self.projector = resolve_option("projector", projector, PROJECTORS)
         self.n_samples, self.chunk_size, self._ad_modes = n_samples, chunk_size, ADModes()
         super().__init__(model, likelihood, **common)

@@ -13,10 +13,10 @@ from torch import Tensor
 from laplace_plus._memory import budget
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
 from laplace_plus.geometry.geodesic import check_settings
 from laplace_plus.linalg import draw_probes
-from laplace_plus.posteriors.configuration import check_count
 from laplace_plus.posteriors.resuming import Checkpoint, Stage
 
 _GROUP = 32
@@ -60,7 +60,7 @@ class ExponentialMap:
     def __post_init__(self) -> None:
         check_settings(self.rtol, self.atol, self.max_evaluations, self.max_energy_change)
         if self.minibatch is not None:
-            check_count(self.minibatch, "minibatch")
+            check_counts(minibatch=self.minibatch)
         given = self.training_prior_precision
         if given is not None and not (0 <= given < math.inf):
             raise ConfigurationError(

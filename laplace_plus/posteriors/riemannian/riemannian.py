@@ -29,6 +29,7 @@ from laplace_plus.errors import (
     UnsupportedError,
 )
 from laplace_plus.evidence import Tuner, TuningResult, fitted_data
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import LossLandscape, PathStatus
 from laplace_plus.geometry.integration import failures
 from laplace_plus.geometry.loss import warn_of_kinks
@@ -36,13 +37,7 @@ from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import unwrap
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.configuration import (
-    check_count,
-    common_arguments,
-    full_precision,
-    option_config,
-    resolve_option,
-)
+from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
 from laplace_plus.posteriors.resuming import Checkpoint, identity, survey, with_prefix
@@ -134,8 +129,7 @@ class Riemannian(Posterior):
         memory_budget: int | str | None = None,
     ):
         options = common_arguments(locals())
-        check_count(n_samples, "n_samples")
-        check_count(chunk_size, "chunk_size")
+        check_counts(n_samples=n_samples, chunk_size=chunk_size)
         self.method, self.n_samples, self.chunk_size = resolve_option("method", method, METHODS), n_samples, chunk_size
         cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
         kind = cls if isinstance(cls, type) else type(cls)
@@ -279,7 +273,7 @@ class Riemannian(Posterior):
         """
         self.require_fit()
         count = self.n_samples if n is None else n
-        check_count(count, "n")
+        check_counts(n=count)
         precision = self.prior().vector()
         if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
             precision = torch.full_like(precision, self.method.training_prior_precision)
@@ -359,7 +353,7 @@ class Riemannian(Posterior):
             NotFittedError: Before :meth:`fit`.
             SamplingError: Every sample failed.
         """
-        check_count(n, "n")
+        check_counts(n=n)
         points = self._bank().points
         return points[self._order(len(points), n, generator).to(points.device)]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from laplace_plus import batches
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.network import Network
-from laplace_plus.posteriors.configuration import check_count
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DiagonalSWAG:
     weight_decay: float = 3e-4
 
     def __post_init__(self) -> None:
-        check_count(self.n_snapshots, "n_snapshots")
+        check_counts(n_snapshots=self.n_snapshots)
         if self.n_snapshots < 2:  # noqa: PLR2004
             raise ConfigurationError("The variance of one snapshot is zero.", expected="n_snapshots >= 2", got="1")
         if not self.learning_rate > 0 or not 0 <= self.momentum < 1 or not self.weight_decay >= 0:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from laplace_plus._memory import budget
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.evidence.tuning import check_counts, check_positive
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.network import Network
-from laplace_plus.posteriors.configuration import check_name
 from laplace_plus.posteriors.projection.noise import ProjectedNoise
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, deviations, mirrored, of_networks
 from laplace_plus.predictive.deviations import pushed
@@ -42,7 +41,7 @@ class ScaleFit:
     learning_rate: float = 0.05
 
     def __post_init__(self) -> None:
-        check_name(self.optimizer, ("lbfgs", "adam"), "optimizer")
+        check_choice("optimizer", self.optimizer, ("lbfgs", "adam"))
         check_counts(max_iterations=self.max_iterations, epochs=self.epochs)
         check_positive(learning_rate=self.learning_rate)
 

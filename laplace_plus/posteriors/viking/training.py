@@ -25,12 +25,11 @@ from torch import Tensor
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.evidence.tuning import check_counts, check_positive
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.loss import MovedNetwork
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network import Network
-from laplace_plus.posteriors.configuration import check_name
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
@@ -84,7 +83,7 @@ class ELBOTraining:
                 expected="scale_epochs >= 0 and 0 <= gamma <= 1",
                 got=str(self),
             )
-        check_name(self.noise, ("projected", "alternating"), "noise")
+        check_choice("noise", self.noise, ("projected", "alternating"))
 
 
 @dataclass

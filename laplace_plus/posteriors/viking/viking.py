@@ -18,16 +18,11 @@ from typing_extensions import override
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
 from laplace_plus.evidence import Tuner, TuningResult
+from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.geometry.loss import MovedNetwork, warn_of_kinks
 from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
 from laplace_plus.network import Network
-from laplace_plus.posteriors.configuration import (
-    check_name,
-    check_positive,
-    common_arguments,
-    full_precision,
-    resolve_option,
-)
+from laplace_plus.posteriors.configuration import check_positive, common_arguments, full_precision, resolve_option
 from laplace_plus.posteriors.projection.noise import NoiseReport, ProjectedNoise, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.resuming import survey
@@ -163,8 +158,8 @@ class VIKING(ProjectedNoisePosterior):
             mode = {"name": "train", **mode}
         self.training: ELBOTraining | None = resolve_option("mode", mode, {"post_hoc": NoneType, "train": ELBOTraining})
         self.expectation: Expectation = expectation or ("linearized" if self.training is None else "sampled")
-        check_name(self.expectation, ("linearized", "sampled"), "expectation")
-        check_name(rank, ("auto", "exact", "stochastic"), "rank")
+        check_choice("expectation", self.expectation, ("linearized", "sampled"))
+        check_choice("rank", rank, ("auto", "exact", "stochastic"))
         self.default_method, self.rank = self.expectation, rank
         self.kl_weight = float(check_positive(kl_weight, "kl_weight"))
         self._first_image_std = float(check_positive(image_std, "image_std"))
