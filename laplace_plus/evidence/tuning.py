@@ -15,11 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace_plus.distributed import Group
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network import Network
 from laplace_plus.priors import Groups
 
 
@@ -70,42 +67,9 @@ GAUSSIAN_TUNERS: dict[str, type[Any]] = {}
 """The tuners of Gaussian posteriors, by shorthand; the first is ``"auto"``. Each package of tuners adds its own."""
 
 
-class Tunable(Protocol):
-    """A posterior, for the tuners of Gaussian posteriors."""
-
-    network: Network
-    n_data: int
-
-    @property
-    def prior_groups(self) -> Groups:
-        """Which entries share a precision ``[G]``."""
-
-    @property
-    def training_data(self) -> Any:
-        """The loaders of the fit; their method ``again`` returns given data, or the loaders."""
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """The present precision: 0-d, ``[G]`` or ``[P]``."""
-
-    @property
-    def temperature(self) -> Tensor:
-        """Divides the log-likelihood."""
-
-    @property
-    def group(self) -> Group | None:
-        """The ranks that shared the last fit; None for one process."""
-
-    @property
-    def predictive_mean(self) -> str:
-        """Whether linearised predictions are around the ``"network"``'s outputs or the ``"tangent"`` optimum's."""
-
-    @property
-    def tuning(self) -> TuningResult | None:
-        """The result of the last tuning."""
-
-    def laplace_model(self) -> LaplaceModel:
-        """What the evidence is a function of."""
+Tunable = Any
+"""A fitted Gaussian posterior: tuners read its network, n_data, prior_groups, training_data, prior_precision,
+temperature, group, predictive_mean, tuning and laplace_model()."""
 
 
 def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from laplace_plus.likelihoods.base import Likelihood, Marginal
-from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
+from laplace_plus.likelihoods.elementwise import Bernoulli, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from laplace_plus.likelihoods.poisson import Poisson
 from laplace_plus.likelihoods.resolve import (
     LogDensity,
     likelihood_from_config,

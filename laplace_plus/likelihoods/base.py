@@ -141,8 +141,6 @@ class Likelihood(ABC):
     n_noise: int = 1
     config_name: str | None = None
 
-    # Required --------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y|f)`` of every row, all constants included.
@@ -154,8 +152,6 @@ class Likelihood(ABC):
         Returns:
             ``[N]``, in nats.
         """
-
-    # Outputs and targets ---------------------------------------------------------------------------------------------
 
     def arrange(self, raw: Tensor) -> Tensor:
         """Move the outputs to the last axis, as a view ``[B, *, C]``; ``[B]`` is one output for each example.
@@ -196,8 +192,6 @@ class Likelihood(ABC):
         if targets.is_floating_point():
             targets = targets.to(flat.dtype)
         return flat, targets, torch.ones_like(flat[:, 0])
-
-    # Observation noise -----------------------------------------------------------------------------------------------
 
     @property
     def noise_std(self) -> Tensor | None:
@@ -260,8 +254,6 @@ class Likelihood(ABC):
         """A sum-reduced torch loss, or None; times the factor it is ``−log p`` at unit noise, up to a constant."""
         return None
 
-    # Sums over the data ----------------------------------------------------------------------------------------------
-
     def statistics(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sufficient statistics ``[k]`` of a batch: ``float64``, additive over batches; here ``[Σ log p(y|f)]``."""
         flat, targets, weight = self.rows(outputs, targets)
@@ -276,8 +268,6 @@ class Likelihood(ABC):
         if noise_std is not None:
             self.with_noise(noise_std)
         return statistics[0].double()
-
-    # Distributions ---------------------------------------------------------------------------------------------------
 
     def distribution(self, outputs: Tensor) -> Distribution:
         """``p(y|f)`` for outputs ``[..., C]``.
@@ -341,8 +331,6 @@ class Likelihood(ABC):
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution | None:
         """``p(y)`` of several inputs together, for ``[N, C]`` and ``[N C, N C]``; ``None`` without a closed form."""
         return None
-
-    # Serialisation ---------------------------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
         """A JSON-able description that ``likelihood_from_config`` reads: ``{"name": …, option: value, …}``."""

@@ -1,15 +1,37 @@
-"""Likelihoods whose targets are numbers, one for each output: their checks, and their diagonal curvature."""
+"""Likelihoods whose targets are numbers, one for each output: shared checks, classes of zeros and ones, and counts.
+
+Bernoulli's closed-form link ``"probit"`` is MacKay's (1992, "The evidence framework applied to classification
+networks") ``sigmoid(m / √(1 + π/8 v))``.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Bernoulli as BernoulliDistribution
+from torch.distributions import Distribution, NegativeBinomial
+from torch.distributions import Poisson as PoissonDistribution
+from torch.nn.functional import logsigmoid
 
 from laplace_plus.errors import LabelError
-from laplace_plus.likelihoods.base import Likelihood, check_batch, describe, shape_text, uniform_mixture, widen
+from laplace_plus.likelihoods.base import (
+    Likelihood,
+    Marginal,
+    OutputCurvature,
+    check_batch,
+    describe,
+    shape_text,
+    uniform_mixture,
+    unknown_link,
+    variance_of,
+    widen,
+)
+from laplace_plus.likelihoods.sampling import draw_by
 
 
 class Elementwise(Likelihood):
@@ -91,3 +113,145 @@ def refuse_targets(wrong: Tensor, targets: Tensor, message: str, *, expected: st
     if bool(wrong.any()):
         got = f"{targets[wrong][0].item()} ({int(wrong.sum())} of {targets.numel()} targets of {targets.dtype})"
         raise LabelError(message, expected=expected, got=got, fix=fix)
+
+
+@final
+@dataclass(frozen=True)
+class Bernoulli(Elementwise):
+    """``p(y_c = 1 | f) = sigmoid(f_c)``, independent over the ``C`` outputs of a row.
+
+    Targets are zeros and ones (integer, boolean or floating) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
+
+    Args:
+        output_axis: The axis of the logits in the network's output, and of their targets.
+
+    Example:
+        >>> Bernoulli().log_density(torch.zeros(1, 1), torch.tensor([[1.0]])).exp()
+        tensor([0.5000])
+    """
+
+    output_axis: int = -1
+    config_name = "bernoulli"
+    links = ("probit", "mc")
+    is_classifier = True
+    wrong_targets = "There are binary targets other than 0 and 1."
+    valid_targets = "exactly 0 or 1"
+    hint = 'Use likelihood="classification" for one class out of several.'
+
+    def is_valid(self, targets: Tensor) -> Tensor:
+        """Zeros and ones."""
+        return (targets == 0) | (targets == 1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``sigmoid(f) - y``, ``[N, C]``."""
+        sign = 2 * targets - 1
+        return -sign * (-sign * widen(outputs)).sigmoid()  # no cancellation where p is close to y
+
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """``√(p (1 - p))``."""
+        outputs = widen(outputs)
+        return (0.5 * (logsigmoid(outputs) + logsigmoid(-outputs))).exp()
+
+    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
+        """``diag p (1 - p)``; zero for ignored rows."""
+        scales = weight.unsqueeze(-1) * self.root_diagonal(outputs).square()
+        return OutputCurvature(scales, scales, coupled=False)
+
+    def torch_loss(self) -> tuple[torch.nn.Module, float]:
+        """Binary cross-entropy."""
+        return torch.nn.BCEWithLogitsLoss(reduction="sum"), 1.0
+
+    def distribution(self, outputs: Tensor) -> BernoulliDistribution:
+        """Bernoulli distributions with batch shape ``[..., C]``."""
+        return BernoulliDistribution(logits=widen(outputs), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Zeros and ones ``[..., C]``, floating."""
+        return draw_by(torch.bernoulli, widen(outputs).sigmoid(), generator)
+
+    def class_probabilities(self, mean: Tensor) -> Tensor:
+        """``[1 - p, p]`` of every output by itself, ``[N C, 2]``."""
+        p = mean.reshape(-1)
+        return torch.stack([1 - p, p], -1)
+
+    def mixture(self, outputs: Tensor) -> BernoulliDistribution:
+        """The Bernoulli distributions of the average probabilities, every output by itself."""
+        outputs = widen(outputs)
+        logits = logsigmoid(outputs).logsumexp(0) - logsigmoid(-outputs).logsumexp(0)
+        return BernoulliDistribution(logits=logits, validate_args=False)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"probit"``; needs variances only."""
+        if link != "probit":
+            raise unknown_link(self, link)
+        logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
+        distribution = BernoulliDistribution(logits=logits, validate_args=False)
+        return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), distribution)
+
+
+@final
+@dataclass(frozen=True)
+class Poisson(Elementwise):
+    """``p(y | f) = Poisson(exp f)``, independent over the ``C`` outputs of a row.
+
+    Targets are counts (integer or whole floating numbers) of the outputs' shape; ``[B, *]`` also if ``C`` is 1.
+
+    Args:
+        output_axis: The axis of the log-rates in the network's output, and of their targets.
+
+    Example:
+        >>> Poisson().log_density(torch.zeros(1, 1), torch.tensor([[0.0]]))
+        tensor([-1.])
+    """
+
+    output_axis: int = -1
+    config_name = "poisson"
+    links = ("exact", "mc")
+    wrong_targets = "Some targets are not counts."
+    valid_targets = "whole numbers, 0 or more"
+    hint = 'Use likelihood="regression" for real numbers.'
+
+    def is_valid(self, targets: Tensor) -> Tensor:
+        """Whole numbers from 0."""
+        counts = targets.double()
+        return (counts >= 0) & (counts == counts.floor()) & torch.isfinite(counts)
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_c y_c f_c - exp f_c - log y_c!``, ``[N]``."""
+        outputs = widen(outputs)
+        return (targets * outputs - outputs.exp() - torch.lgamma(targets + 1)).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``exp f - y``, ``[N, C]``."""
+        return widen(outputs).exp() - targets
+
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """``exp(f/2)``."""
+        return (0.5 * widen(outputs)).exp()
+
+    def distribution(self, outputs: Tensor) -> PoissonDistribution:
+        """Poisson distributions with batch shape ``[..., C]``."""
+        return PoissonDistribution(widen(outputs).exp(), validate_args=False)
+
+    def sample(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Counts ``[..., C]``, floating."""
+        return draw_by(torch.poisson, widen(outputs).exp(), generator)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: the exact moments of a log-normal rate, ``E[y] = exp(m + v/2)`` and so on.
+
+        The log-normal mixture of Poisson distributions has no closed density; ``distribution`` is the negative binomial
+        (a gamma mixture) of the same mean and variance. It is computed in ``float64``, because for small ``v`` its
+        log-density is a difference of large numbers.
+        """
+        if link != "exact":
+            raise unknown_link(self, link)
+        variance = variance_of(mean, covariance)
+        rate = (mean + 0.5 * variance).exp()
+        spread = variance.expm1()  # relative variance of the rate
+        # The dispersion's floor changes the distribution's variance by at most 1e-6 of the squared mean.
+        dispersion = spread.double().clamp_min(1e-6)
+        log_odds = mean.double() + 0.5 * variance.double() + dispersion.log()
+        distribution = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
+        epistemic = spread * rate.square()
+        return Marginal(rate, epistemic + rate, distribution, epistemic, rate)

@@ -79,8 +79,6 @@ class Gaussian(RealTargets):
         axis = "" if self.output_axis == -1 else f", output_axis={self.output_axis}"
         return f"Gaussian(noise_std={self._noise_std.tolist()}{axis})"
 
-    # Noise -----------------------------------------------------------------------------------------------------------
-
     @property
     def noise_std(self) -> Tensor:
         """``σ``, 0-d or ``[C]``, ``float64``."""
@@ -106,8 +104,6 @@ class Gaussian(RealTargets):
             raise ConfigurationError("The noise does not fit.", expected=expected, got=shape_text(noise.shape))
         return noise.reshape(-1).expand(self.n_noise)
 
-    # Data ------------------------------------------------------------------------------------------------------------
-
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse anything but finite floating targets of the outputs' shape."""
         if self.n_noise not in (1, outputs.shape[-1]):
@@ -128,8 +124,6 @@ class Gaussian(RealTargets):
         errors, count = statistics.double().chunk(2)
         noise = self._groups(noise_std).to(statistics.device)
         return (-0.5 * errors / noise**2 - count * (noise.log() + 0.5 * LOG_2PI)).sum()
-
-    # Densities -------------------------------------------------------------------------------------------------------
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``f - y`` (unit noise), ``[N, C]``."""
@@ -152,8 +146,6 @@ class Gaussian(RealTargets):
         """``f + ε`` (unit noise), ``[..., C]``."""
         outputs = widen(outputs)
         return outputs + standard_normal(outputs.shape, like=outputs, generator=generator)
-
-    # Predictive ------------------------------------------------------------------------------------------------------
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
         """``"exact"``: ``N(m, V + σ²)``."""

@@ -11,10 +11,9 @@ from torch.distributions import Distribution
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.base import Likelihood, widen
-from laplace_plus.likelihoods.bernoulli import Bernoulli
 from laplace_plus.likelihoods.categorical import Categorical
+from laplace_plus.likelihoods.elementwise import Bernoulli, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from laplace_plus.likelihoods.poisson import Poisson
 
 _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "classification": Categorical,

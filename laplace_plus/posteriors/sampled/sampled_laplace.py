@@ -35,8 +35,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     total_dimension,
 )
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
-from laplace_plus.posteriors.sampled.problem import TangentProblem
-from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver
+from laplace_plus.posteriors.sampled.solvers import SOLVERS, CGSolver, SGDSolver, TangentProblem
 from laplace_plus.posteriors.sampled.tuning import Alternation, SampledEvidence, SampledTuningResult
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.deviations import pushed
@@ -140,8 +139,6 @@ class SampledLaplace(SampleBased, ResumableFit):
     def options(self) -> dict[str, Any]:
         solver = option_config(self.solver, SOLVERS)
         return {"n_samples": self.n_samples, "solver": solver, "chunk_size": self.chunk_size}
-
-    # -- fitting -------------------------------------------------------------------------------------------------------
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
@@ -267,8 +264,6 @@ class SampledLaplace(SampleBased, ResumableFit):
         numbers = {"number of batches": curvature.n_batches, "data": f"{curvature.data_sum:.6e}", "options": options}
         return Checkpoint(folder, identity(self, curvature.n_data) | numbers | more)
 
-    # -- evidence ------------------------------------------------------------------------------------------------------
-
     @full_precision
     def tune_by_samples(self, options: SampledEvidence, *, progress: bool = False) -> SampledTuningResult:
         """What :class:`SampledEvidence` finds; see there."""
@@ -285,8 +280,6 @@ class SampledLaplace(SampleBased, ResumableFit):
         assert isinstance(result, SampledTuningResult)
         super().apply_tuning(result)
         self._take(result.samples, result.solved)
-
-    # -- what the samples give -----------------------------------------------------------------------------------------
 
     @property
     def report(self) -> SamplingReport:
@@ -316,8 +309,6 @@ class SampledLaplace(SampleBased, ResumableFit):
             self.network, z, self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes
         )
         return (mean, deviations) if self._tangent_mean is None else (mean + deviations[-1], deviations[:-1])
-
-    # -- storage -------------------------------------------------------------------------------------------------------
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -45,7 +45,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
     total_dimension,
 )
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
-from laplace_plus.posteriors.sampled.problem import TangentProblem
+from laplace_plus.posteriors.sampled.solvers import TangentProblem
 from laplace_plus.priors import GaussianPrior, Groups
 
 _SCALING_DRAWS = 4
@@ -169,9 +169,6 @@ class SampledEvidence:
         structure = [groups.name, digest(groups.index)] if isinstance(groups, Groups) else groups
         options = {name: value for name, value in vars(self).items() if name not in ("data", "checkpoint")}
         return {**options, "evidence": "tangent", "structure": structure, "tune_noise": tune_noise, "max_steps": None}
-
-
-# -- the iteration -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
