@@ -39,8 +39,7 @@ class LaplaceModel:
         vector: θ̂, ``[P]``.
         prior_mean: μ₀, 0-d or ``[P]``.
         layer_index: ``[P]`` integers: the layer of each entry.
-        likelihood: Gives ``log p(D|θ̂)`` from ``statistics`` at any noise level.
-        statistics: The likelihood's additive statistics of the data.
+        likelihood: Gives ``log p(D|θ̂)`` from the data's additive ``statistics`` at any noise level.
         backend: Knows how H's components scale with the noise.
         n_outputs: C.
     """

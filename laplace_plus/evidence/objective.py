@@ -42,9 +42,7 @@ class Objective:
     """The evidence as a function of one vector of logarithms, ``[log precisions…, log noise…]``, float64 on the CPU.
 
     Attributes:
-        model: The evidence's model.
         structure: ``"scalar"``, ``"layerwise"`` (one precision for each of the model's groups) or ``"diagonal"``.
-        temperature: 0-d.
         tune_noise: Whether noise levels are searched too.
         groups: The groups of the model; for other structures than ``"layerwise"`` those of the posterior.
         scaling: Positive ``[P]``: the prior precision of each entry over that of its group; None for ones.

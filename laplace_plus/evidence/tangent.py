@@ -130,8 +130,7 @@ class Tangent(EvidenceTuner):
         """Find the optimum and the hyperparameters jointly; arguments as for :class:`~laplace_plus.Tuner`.
 
         Raises:
-            UnsupportedError: A posterior that was fitted by several processes, or a prior that its structure does not
-                take.
+            UnsupportedError: A fit by several processes, or a prior that the posterior's structure does not take.
             DataError: Not the data of the fit, or data that come only once.
             NonFiniteError: The loss of the tangent model is not finite.
 

@@ -181,8 +181,7 @@ class TangentOptimum:
         value: The penalised loss ``−log p(D | h(θ*))/T + ½ (θ*−μ₀)ᵀ P₀ (θ*−μ₀)``, in nats.
         statistics: The likelihood's statistics at ``h(θ*)``.
         gradient_norm: Euclidean norm of the penalised loss's gradient.
-        decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P: an estimate of the excess loss over the optimum, in nats.
-        n_iterations: Number of steps.
+        decrement: ``½ gᵀ P⁻¹ g`` with the preconditioner P: an estimate of the excess loss, in nats.
         converged: Whether the decrement met the tolerance, or rounding allows no further step.
     """
 

@@ -39,12 +39,11 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True)
 class EffectiveDimension:
-    """Effective dimensions with their standard errors.
+    """Effective dimensions with their standard errors, 0-d or ``[G]``.
 
     Attributes:
-        value: γ, 0-d or ``[G]``, between 0 and the number of parameters.
-        sem: Standard error over the samples, of the same shape; infinite for a single sample.
-        size: The number of parameters, 0-d or ``[G]``.
+        value: γ, between 0 and ``size``, the number of parameters.
+        sem: Standard error over the samples; infinite for a single sample.
         energy: ``E[zᵀ H z] / d``, which is 1 up to sampling for solved systems, and its standard error.
     """
 
@@ -120,10 +119,9 @@ class SamplingReport:
     """How accurate the samples are, and the effective dimensions that they give.
 
     Attributes:
-        residual: ``‖∇L′‖`` of each sample, relative to that at zero, in units of the prior's standard deviation, [k].
-        energy: ``E[zᵀ H z] / P``, which is 1 but for sampling where the solves have converged, and its standard error.
-        effective_dimension: γ of all parameters.
-        by_layer: γ of every layer.
+        residual: ``‖∇L′‖`` of each sample relative to that at zero, in units of the prior's standard deviation, [k].
+        energy: ``E[zᵀ H z] / P``, which is 1 up to sampling for solved systems, and its standard error.
+        effective_dimension, by_layer: γ of all parameters, and of every layer.
         iterations: Passes over the data that the solve took.
         converged: Whether no residual exceeds the solver's tolerance.
     """

@@ -133,16 +133,15 @@ class TangentCurvature(GGNOperator):
 
 @dataclass(frozen=True)
 class Solved:
-    """Solutions of ``(I + W) u = b``.
+    """Solutions ``u [k, P]`` of ``(I + W) u = b``, the samples ``z = A^-½ u`` that they are, and their image ``W u``.
 
     Attributes:
-        u: ``[k, P]``.
-        image: ``W u``, ``[k, P]``.
         residual: ``‖b − u − W u‖ / ‖b‖``, ``[k]``: the gradient of ``L′`` in the prior's units.
         iterations: Passes over the data.
         converged: Whether no residual exceeds the tolerance.
     """
 
+    z: Tensor
     u: Tensor
     image: Tensor
     residual: Tensor
@@ -176,7 +175,7 @@ class PriorUnits:
             b, image = self.right_hand_side(draws), self.image(u)
             size = b.norm(dim=-1)
             residual = b.sub_(u).sub_(image).norm(dim=-1) / size
-        return Solved(u, image, residual.double(), iterations, bool((residual <= tolerance).all()))
+        return Solved(u / self.root, u, image, residual.double(), iterations, bool((residual <= tolerance).all()))
 
     def learning_rate(self, draws: Draws, momentum: float) -> float:
         """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.

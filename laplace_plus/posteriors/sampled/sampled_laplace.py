@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -90,11 +91,7 @@ class SampledLaplace(SampleBased, ResumableFit):
 
     data_attributes = ("_problem",)
 
-    tuners: ClassVar[Mapping[str, type[Tuner]]] = {
-        "mackay": SampledEvidence,
-        "em": SampledEvidence,
-        "tangent": SampledEvidence,
-    }
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = dict.fromkeys(("mackay", "em", "tangent"), SampledEvidence)
 
     def __init__(
         self,
@@ -151,12 +148,12 @@ class SampledLaplace(SampleBased, ResumableFit):
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)
         draws = self._drawn(problem, checkpoint, generator)
         vector = self.network.vector()
-        z, solved = self._solve(problem, draws, None, checkpoint, progress=progress)
+        solved = self._solve(problem, draws, None, checkpoint, progress=progress)
         self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
         self.n_data, self.n_outputs = problem.curvature.n_data, problem.curvature.n_classes
         self.data_sum = problem.curvature.data_sum
         self._ad_modes = ADModes()
-        self._take(z, solved)
+        self._take(solved)
 
     def _drawn(self, problem: TangentProblem, checkpoint: Checkpoint, generator: torch.Generator | None) -> Draws:
         saved = checkpoint.read("draws", self.network.device)
@@ -170,40 +167,32 @@ class SampledLaplace(SampleBased, ResumableFit):
 
     def _solve(
         self, problem: TangentProblem, draws: Draws, start: Tensor | None, checkpoint: Checkpoint, *, progress: bool
-    ) -> tuple[Tensor, Solved]:
-        """Samples ``z [k, P]`` at the present hyperparameters, and how their solve ended."""
+    ) -> Solved:
+        """Samples at the present hyperparameters."""
         saved = checkpoint.read("fit", self.network.device)
         system = PriorUnits(problem.curvature, self.prior().vector().detach(), self._weight())
-        solved = problem.solve(
-            system,
-            draws,
-            start,
-            state=None if saved is None else saved[1],
-            keep=lambda state: checkpoint.write("fit", {}, state),
-            progress=progress,
-            description=f"{type(self).__name__}: samples",
-        )
-        return solved.u / system.root, solved
+        options = {"state": None if saved is None else saved[1], "description": f"{type(self).__name__}: samples"}
+        keep = partial(checkpoint.write, "fit", {})
+        return problem.solve(system, draws, start, keep=keep, progress=progress, **options)
 
     def _weight(self) -> float:
         return float(self.likelihood.curvature_weights().detach()[0] / self._temperature.detach())
 
-    def _take(self, z: Tensor, solved: Solved) -> None:
+    def _take(self, solved: Solved) -> None:
         """Store samples and the report of their solve."""
         index, n_layers = self.network.layer_index(), len(self.network.layers)
         self._parts = [group_sums(solved.u, other, index, n_layers) for other in (solved.image, solved.u)]
-        self._z, self._solved_at = z, self._hyperparameters()
+        self._z, self._solved_at = solved.z, self._hyperparameters()
         self._report = SamplingReport.create(
             self._parts, self.network, solved.residual, solved.iterations, solved.converged
         )
         if not solved.converged:
-            warnings.warn(
+            what = (
                 f"The samples' residuals are up to {float(solved.residual.max()):.2g} after {solved.iterations} passes "
                 f"over the data (tolerance {self.solver.tolerance:.2g}). Allow for more of them, use a preconditioner, "
-                "or raise the tolerance.",
-                ConvergenceWarning,
-                stacklevel=5,
+                "or raise the tolerance."
             )
+            warnings.warn(what, ConvergenceWarning, stacklevel=5)
 
     def _hyperparameters(self) -> tuple[Tensor, ...]:
         precision = self._prior_precision.detach().clone()
@@ -219,7 +208,6 @@ class SampledLaplace(SampleBased, ResumableFit):
             progress: Whether to show a progress bar.
 
         Raises:
-            NotFittedError: Before :meth:`fit`.
             DataError: The data are not known any more, or not those of the fit.
 
         Warns:
@@ -228,9 +216,9 @@ class SampledLaplace(SampleBased, ResumableFit):
         self.require_fit()
         assert self._draws is not None
         problem = self._known_problem(data)
-        z, solved = self._solve(problem, self._draws, self._z, Checkpoint(None, {}), progress=progress)
+        solved = self._solve(problem, self._draws, self._z, Checkpoint(None, {}), progress=progress)
         self._problem = problem
-        self._take(z, solved)
+        self._take(solved)
         return self
 
     def _problem_of(self, data: Iterable[Any]) -> TangentProblem:
@@ -279,7 +267,7 @@ class SampledLaplace(SampleBased, ResumableFit):
     def apply_tuning(self, result: TuningResult) -> None:
         assert isinstance(result, SampledTuningResult)
         super().apply_tuning(result)
-        self._take(result.samples, result.solved)
+        self._take(result.solved)
 
     @property
     def report(self) -> SamplingReport:

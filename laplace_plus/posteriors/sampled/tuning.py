@@ -173,10 +173,9 @@ class SampledEvidence:
 
 @dataclass
 class _State:
-    """All that an interrupted iteration needs to go on.
+    """All that an interrupted iteration needs to go on; ``sound`` as long as everything has converged.
 
-    ``z`` are the samples at the hyperparameters or, while a ``pending`` update is solved for, those before it;
-    ``sound`` as long as everything has converged.
+    ``z`` are the samples at the hyperparameters, or those before a ``pending`` update that is solved for.
     """
 
     precision: Tensor
@@ -233,7 +232,6 @@ class _State:
 class _Samples:
     """Solved samples, and the effective dimension of every group and of all of them together."""
 
-    z: Tensor
     solved: Solved
     dimension: EffectiveDimension
     total: EffectiveDimension
@@ -280,11 +278,11 @@ class Alternation:
             state = _State(start, None if noise is None else noise.detach(), z, [])
             if not torch.allclose(self._entries(start), present, rtol=1e-12, atol=0.0):
                 current = self._samples(state, start, state.noise_std, None)
-                state.z = current.z
+                state.z = current.solved.z
         if current is None and state.pending is None:
             _, system = self._at(state.precision, state.noise_std)
             largest = self._problem.solver.largest_residual
-            current = self._described(system, system.check(state.z * system.root, self._draws, largest, 0))
+            current = self._described(system.check(state.z * system.root, self._draws, largest, 0))
         remaining = range(len(state.steps), options.max_steps)
         for _ in progress_bar(remaining, enabled=self._progress, description=f"tuning by {options.method}"):
             if state.residual < options.tolerance:
@@ -296,7 +294,7 @@ class Alternation:
             current = self._samples(state, precision, noise, checkpoint)
             state.sound &= current.solved.converged
             state.steps.append(replace(state.pending, iterations=current.solved.iterations))
-            state.precision, state.noise_std, state.z = precision, noise, current.z
+            state.precision, state.noise_std, state.z = precision, noise, current.solved.z
             state.solver = state.pending = None
             state.write(checkpoint)
         assert current is not None
@@ -327,7 +325,7 @@ class Alternation:
             n_evaluations=len(state.steps),
             vector=self._optimum(state)[0].vector.to(self._posterior.mean) if around_tangent else None,
             predictive_mean=options.predictive_mean,
-            samples=current.z,
+            samples=current.solved.z,
             solved=current.solved,
         )
 
@@ -377,12 +375,12 @@ class Alternation:
                 state.write(checkpoint)
 
         options: Any = {"state": state.solver, "keep": keep, "progress": self._progress}
-        return self._described(system, self._problem.solve(system, self._draws, state.z, **options))
+        return self._described(self._problem.solve(system, self._draws, state.z, **options))
 
-    def _described(self, system: PriorUnits, solved: Solved) -> _Samples:
+    def _described(self, solved: Solved) -> _Samples:
         index, sizes = self._groups.index, self._groups.sizes()
         a, b = (group_sums(solved.u, other, index, len(sizes)) for other in (solved.image, solved.u))
-        return _Samples(solved.u / system.root, solved, effective_dimension(a, b, sizes), total_dimension(a, b, sizes))
+        return _Samples(solved, effective_dimension(a, b, sizes), total_dimension(a, b, sizes))
 
     def _step(self, state: _State, current: _Samples) -> TuningStep:
         """The update at a state, of which the samples are still to be solved for."""
