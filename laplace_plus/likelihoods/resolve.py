@@ -132,8 +132,6 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
     if name not in _BY_NAME:
         what, known = "A custom likelihood must be passed itself.", ", ".join(map(repr, _BY_NAME))
         raise ConfigurationError(what, expected=known, got=options.get("class", repr(name)))
-    if isinstance(options.get("noise_std"), list):
-        options["noise_std"] = torch.tensor(options["noise_std"], dtype=torch.float64)
     try:
         return _BY_NAME[name](**options)
     except TypeError as error:
