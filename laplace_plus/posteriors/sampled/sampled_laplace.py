@@ -25,7 +25,7 @@ from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_counts, tunes_noise
 from laplace_plus.io import digest
 from laplace_plus.linalg.probes import draw_probes
-from laplace_plus.posteriors.configuration import full_precision, option_config, resolve_option
+from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.resuming import Checkpoint, ResumableFit, identity
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
@@ -108,19 +108,9 @@ class SampledLaplace(SampleBased, ResumableFit):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_counts(n_samples=n_samples)
-        check_counts(chunk_size=chunk_size)
+        check_counts(n_samples=n_samples, chunk_size=chunk_size)
         self.n_samples, self.solver, self.chunk_size = n_samples, resolve_option("solver", solver, SOLVERS), chunk_size
-        super().__init__(
-            model,
-            likelihood,
-            parameters=parameters,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=memory_budget,
-        )
+        super().__init__(model, likelihood, **common_arguments(locals()))
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
             got = f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}"
             raise UnsupportedError("SampledLaplace needs the native GGN.", expected='backend="native"', got=got)
