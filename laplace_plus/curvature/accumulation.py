@@ -124,11 +124,7 @@ class Accumulation(ABC):
         shape, dtype = (self.n_components, *layout.shape), self.gradients.network.dtype
         zeros = partial(torch.zeros, shape, dtype=dtype, device=gradients.device)
         block, _ = self.block(layout, DiagonalBlock, lambda: DiagonalBlock(zeros()))
-        for total, part in zip(block.values, self.by_component(gradients, components), strict=True):
-            if part.dtype == total.dtype:
-                part.add_squares_(total)
-            else:
-                total += part.squares()
+        gradients.add_component_squares_(block.values, components)
 
     def add_outer_products(self, layout: Layout, gradients: ExampleGradients, components: Tensor) -> None:
         """Add ``Σ_vn vec(P) vec(P)ᵀ`` to a dense block."""

@@ -30,13 +30,7 @@ from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients
 
 @dataclass(frozen=True)
 class ParameterRows:
-    """A parameter, or some consecutive rows of one.
-
-    Attributes:
-        name: The parameter's name.
-        count: Number of rows, or None for all.
-        start: The first row.
-    """
+    """The parameter of that name, or ``count`` consecutive rows of it from ``start`` on; None for all."""
 
     name: str
     count: int | None
@@ -44,11 +38,9 @@ class ParameterRows:
 
 
 class ExampleAxis(NamedTuple):
-    """Position of a batch's examples in a call's output.
+    """The axis of a call's output that runs over a batch's examples; its size is a multiple of B.
 
-    Attributes:
-        axis: The axis; its size is a multiple of B.
-        innermost: Whether examples vary fastest along it (``[T·B]``, as in attention) or slowest (``[B·T]``).
+    If ``innermost``, examples vary fastest along it (``[T·B]``, as in attention), otherwise slowest (``[B·T]``).
     """
 
     axis: int
@@ -93,11 +85,13 @@ class Call(ABC):
 
     # Set when the call is recorded: the number of writes to the input so far, a name that the same call has in every
     # batch, the position of the output in the autograd graph, and the output's shape with an empty tensor of its type.
+    # Once the examples have been looked for: their axis, None where the call is left to the general path.
     version: int = field(init=False, repr=False)
     label: str = field(init=False, repr=False)
     edge: GradientEdge = field(init=False, repr=False)
     output_shape: torch.Size = field(init=False, repr=False)
     output_like: Tensor = field(init=False, repr=False)
+    axis: ExampleAxis | None = field(init=False, repr=False)
 
     @property
     def rows(self) -> tuple[ParameterRows, ...]:
@@ -276,12 +270,8 @@ class NormalisationCall(Call):
 class BroadcastCall(Call):
     """A parameter that enters every example alike: added or multiplied to the input, or expanded over the batch.
 
-    Class tokens, tables of positions and layer scales are used so. With ``scales`` the parameter multiplies the value:
-    an example's gradient is the output gradient times the value, summed over the axes of the broadcast.
-
-    Attributes:
-        scales: Whether the parameter multiplies ``value``.
-        shape: The parameter's shape.
+    Class tokens, tables of positions and layer scales are used so. With ``scales`` the parameter, of that ``shape``,
+    multiplies the value: an example's gradient is the output gradient times the value, summed over the broadcast.
     """
 
     scales: bool = False

@@ -49,7 +49,7 @@ _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 _SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
 
 _DERIVATIVES = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
-"""Functions that return derivatives of earlier calls; the second one also after the network's own ``backward()``."""
+"""Functions that return derivatives of earlier calls."""
 
 _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_, Tensor.data.__get__})  # type: ignore[attr-defined]
 """Functions whose results no gradient passes."""
@@ -60,22 +60,18 @@ _NO_DERIVATIVE = "an autograd kernel was not registered"
 _NAME = attrgetter("name")
 
 _MAX_PROBES = 16
-"""Pairs of examples that are tried before a call is left to the general path.
+"""Pairs of examples that are tried before a call is left to the general path; one is enough if it reaches the layer.
 
-Two examples are enough unless all units of a layer are inactive for both; 16 pairs fail with a layer inactive for 95 %
-of the examples in less than one case of five.
+16 pairs fail with a layer inactive for 95 % of the examples in less than one case of five.
 """
 
 
 class _Recorder(TorchFunctionMode):
     """Records calls whose weights are among the selected parameters.
 
-    Attributes:
-        rows: What each tensor is of which parameter, by its id. As ids are only unique among living tensors, ``alive``
-            holds on to them.
-        latest: The output of the latest recorded call, for an identity test.
-        switched_off: Parameters that are used detached, or while gradients were switched off.
-        may_be_cut_off: Whether any may be.
+    ``rows`` says by a tensor's id what it is of which parameter. As ids are only unique among living tensors, ``alive``
+    holds on to them. Parameters are ``switched_off`` that are used detached, or while gradients were switched off.
+    ``latest`` is the output of the latest recorded call, for an identity test.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
@@ -224,23 +220,17 @@ class Capture:
 
     Attributes:
         outputs: ``[B, *, C]``; with ``pointwise``, ``[B', C]`` with every position an example of its own.
-        output_shape: ``[B, *, C]`` in any case.
-        n_examples: B, or B' = B·positions if pointwise.
+        output_shape, n_examples: ``[B, *, C]`` in any case, and B or B'.
         calls: The recorded calls, in order.
-        uncovered: Selected parameters that were used in a way which no rule describes.
         unused: Selected parameters that the forward pass did not use, or whose use no gradient reaches.
         pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
             backward pass is needed and positions do not depend on each other.
         last_used: Name of the last parameter used; None where uses are hidden (scripted modules) and it is not known.
-        n_bytes: About the memory of the forward pass's results that derivatives may need.
-        activation_elements: Number of elements in all recorded outputs, and in one cotangent's gradients.
-        cotangent_bytes: Memory of one cotangent's backward pass: the gradients of all recorded outputs, twice.
+        n_bytes, cotangent_bytes: About the memory of the forward pass, and of one cotangent's backward pass.
 
     Raises:
-        UnsupportedError: No gradient of the outputs reaches any of the selected parameters that the network uses.
-
-    Warns:
-        UserWarning: None reaches some of them.
+        UnsupportedError: No gradient of the outputs reaches any of the selected parameters that the network uses. Where
+            none reaches some of them, there is a warning.
     """
 
     def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
@@ -255,22 +245,19 @@ class Capture:
         if recorder.may_be_cut_off or len(touched) < len(wanted):
             hidden = _hidden_uses(network, inputs, recorder, touched)
         # A parameter that some call uses in an unknown way takes the general path altogether.
-        self.uncovered = hidden | recorder.uncovered
+        uncovered = hidden | recorder.uncovered
         self.unused = wanted - touched - hidden
         self.last_used = None if hidden else recorder.last_used
         self.calls: list[Call] = []
-        self.activation_elements = self.cotangent_bytes = 0
+        self.cotangent_bytes = 0
         for call in recorder.calls:
-            if self.uncovered and any(rows.name in self.uncovered for rows in call.rows):
-                continue
-            self.calls.append(call)
-            size = call.output_shape.numel()
-            self.activation_elements += size
-            self.cotangent_bytes += 2 * size * call.output_like.element_size()
+            if uncovered.isdisjoint(map(_NAME, call.rows)):
+                self.calls.append(call)
+                self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like.element_size()
         self.output_shape = arranged.shape
         self.pointwise = (
             len(self.calls) == 1
-            and not self.uncovered
+            and not uncovered
             and recorder.latest is raw
             and self.calls[0].pointwise
             and self.calls[0].feature_axis % raw.ndim == _feature_axis(network, raw)
@@ -281,13 +268,7 @@ class Capture:
         self.n_examples = len(self.outputs)
 
     def gradients(self, cotangents: Tensor) -> list[Tensor]:
-        """Gradients with respect to the output of each call.
-
-        Args:
-            cotangents: ``[V, B, *, C]``, matching ``outputs``.
-
-        Returns:
-            One ``[V, *output shape]`` for each call; zeros where the output does not depend on it.
+        """Gradients ``[V, *output shape]`` with respect to each call's output, for cotangents ``[V, B, *, C]``.
 
         Raises:
             UnsupportedError: An operation on the way has no derivative, and would pass on zeros.
@@ -399,45 +380,35 @@ def capture_batch(network: Network, batch: Batch) -> Capture:
 # -- which axis of each call runs over examples ------------------------------------------------------------------------
 
 
-def example_axes(network: Network, capture: Capture) -> list[ExampleAxis | None]:
-    """The example axis of every call, from which gradients a single example's output reaches; None without one.
+def find_axes(network: Network, capture: Capture) -> None:
+    """Note the example axis of every call, from which gradients a single example's output reaches; None without one.
 
-    Where every input has the examples along its first axis, the network remembers the result, so that this takes one
-    backward pass more for each network. Other inputs (the nodes of all graphs in one table, time before batch) are
-    examined in every batch. The table of one batch may be divisible into examples by chance.
+    The network remembers the result where every input has the examples along its first axis. Other inputs (the nodes
+    of all graphs in one table) are examined in every batch: one may be divisible into examples by chance.
     """
-    calls, known, inputs = capture.calls, network.example_axes, capture.inputs
-    if capture.pointwise:
-        return [ExampleAxis(0, False)] * len(calls)
+    known, inputs, found = network.example_axes, capture.inputs, []
     comes_first = []
     for leaf in [inputs] if isinstance(inputs, Tensor) else batches.flatten(inputs)[0]:
         if isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.ndim):
             comes_first.append(isinstance(leaf, Tensor) and leaf.shape[0] == capture.n_examples)
-    labels = list(map(attrgetter("label"), calls))
-    axes: list[ExampleAxis | None] = list(map(known.get, labels))
-    if all(comes_first) and None not in axes:
-        return axes
-    # One example tells nothing: put it beside a copy of itself. Without one, it is treated as in other batches.
-    probed = capture if capture.n_examples > 1 else _doubled(network, capture)
-    found = [] if probed is None else _search(probed, exact=not any(comes_first))
-    for number, (axis, is_sure) in enumerate(found):
-        axes[number] = known.get(labels[number], axis) if all(comes_first) else axis
+    for call in capture.calls:
+        call.axis = ExampleAxis(0, False) if capture.pointwise else known.get(call.label)
+    if not capture.pointwise and (not all(comes_first) or None in map(attrgetter("axis"), capture.calls)):
+        # One example tells nothing: put it beside a copy of itself. Without one, it is treated as in other batches.
+        probed = capture if capture.n_examples > 1 else _doubled(network, capture)
+        found = [] if probed is None else _search(probed, exact=not any(comes_first))
+    for call, (axis, is_sure) in zip(capture.calls, found, strict=False):
+        call.axis = known.get(call.label, axis) if all(comes_first) else axis
         # Learnt once: a later, malformed input must not change it.
         if axis is not None and is_sure:
-            known.setdefault(labels[number], axis)
-    return axes
+            known.setdefault(call.label, axis)
 
 
 def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, bool]]:
-    """Look for the example axis of each call.
+    """For each call the first axis that agrees with every example tried, and whether two examples reach the call.
 
-    Args:
-        capture: At least two examples.
-        exact: Whether the axis must hold one entry for each example rather than a multiple.
-
-    Returns:
-        For each call the first axis that agrees with every example tried, or None if there is none or too few examples
-        reach the call; and whether two examples reach it.
+    There are at least two examples. The axis is None if too few reach the call. An ``exact`` axis holds one entry for
+    each example, rather than a multiple.
     """
     outputs, n, calls = capture.outputs, capture.n_examples, capture.calls
     candidates: list[list[ExampleAxis]] = []

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.calls import Call, ExampleAxis, ParameterRows
-from laplace_plus.curvature.capture import Capture, capture_batch, example_axes
+from laplace_plus.curvature.calls import Call, ParameterRows
+from laplace_plus.curvature.capture import Capture, capture_batch, find_axes
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
+from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
 from laplace_plus.structured.gradients import (
@@ -43,16 +45,14 @@ _QUICK_BYTES = 128 * 2**20
 
 
 _KEY, _NAME, _START = attrgetter("key"), attrgetter("name"), attrgetter("name", "start")
+_KIND = attrgetter("__class__", "rows", "packed", "axis")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One block of the parameter vector and the calls that its gradients come from.
+    """One block of the parameter vector and the numbers of its calls; none for a parameter on the general path.
 
-    Attributes:
-        layout: The block's layout, of selected entries only.
-        members: Numbers of the calls; none for a parameter on the general path.
-        chosen: ``[n]`` positions of the selected entries in the flattened ``[G, o, i]`` array; None for all.
+    ``chosen [n]`` are the positions of the selected entries in the flattened ``[G, o, i]`` array; None for all.
     """
 
     layout: Layout
@@ -61,40 +61,27 @@ class _Plan:
 
 
 class Gradients:
-    """Per-example gradients for the batch behind a capture.
+    """Per-example gradients for the batch behind a capture; the network remembers the example axes and the blocks.
 
-    Args:
-        network: The network; it remembers the example axes and the blocks.
-        capture: Its capture of a batch.
-        structure_layouts: The blocks, where they may be others than the layers; see :meth:`Structure.layouts`.
-
-    Attributes:
-        axes: The example axis of each call, None for calls that are left to the general path.
-        layouts: The blocks' layouts, which together cover every selected entry once.
+    ``layouts`` are those of the layers, which together cover every selected entry once; ``structure_layouts`` are the
+    blocks, where they may be others.
     """
 
     def __init__(self, network: Network, capture: Capture, structure_layouts: Sequence[Layout] | None = None):
         self.network, self.capture, self._structure_layouts = network, capture, structure_layouts or ()
-        self.axes = example_axes(network, capture)
-        calls: list[Any] = []
-        for call, axis in zip(capture.calls, self.axes, strict=True):
-            calls.append((type(call), call.rows, call.packed, axis))
-        key = tuple(calls)
+        find_axes(network, capture)
+        key = tuple(map(_KIND, capture.calls))
         if key not in network.layouts:
-            network.layouts[key] = _plans(network, capture.calls, self.axes)
+            network.layouts[key] = _plans(network, capture.calls)
         self._plans: list[_Plan] = network.layouts[key]
         self.layouts: list[Layout] = list(map(attrgetter("layout"), self._plans))
 
     def blocks(
         self, cotangents: Tensor, layouts: Sequence[Layout] | None = None
     ) -> Iterator[tuple[Layout, ExampleGradients]]:
-        """Each block's gradients for cotangents ``[V, B, *, C]``.
+        """Each block's gradients for cotangents ``[V, B, *, C]``; by default the structure's blocks, or the layers'.
 
         Blocks of which only some entries are selected come as ``[1, 1, n]`` matrices of those.
-
-        Args:
-            cotangents: Gradients of a scalar with respect to the outputs, V for each example.
-            layouts: Other blocks than the layers' own; by default the structure's, if it was given.
         """
         layouts = self._structure_layouts if layouts is None else layouts
         if not set(map(_KEY, layouts)).issubset(map(_KEY, self.layouts)):
@@ -105,11 +92,16 @@ class Gradients:
         for plan in self._plans:
             uses = []
             for number in plan.members:
-                call, axis = self.capture.calls[number], self.axes[number]
+                call = self.capture.calls[number]
                 if call.value._version != call.version:
-                    raise _written_into(call)
-                assert axis is not None
-                use = call.gradients(gradients[number], self.capture.output_shape[0], axis)
+                    raise UnsupportedError(
+                        f"The network writes into the input of {call.rows[0].name!r} after it was used.",
+                        expected="inputs of layers that stay as they are, which training needs, too",
+                        got="a tensor that was modified in place",
+                        fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
+                    )
+                assert call.axis is not None
+                use = call.gradients(gradients[number], self.capture.output_shape[0], call.axis)
                 if self.capture.pointwise and isinstance(use, OuterGradients):  # each position is an example
                     every = slice(0, use.n_examples)
                     right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)
@@ -168,17 +160,18 @@ class Gradients:
         return _memory.slices(n_cotangents, each, min(_COTANGENT_BYTES, _memory.budget(self.network.device) // 2))
 
 
-def _plans(network: Network, calls: Sequence[Call], axes: Sequence[ExampleAxis | None]) -> list[_Plan]:
+def _plans(network: Network, calls: Sequence[Call]) -> list[_Plan]:
     """The blocks, in the order of their first use; last come the parameters without calls."""
     groups: dict[tuple[ParameterRows, ...], list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault(call.rows, []).append(number)
     general: set[str] = set()  # parameters with some use that does not fit the others take the general path altogether
     for rows, members in groups.items():
-        kinds, names, starts = set(), set(map(_NAME, rows)), set(map(_START, rows))
+        names, starts, first = set(map(_NAME, rows)), set(map(_START, rows)), calls[members[0]]
+        clean = True
         for number in members:
-            kinds.add((type(calls[number]), calls[number].packed, axes[number] is None))
-        clean = len(kinds) == 1 and axes[members[0]] is not None
+            call = calls[number]
+            clean = clean and call.axis is not None and type(call) is type(first) and call.packed == first.packed
         for other in groups:
             # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
             if other != rows and not names.isdisjoint(map(_NAME, other)):
@@ -254,15 +247,6 @@ def _sum(uses: list[Any]) -> ExampleGradients:
     return DenseGradients(torch.stack([use.dense(slice(None)) for use in uses]).sum(0))
 
 
-def _written_into(call: Call) -> UnsupportedError:
-    return UnsupportedError(
-        f"The network writes into the input of {call.rows[0].name!r} after it was used.",
-        expected="inputs of layers that stay as they are, which training needs, too",
-        got="a tensor that was modified in place",
-        fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
-    )
-
-
 # -- micro-batches -----------------------------------------------------------------------------------------------------
 
 
@@ -328,3 +312,25 @@ def same_outputs(some: Tensor, among_others: Tensor) -> bool:
         return False
     rounding = min(1e3 * torch.finfo(among_others.dtype).eps, 0.05)
     return bool((some - among_others).abs().max() <= rounding * among_others.abs().max())
+
+
+# -- gradients of the loss ---------------------------------------------------------------------------------------------
+
+
+def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
+    """A leaf with the entries of ``vector [P]``, and the outputs ``[B, *, C]`` as a differentiable function of it."""
+    with torch.enable_grad(), differentiable_kernels(network.model):
+        point = vector.detach().requires_grad_()
+        return point, network(inputs, network.substitute(point)).to(point.dtype)
+
+
+def loss_gradient(network: Network, likelihood: Likelihood, batch: Batch, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient ``[P]`` of a batch's negative log-likelihood at ``vector``, with its graph, and the leaf of that."""
+    point, outputs = evaluate(network, vector, batch.inputs)
+    with torch.enable_grad():
+        rows, targets, weight = likelihood.rows(outputs, batch.target)
+        loss = -(likelihood.log_density(rows, targets) * weight).sum()
+        if not loss.requires_grad:  # the selected parameters are not used
+            return torch.zeros_like(point), point
+        (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
+    return gradient, point

@@ -1,9 +1,8 @@
 """The linearised network on one batch: products ``J v`` and ``Jᵀ u``.
 
-``J v`` uses forward mode, mapped over the vectors, where the network's operations have forward derivatives and batching
-rules. Otherwise it takes one vector after the other. Without any forward derivative (recurrent layers), it
-differentiates the pullback, which is linear in its cotangent, or else goes output by output. Each faster AD mode must
-agree with a plain backward pass on the first batch that uses it.
+``J v`` uses forward mode, mapped over the vectors or for one after the other. Without forward derivatives (recurrent
+layers), it differentiates the pullback, which is linear in its cotangent, or else goes output by output. Each faster AD
+mode must agree with a plain backward pass on the first batch that uses it.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import Batch
+from laplace_plus.curvature.gradients import evaluate
 from laplace_plus.differentiability import differentiable_kernels
-from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 
 ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
@@ -210,25 +208,6 @@ class Linearization:
         terms = products.flatten(1) * cotangent.flatten()
         other = vectors @ self.pull.one(cotangent)
         return bool(((terms.sum(1) - other).abs() <= _tolerance(vectors) * terms.abs().sum(1)).all())
-
-
-def evaluate(network: Network, vector: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
-    """A leaf with the entries of ``vector [P]``, and the outputs ``[B, *, C]`` as a differentiable function of it."""
-    with torch.enable_grad(), differentiable_kernels(network.model):
-        point = vector.detach().requires_grad_()
-        return point, network(inputs, network.substitute(point)).to(point.dtype)
-
-
-def loss_gradient(network: Network, likelihood: Likelihood, batch: Batch, vector: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient ``[P]`` of a batch's negative log-likelihood at ``vector``, with its graph, and the leaf of that."""
-    point, outputs = evaluate(network, vector, batch.inputs)
-    with torch.enable_grad():
-        rows, targets, weight = likelihood.rows(outputs, batch.target)
-        loss = -(likelihood.log_density(rows, targets) * weight).sum()
-        if not loss.requires_grad:  # the selected parameters are not used
-            return torch.zeros_like(point), point
-        (gradient,) = torch.autograd.grad(loss, point, create_graph=True, allow_unused=True, materialize_grads=True)
-    return gradient, point
 
 
 def _random_like(tensor: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
-from laplace_plus.curvature.gradients import micro_batches
-from laplace_plus.curvature.linearization import Linearization, Pullback, loss_gradient
-from laplace_plus.curvature.output_roots import OutputRoot, empirical_root, exact_root, sampled_root
+from laplace_plus.curvature.gradients import loss_gradient, micro_batches
+from laplace_plus.curvature.linearization import Linearization, Pullback
+from laplace_plus.curvature.output_roots import OutputRoot, exact_root, gradient_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.curvature.structures import LowRankStructure
 from laplace_plus.errors import UnsupportedError
@@ -46,12 +46,8 @@ from laplace_plus.network import Network, exact_arithmetic
 class NetworkOperator(Operator):
     """An operator whose products run over a :class:`~laplace_plus.curvature.streaming.Stream`.
 
-    Products are differentiable in the vectors, at the cost of another pass, but not in the network's parameters:
-    :meth:`tensors` is empty.
-
-    Attributes:
-        network: The network.
-        matvecs: Number of vectors multiplied so far, by the operator or its transpose.
+    Products are differentiable in the vectors, at the cost of another pass, but not in the network's parameters.
+    ``matvecs`` is the number of vectors multiplied so far, by the operator or its transpose.
     """
 
     def __init__(self, stream: Stream, n_rows: int | None = None):
@@ -273,10 +269,7 @@ class RootOperator(_RowOperator):
     """``Sᵀ J``: a root of the curvature in output space times the Jacobian; made by ``GGNOperator(…).root()``.
 
     Where it has fewer rows than columns, ``root @ root.T`` is the small matrix with those eigenvalues of the curvature
-    that are not zero.
-
-    Attributes:
-        curvature: The GGN or Fisher operator that it is a root of.
+    that are not zero. ``curvature`` is the GGN or Fisher operator that it is a root of.
     """
 
     def __init__(self, curvature: _SandwichOperator):
@@ -364,10 +357,9 @@ class FisherOperator(_SandwichOperator):
 
     @override
     def output_root(self, batch: Batch, outputs: Tensor, first_row: int) -> OutputRoot:
-        if self._labels is None:
-            return empirical_root(self.likelihood, outputs, batch.target)
-        labels = self._labels[:, first_row : first_row + outputs.shape[:-1].numel()]
-        return sampled_root(self.likelihood, outputs, batch.target, labels)
+        last_row = first_row + outputs.shape[:-1].numel()
+        labels = None if self._labels is None else self._labels[:, first_row:last_row]
+        return gradient_root(self.likelihood, outputs, batch.target, labels)
 
 
 class HessianOperator(CurvatureOperator):

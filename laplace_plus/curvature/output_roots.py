@@ -13,11 +13,7 @@ from laplace_plus.likelihoods import Likelihood
 
 
 class OutputRoot:
-    """A root ``S [B * C, k]`` of one batch's curvature in outputs of ``shape (B, *, C)``; this one is the identity.
-
-    Attributes:
-        size: k.
-    """
+    """A root ``S [B * C, k]`` of one batch's curvature in outputs of ``shape (B, *, C)``; this one is the identity."""
 
     def __init__(self, shape: torch.Size):
         self.shape, self.size = shape, shape.numel()
@@ -32,10 +28,7 @@ class OutputRoot:
 
 
 class _SoftmaxRoot(OutputRoot):
-    """``diag √p − p √pᵀ`` of every observation, as products and without cancellation near p = 1.
-
-    Probabilities p are ``[N, C]``, all zero for ignored observations.
-    """
+    """``diag √p − p √pᵀ`` of every observation, ``p [N, C]``, as products and without cancellation near p = 1."""
 
     def __init__(self, p: Tensor, shape: torch.Size):
         OutputRoot.__init__(self, shape)
@@ -95,20 +88,19 @@ def column_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Out
     return _ColumnRoot(root * scale, outputs.shape)
 
 
-def sampled_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labels: Tensor) -> OutputRoot:
-    """``Λ ≈ Σ_s g_s g_sᵀ / M`` with gradients at labels ``[M, N, ...]`` that were sampled at unit noise."""
-    observations, _, weight = likelihood.rows(outputs, targets)
-    gradients = torch.stack([likelihood.gradient(observations, label).detach() for label in labels], -1)
-    scale = _noise_weights(likelihood, observations).sqrt() * weight.unsqueeze(-1).to(gradients.dtype)
-    return _ColumnRoot(gradients * (scale / len(labels) ** 0.5).unsqueeze(-1), outputs.shape)
+def gradient_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor, labels: Tensor | None = None) -> OutputRoot:
+    """``Λ ≈ Σ_s g_s g_sᵀ / M`` with gradients at labels ``[M, N, ...]`` that were sampled at unit noise.
 
-
-def empirical_root(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputRoot:
-    """The gradient at the data's own targets, one for each example and all its positions; differentiable in outputs."""
-    observations, labels, weight = likelihood.rows(outputs, targets)
-    gradient = likelihood.gradient(observations, labels) * weight.unsqueeze(-1).to(observations.dtype)
-    gradient = gradient * _noise_weights(likelihood, observations)
-    return _ColumnRoot(gradient.reshape(len(outputs), -1, 1), outputs.shape)
+    Without labels, it is the gradient at the data's own: one vector for each example and all its positions. It is
+    differentiable in the outputs.
+    """
+    observations, own, weight = likelihood.rows(outputs, targets)
+    drawn = own[None] if labels is None else labels
+    gradients = torch.stack([likelihood.gradient(observations, label) for label in drawn], -1)
+    noise = _noise_weights(likelihood, observations)
+    scale = weight.unsqueeze(-1).to(gradients.dtype) * (noise if labels is None else noise.sqrt() / len(labels) ** 0.5)
+    columns = gradients * scale.unsqueeze(-1)
+    return _ColumnRoot(columns if labels is not None else columns.reshape(len(outputs), -1, 1), outputs.shape)
 
 
 def _noise_weights(likelihood: Likelihood, values: Tensor) -> Tensor:

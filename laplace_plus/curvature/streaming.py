@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from laplace_plus import batches
 from laplace_plus._memory import slices
-from laplace_plus.batches import Batch
+from laplace_plus.batches import Batch, DataSums, same_sum
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
@@ -24,25 +23,13 @@ from laplace_plus.network import Network
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""
 
-_ENTRIES_AT_A_TIME = 2**22
-"""Entries of the data that are converted to float64 together, for their sums: 32 MiB."""
-
 
 class Stream:
     """A network and a data loader, passed over again and again inside :func:`~laplace_plus.network.exact_arithmetic`.
 
-    Args:
-        network: The network, or a module of which all parameters that require gradients are taken.
-        arrange: Puts the outputs of such a module into the shape ``[B, *, C]``.
-        data: An iterable of batches that can be started again.
-        chunk_size: Number of vectors that are pushed through the network at a time.
-        progress: Whether to show a progress bar for each pass.
-
-    Attributes:
-        n_data: Number of examples.
-        n_outputs: Number of outputs of all examples, positions included.
-        checksum: A sum over the data of the first pass that does not depend on batches and order.
-        ad_modes: The AD modes that work for the network.
+    Of a module, all parameters that require gradients are taken, and ``arrange`` puts its outputs into the shape
+    ``[B, *, C]``. After the first pass, ``n_data`` and ``n_outputs`` are the numbers of examples and of all their
+    outputs. ``checksum`` is a sum over the data that does not depend on batches and order.
 
     Raises:
         DataError: Data that can be iterated over only once, or of no known form.
@@ -134,63 +121,6 @@ class Stream:
             got=got,
             fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
         )
-
-
-class DataSums:
-    """The number of examples, and two sums over their entries, on a device: they tell two passes apart.
-
-    An example contributes ``Σ_k r_k + Σ_{j<k} r_j r_k``, where ``r_k`` is a weighted sum over the entries of its k-th
-    tensor, the target among them: inputs with other examples' targets have other products. The second sum weights
-    examples by their number, so that it also tells the order. Both are computed for each example by itself: how the
-    data are cut into batches does not matter, nor does padding of an example's first dimension by zeros.
-
-    Attributes:
-        count: Number of examples.
-    """
-
-    def __init__(self, device: torch.device | str):
-        self.count = 0
-        self._plain = torch.zeros((), dtype=torch.float64, device=device)
-        self._weighted = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, batch: Batch, size: int) -> None:
-        """Add a batch with ``size`` examples."""
-        device = self._plain.device
-        total, pairs = (torch.zeros(size, dtype=torch.float64, device=device) for _ in range(2))
-        for number, leaf in enumerate([*batches.flatten(batch.inputs)[0], batch.target], start=1):
-            values = leaf.data if isinstance(leaf, PackedSequence) else leaf
-            if not isinstance(values, Tensor) or values.is_complex() or not values.numel():
-                continue
-            values = values.detach().to(device)
-            if values.ndim == 0 or values.shape[0] != size:
-                self._plain += values.sum(dtype=torch.float64) / number
-                continue
-            # Weighted, as the plain sums of probabilities are all the same.
-            values = values.reshape(size, -1)
-            weights = _irregular(0, values.shape[1], device)
-            some = values.split(max(1, _ENTRIES_AT_A_TIME // values.shape[1]))
-            sums = torch.cat([part.double() @ weights for part in some]) / number
-            pairs += total * sums
-            total += sums
-        total += pairs
-        self._plain += total.sum()
-        self._weighted += total @ _irregular(self.count, self.count + size, device)
-        self.count += size
-
-    def values(self) -> tuple[float, float]:
-        """The sum that does not depend on the order, and the one that does."""
-        return float(self._plain), float(self._weighted)
-
-
-def same_sum(before: float, now: float) -> bool:
-    """Whether two sums of :class:`DataSums` come from the same data, up to rounding."""
-    return not abs(before - now) > 1e-6 * (1 + abs(before))
-
-
-def _irregular(start: int, stop: int, device: torch.device) -> Tensor:
-    """Weights between 1/2 and 3/2 without regularity (multiples of the golden ratio), one for each number."""
-    numbers = torch.arange(start, stop, dtype=torch.float64, device=device)
-    return 0.5 + (numbers * 0.6180339887498949) % 1.0
 
 
 def _not_finite(batch: Batch, outputs: Tensor, number: int) -> NonFiniteError:

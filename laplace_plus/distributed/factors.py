@@ -21,23 +21,17 @@ class OwnedSum(GramSum):
     Adding to it adds on the owner and does nothing on the other ranks, so all ranks have to add the same.
 
     Args:
-        groups: G.
-        size: d.
+        like: A sum of the same size and type.
         owner: The rank that has the sum.
         total: The sum ``[G, d, d]`` on that rank, None on the others.
-        dtype: The type that products are summed in.
-        device: Where.
     """
 
     is_formed: bool = True
     is_thin: bool = False
 
-    def __init__(
-        self, groups: int, size: int, *, owner: int, total: Tensor | None, dtype: torch.dtype, device: torch.device
-    ):
-        GramSum.__init__(self, groups, size, dtype=dtype, device=device)
-        self.owner, self.is_here = owner, total is not None
-        self._total = total
+    def __init__(self, like: GramSum, owner: int, total: Tensor | None):
+        GramSum.__init__(self, like.groups, like.size, dtype=like.dtype, device=like.device)
+        self.owner, self.is_here, self._total = owner, total is not None, total
 
     @override
     def add_rows(self, rows: Tensor) -> None:
@@ -67,8 +61,7 @@ class OwnedSum(GramSum):
 
     @override
     def clone(self) -> OwnedSum:
-        total = self.matrix().clone() if self.is_here else None
-        return OwnedSum(self.groups, self.size, owner=self.owner, total=total, dtype=self.dtype, device=self.device)
+        return OwnedSum(self, self.owner, self.matrix().clone() if self.is_here else None)
 
 
 @contextmanager

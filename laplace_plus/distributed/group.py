@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +32,6 @@ class Ranks:
 
 Distributed = bool | Ranks | Any | None
 """What a user may pass as ``distributed=``: None, a bool, a ``torch.distributed.ProcessGroup``, or :class:`Ranks`."""
-
-
-_Report = tuple[str, Any, str | None]
-"""What a rank tells the others at a meeting: its stage, a payload, and its error."""
 
 
 def resolve_group(distributed: Distributed) -> Group | None:
@@ -93,10 +87,6 @@ class Group:
         self.size: int = dist.get_world_size(process_group)
         self.shard_factors = False
         self._over = False
-        self._led: Counter[str] = _LED.setdefault(process_group, Counter())
-
-    def __repr__(self) -> str:
-        return f"Group(rank {self.rank} of {self.size})"
 
     # Process groups are handles of this process: a copied object works with the same ranks, a pickled one with none.
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -128,16 +118,17 @@ class Group:
             yield
         except Exception as error:
             if not self._over:  # else the others know: the meeting itself ended it
-                self._meet(("", None, f"{type(error).__name__}: {error}"))
+                self.exchange("", error=f"{type(error).__name__}: {error}")
             raise
         self.exchange("the end")
 
-    def exchange(self, stage: str, payload: Any = None) -> list[Any]:
+    def exchange(self, stage: str, payload: Any = None, *, error: str | None = None) -> list[Any]:
         """A meeting: wait for all ranks, and give every rank's payload to all.
 
         Args:
             stage: The purpose of the meeting; ranks with different purposes get an error.
             payload: A small object that can be pickled.
+            error: The error of this rank, which raises it itself.
 
         Returns:
             The payloads by rank.
@@ -146,44 +137,39 @@ class Group:
             DistributedError: Another rank failed, or does not answer within the process group's timeout, or the ranks
                 are not at the same stage.
         """
-        reports = self._meet((stage, payload, None))
-        failed = [(rank, error) for rank, (_, _, error) in enumerate(reports) if error is not None]
-        if failed:
-            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            raise DistributedError(f"Rank {failed[0][0]}{others} failed. {failed[0][1]}")
-        first = reports[0][0]
-        for rank, (other, _, _) in enumerate(reports):
-            if other != first:
-                self._over = True
-                raise DistributedError(
-                    "The ranks do not make the same calls.",
-                    expected=f"all ranks to be at the same point, as rank 0 is at {first}",
-                    got=f"rank {rank} at {other}",
-                    fix="Call the same methods in the same order on every rank, or pass distributed=False.",
-                )
-        return [own for _, own, _ in reports]
-
-    def _meet(self, mine: _Report) -> list[_Report]:
         reports: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(reports, mine, group=self.process_group)
-        except RuntimeError as error:
+            dist.all_gather_object(reports, (stage, payload, error), group=self.process_group)
+        except RuntimeError as failure:
             self._over = True
             raise DistributedError(
                 "The other ranks do not answer.",
                 expected="every rank to make the same call within the process group's timeout",
-                got=" ".join(str(error).split()),
+                got=" ".join(str(failure).split()),
                 fix="Call it on every rank; raise init_process_group(timeout=…) where shards differ much in size; or "
                 "pass distributed=False to work on this rank alone.",
-            ) from error
-        self._over = any(error is not None for _, _, error in reports)
-        return reports
+            ) from failure
+        stages, payloads, errors = zip(*reports, strict=True)
+        failed = [rank for rank in range(self.size) if errors[rank] is not None]
+        lost = [rank for rank in range(self.size) if stages[rank] != stages[0]]
+        self._over = bool(failed or lost)
+        if failed and error is None:
+            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise DistributedError(f"Rank {failed[0]}{others} failed. {errors[failed[0]]}")
+        if lost and error is None:
+            raise DistributedError(
+                "The ranks do not make the same calls.",
+                expected=f"all ranks to be at the same point, as rank 0 is at {stages[0]}",
+                got=f"rank {lost[0]} at {stages[lost[0]]}",
+                fix="Call the same methods in the same order on every rank, or pass distributed=False.",
+            )
+        return list(payloads)
 
     def check_agreement(self, description: Mapping[str, str]) -> None:
         """Raise :class:`DistributedError`, naming rank and entry, unless all ranks describe themselves alike."""
-        reports = self.exchange("the comparison of settings", dict(description))
-        for rank, other in enumerate(reports):
-            _compare(reports[0], other, rank)
+        descriptions = self.exchange("the comparison of settings", dict(description))
+        for rank, other in enumerate(descriptions):
+            _compare(descriptions[0], other, rank)
 
     def lead(self, name: str, work: Callable[[], object], description: Mapping[str, str]) -> None:
         """Rank 0 works while the others wait, through the group's store: rank 0 waits for nobody.
@@ -198,8 +184,9 @@ class Group:
         Raises:
             DistributedError: On the other ranks, where rank 0 failed, never came, or describes itself otherwise.
         """
-        self._led[name] += 1
-        store, key = self.process_group.get_group_store(), f"laplace_plus/{name}/{self._led[name]}"
+        store = self.process_group.get_group_store()
+        number = store.add(f"laplace_plus/{name}/calls of rank {self.rank}", 1)
+        key = f"laplace_plus/{name}/{number}"
         if self.rank == 0:
             try:
                 work()
@@ -211,12 +198,9 @@ class Group:
         try:
             store.wait([key], _WAIT)
         except RuntimeError as error:
-            raise DistributedError(
-                f"Rank 0 did not {name}.",
-                expected="rank 0 to make the same call as this one",
-                got=" ".join(str(error).split()),
-                fix="Make the call on every rank, or on rank 0 alone.",
-            ) from error
+            got, fix = " ".join(str(error).split()), "Make the call on every rank, or on rank 0 alone."
+            expected = "rank 0 to make the same call as this one"
+            raise DistributedError(f"Rank 0 did not {name}.", expected=expected, got=got, fix=fix) from error
         answer: dict[str, Any] = json.loads(store.get(key))
         if "error" in answer:
             raise DistributedError(f"Rank 0 failed. {answer['error']}")
@@ -231,9 +215,6 @@ class Group:
             return device
         return torch.device("cpu") if "cpu" in served else torch.device("cuda", torch.cuda.current_device())
 
-
-_LED: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
-"""Number of calls of :meth:`Group.lead` for each process group and name."""
 
 _WAIT = timedelta(minutes=30)
 """Time that other ranks wait for rank 0: torch's default timeout of process groups on the CPU."""

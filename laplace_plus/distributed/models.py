@@ -29,17 +29,16 @@ def is_sharded(model: nn.Module) -> bool:
     if "torch.distributed.tensor" not in sys.modules:  # then there are no DTensors
         return False
     for module in model.modules():
-        home = _origins(type(module))
-        if "FullyShardedDataParallel" in home:
+        if _is_a(module, "FullyShardedDataParallel"):
             raise UnsupportedError(
                 "The first version of FSDP flattens parameters.",
                 expected="a module sharded with torch.distributed.fsdp.fully_shard, or none",
                 got="a FullyShardedDataParallel module",
                 fix="Use fully_shard, or load the full state dict into a plain module.",
             )
-        if "FSDPModule" in home:
+        if _is_a(module, "FSDPModule"):
             return True
-    return any(_is_dtensor(tensor) for tensor in _tensors(model))
+    return any(_is_a(tensor, "DTensor") for tensor in _tensors(model))
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -98,23 +97,20 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _origins(cls: type) -> set[str]:
-    return {base.__name__ for base in cls.__mro__ if base.__module__.startswith(_HOME)}
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return "DTensor" in _origins(type(tensor))
+def _is_a(value: object, name: str) -> bool:
+    """Whether a value belongs to a class of ``torch.distributed``, whose modules take long to import."""
+    return any(cls.__name__ == name and cls.__module__.startswith(_HOME) for cls in type(value).__mro__)
 
 
 def _whole(tensor: Tensor) -> Tensor:
     detached: Any = tensor.detach()
-    return (detached.full_tensor() if _is_dtensor(tensor) else detached).clone()
+    return (detached.full_tensor() if _is_a(tensor, "DTensor") else detached).clone()
 
 
 def _reshard(model: nn.Module) -> None:
     # Gathered weights may have a lower precision than the shards.
     for module in model.modules():
-        if "FSDPModule" in _origins(type(module)):
+        if _is_a(module, "FSDPModule"):
             module.reshard()  # type: ignore[operator]
 
 

@@ -93,7 +93,12 @@ class BackPack(ForeignBackend):
             expected = "a chain of modules from the first selected layer to the outputs, each used once"
             expected = "padding by numbers, with zeros" if is_first_order else expected
             raise self.refusal("would compute a wrong result for this network", expected, broken)
-        layers = self._linear_layers(task, private) if isinstance(structure, KroneckerStructure) else []
+        layers = self.kronecker_layers(task, private) if isinstance(structure, KroneckerStructure) else []
+        for layer in layers:
+            if not isinstance(layer.module, nn.Linear) or layer.call.value.ndim != 2:
+                got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
+                what = f"has factors for {layer.name!r} that are neither KFAC-expand nor KFAC-reduce"
+                raise self.refusal(what, "nn.Linear on inputs [B, i]", got)
         by_output = task.likelihood.n_noise > 1 and isinstance(structure, DiagonalStructure)
         make, field = _EXTENSIONS[self.kind, "full" if by_output else structure.name]
         extension = make(mc_samples=self.n_samples) if self.kind == "ggn_mc" else make()
@@ -123,28 +128,14 @@ class BackPack(ForeignBackend):
 
     def _require_plain_use(self, task: Task) -> None:
         """Refuse parameters that are not used exactly once, by a call with the examples along its first axis."""
-        calls, axes = task.capture.calls, Gradients(task.network, task.capture).axes
+        Gradients(task.network, task.capture)  # finds the axes of the examples
         for name in task.network.parameter_names:
-            uses = [n for n, call in enumerate(calls) if name in {rows.name for rows in call.rows}]
-            if name in task.capture.unused:
-                continue
-            got = f"{len(uses) or 'no such'} uses"
-            if len(uses) == 1:
-                call = calls[uses[0]]
-                if axes[uses[0]] == (0, False) and len(call.value) == len(task.outputs) and not call.packed:
-                    continue
-                got = "a use with other axes"
-            expected = "one use as a layer's weight or bias, with the examples along the first axis"
-            raise self.refusal(f"cannot follow how the network uses {name!r}", expected, got)
-
-    def _linear_layers(self, task: Task, private: nn.Module) -> list[Layer]:
-        layers = self.kronecker_layers(task, private)
-        for layer in layers:
-            if not isinstance(layer.module, nn.Linear) or layer.call.value.ndim != 2:
-                got = f"{type(layer.module).__name__} on inputs {tuple(layer.call.value.shape)}"
-                what = f"has factors for {layer.name!r} that are neither KFAC-expand nor KFAC-reduce"
-                raise self.refusal(what, "nn.Linear on inputs [B, i]", got)
-        return layers
+            uses = [call for call in task.capture.calls if name in {rows.name for rows in call.rows}]
+            plain = [c for c in uses if c.axis == (0, False) and len(c.value) == len(task.outputs) and not c.packed]
+            if name not in task.capture.unused and not len(uses) == len(plain) == 1:
+                got = "a use with other axes" if len(uses) == 1 else f"{len(uses) or 'no such'} uses"
+                expected = "one use as a layer's weight or bias, with the examples along the first axis"
+                raise self.refusal(f"cannot follow how the network uses {name!r}", expected, got)
 
     def _run(self, private: nn.Module, task: Task, loss: nn.Module | None, extension: Any) -> None:
         """A forward pass, and a backward pass of the likelihood's gradient, or of a loss, with the extension."""

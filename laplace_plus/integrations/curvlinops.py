@@ -120,7 +120,7 @@ class Curvlinops(ForeignBackend):
                 warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 identity = torch.eye(len(vector), dtype=vector.dtype, device=vector.device)
-                each = 4 * vector.element_size() * (task.capture.activation_elements + len(vector))
+                each = 2 * task.capture.cotangent_bytes + 4 * vector.element_size() * len(vector)
                 columns = [operator @ identity[:, some] for some in slices(len(vector), each)]
             parts.append(torch.cat(columns, 1).detach())
         matrix = torch.stack(parts)[:, None] * scale  # [K, 1, P, P]
@@ -191,7 +191,7 @@ class Curvlinops(ForeignBackend):
             positions = (shape[2:] if isinstance(layer.module, nn.Conv2d) else shape[1:-1]).numel()
             n_rows = shape[0] * positions
             if sharing == "reduce":
-                if shape[0] != n_data or layer.axis != (0, False):
+                if shape[0] != n_data or layer.call.axis != (0, False):
                     raise self.refusal(
                         f"averages over all axes of {layer.name!r} but the first, which is not that of the examples",
                         'examples along the first axis, or weight_sharing="expand"',

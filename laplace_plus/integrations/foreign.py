@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.base import Backend
-from laplace_plus.curvature.calls import Call, ExampleAxis
+from laplace_plus.curvature.calls import Call
 from laplace_plus.curvature.capture import Capture, capture_batch
 from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import MATRIX, Curvature, KroneckerStructure, Layout, Structure
@@ -58,13 +58,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of the private copy whose weight and bias make up one block; ``axis`` is that of the examples."""
+    """A module of the private copy whose weight and bias make up one block."""
 
     layout: Layout
     name: str
     module: nn.Module
     call: Call
-    axis: ExampleAxis | None
 
 
 class ForeignBackend(Backend):
@@ -172,15 +171,11 @@ class ForeignBackend(Backend):
         Raises:
             UnsupportedError: Some selected parameter does not belong to such a layer.
         """
-        gradients, layers = Gradients(task.network, task.capture), []
-        for layout in gradients.layouts:
+        layers = []
+        for layout in Gradients(task.network, task.capture).layouts:
             owners = {name.rpartition(".")[0] for name in layout.names}
             module = private.get_submodule(next(iter(owners)))
-            uses = [
-                (call, axis)
-                for call, axis in zip(task.capture.calls, gradients.axes, strict=True)
-                if {rows.name for rows in call.rows} & set(layout.names)
-            ]
+            uses = [call for call in task.capture.calls if {rows.name for rows in call.rows} & set(layout.names)]
             fault = None
             if set(layout.names) & task.capture.unused:
                 fault = "a parameter that the network does not use"
@@ -198,5 +193,5 @@ class ForeignBackend(Backend):
                     "nn.Linear, or nn.Conv2d without groups and with zero padding, each used once",
                     fault,
                 )
-            layers.append(Layer(layout, next(iter(owners)), module, *uses[0]))
+            layers.append(Layer(layout, next(iter(owners)), module, uses[0]))
         return layers

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import io
-from laplace_plus.curvature.streaming import DataSums
+from laplace_plus.batches import DataSums
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import CheckpointError
 from laplace_plus.likelihoods.sampling import draw_seed

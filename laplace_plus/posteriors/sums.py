@@ -178,8 +178,7 @@ def _share_out(group: Group, blocks: list[tuple[Layout, Block]], before: Curvatu
         owners = {key: part.owner for key, part in known.items() if isinstance(part, OwnedSum)}
     for key, owner in owners.items():
         block, part = factors[key]
-        total = part.matrix() if group.rank == owner else None
-        owned = OwnedSum(part.groups, part.size, owner=owner, total=total, dtype=part.dtype, device=part.device)
+        owned = OwnedSum(part, owner, part.matrix() if group.rank == owner else None)
         assert isinstance(block, KroneckerBlock)
         if key[1] == "left":
             block.left_sums[0] = owned

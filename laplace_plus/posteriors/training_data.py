@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from laplace_plus.curvature.streaming import same_sum
+from laplace_plus.batches import same_sum
 from laplace_plus.errors import DataError
 
 

@@ -19,7 +19,7 @@ from laplace_plus import batches
 from laplace_plus._memory import budget, require_room, slices
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients, same_outputs
-from laplace_plus.curvature.last_layer import output_layer_gradients
+from laplace_plus.curvature.native import output_layer_gradients
 from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
@@ -120,7 +120,7 @@ def functional_posteriors(
         general = 0
         for layout in gradients.layouts:
             general += layout.n_entries if layout.rule == GENERAL else 0
-        each = (capture.activation_elements + len(flat) * general) * flat.element_size()  # bytes of one cotangent
+        each = capture.cotangent_bytes // 2 + len(flat) * general * flat.element_size()  # of one cotangent
         allowed = budget(device)
         room = min(QUICK_BYTES if device.type == "cpu" else allowed, allowed // 2)
         count = -(-chosen.shape[-1] // max(1, room // max(1, each)))

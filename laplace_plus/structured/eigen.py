@@ -366,15 +366,7 @@ class KroneckerBlock(DecomposedBlock):
             components: ``[V]``: the component that each cotangent belongs to.
         """
         assert self.corrected is not None
-        coordinates = self.kronecker_basis().coordinates(gradients)
-        for number, total in enumerate(self.corrected):
-            own = coordinates
-            if self.n_components > 1:
-                own = coordinates.select((components == number).nonzero().squeeze(-1))
-            if own.dtype == total.dtype:
-                own.add_squares_(total)
-            else:
-                total += own.squares()
+        self.kronecker_basis().coordinates(gradients).add_component_squares_(self.corrected, components)
 
     def kronecker_basis(self) -> Basis:
         """The eigenbasis of the Kronecker factors, which is fixed where the eigenvalues are corrected."""

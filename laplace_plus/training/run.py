@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from laplace_plus import io
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import iterate
-from laplace_plus.curvature.streaming import DataSums, same_sum
+from laplace_plus.batches import DataSums, iterate, same_sum
 from laplace_plus.distributed import resolve_group
 from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.groups import chosen_groups

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.output_roots import OutputRoot, column_root, empirical_root
+from laplace_plus.curvature.output_roots import OutputRoot, column_root, gradient_root
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg.lsmr import LeastSquaresSolution
@@ -46,7 +46,7 @@ class BatchRows:
             if kind == "logit":
                 self._root = OutputRoot(self.outputs.shape)
             else:
-                of_kind = empirical_root if kind == "loss" else column_root
+                of_kind = gradient_root if kind == "loss" else column_root
                 self._root = of_kind(likelihood, self.outputs, batch.target)
         self.shape = (self._root.size, len(theta))
         self._scales = theta.new_ones(self._root.size)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from laplace_plus.batches import iterate
 from laplace_plus.curvature.gradients import micro_batches
 from laplace_plus.curvature.operators import FisherOperator, GGNOperator, JacobianOperator
-from laplace_plus.curvature.output_roots import empirical_root
+from laplace_plus.curvature.output_roots import gradient_root
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
@@ -86,7 +86,7 @@ class NullSpaceRows:
         for batch in iterate(self._data, device=self._network.device, progress=False, description=""):
             for piece, gradients in micro_batches(self._network, batch):
                 outputs, shape = gradients.capture.outputs, gradients.capture.output_shape
-                root = empirical_root(self._likelihood, outputs.view(shape), piece.target)
+                root = gradient_root(self._likelihood, outputs.view(shape), piece.target)
                 cotangent = root.up(outputs.new_ones(1, root.size)).view(1, *outputs.shape)
                 total = outputs.new_zeros(len(outputs), dtype=torch.float64)
                 for _, stack in gradients.blocks(cotangent):

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from laplace_plus.batches import same_sum
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.curvature.streaming import CHUNK_SIZE, same_sum
+from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_counts, tunes_noise

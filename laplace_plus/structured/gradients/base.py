@@ -82,6 +82,15 @@ class ExampleGradients(ABC):
         for _, values in self.chunks():
             total += values.square().sum((0, 1))
 
+    def add_component_squares_(self, totals: Tensor, components: Tensor) -> None:
+        """Add the squares of the cotangents of each component to ``totals [K, G, o, i]``; components are ``[V]``."""
+        for number, total in enumerate(totals):
+            own = self if len(totals) == 1 else self.select((components == number).nonzero().squeeze(-1))
+            if own.dtype == total.dtype:
+                own.add_squares_(total)
+            else:
+                total += own.squares()
+
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
         """Weighted inner products of the matrices, ``Σ_goi w_goi P_v,n,goi P_v',n',goi``.
 
