@@ -276,7 +276,7 @@ def calibrate(
         "converged": inside,
     }
     if fitted >= 1:
-        seed = draw_seed(generator or torch.default_generator) if link == "mc" else 0
+        seed = draw_seed(generator) if link == "mc" else 0
 
         def left_out_loss(scale: float) -> float:  # with common random numbers
             common = torch.Generator(device=left.mean.device).manual_seed(seed)
