@@ -66,7 +66,8 @@ class Validation:
             fix = "Tune several precisions by marginal_likelihood."
             raise ConfigurationError("A grid of held-out losses searches one precision.", got=self.structure, fix=fix)
         check_counts(n_samples=self.n_samples)
-        checked_grid(1.0 if self.grid is None else self.grid)
+        if self.grid is not None:
+            checked_grid(self.grid)
 
     def tune(
         self, posterior: Tunable, *, progress: bool = False, generator: torch.Generator | None = None

@@ -91,7 +91,7 @@ class Elementwise(Likelihood):
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``Σ_c log p(y_c|f)``, ``[N]``."""
         targets = targets.to(torch.promote_types(targets.dtype, widen(outputs).dtype))
-        log_density: Tensor = self.distribution(outputs).log_prob(targets)  # type: ignore[no-untyped-call]
+        log_density: Tensor = self.distribution(outputs).log_prob(targets)
         return log_density.sum(-1)
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
