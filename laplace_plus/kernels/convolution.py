@@ -134,13 +134,11 @@ def convolution_factor(
     if len(axes) == 1:
         image, axes = image.unsqueeze(2), (Axis(1, 1, 1, 1, (0, 0)), *axes)
     lags = can_take_lags and (method or ("lags" if _prefers_lags(image, axes, groups) else "patches")) == "lags"
-    ways = [_add_lags, _add_patches] if lags else [_add_patches, _add_lags]
-    names = (REFERENCE, ways[1].__name__)[: 2 if method is None and can_take_lags else 1]
-    candidates = {
-        name: partial(way, inputs=image, axes=axes, bias=bias) for name, way in zip(names, ways, strict=False)
-    }
+    candidates = {REFERENCE: partial(_add_lags if lags else _add_patches, image, axes, bias)}
+    if method is None and can_take_lags:
+        candidates["other way"] = partial(_add_patches if lags else _add_lags, image, axes, bias)
     work = 2.0 * len(image) * math.prod(axis.positions for axis in axes) * groups * size**2
-    key = (image.device, image.dtype, target.dtype, bias, groups, *axes, image.shape[1], *size_class(len(image)))
+    key = (image.device, image.dtype, target.dtype, bias, groups, lags, *axes, image.shape[1], *size_class(len(image)))
     candidates[choose(("convolution_factor", *key), image.device, work, candidates, target)](target.detach())
     return symmetrize_(target) if total is None else target
 
@@ -153,7 +151,7 @@ def _axes(
     given: tuple[Any, ...] = (kernel_size, stride, dilation, padding)
     columns = [list(x) if isinstance(x, Sequence) else [x] * space for x in given]
     fits = space in (1, 2, 3) and inputs.is_floating_point() and groups >= 1 and inputs.shape[1] % groups == 0
-    if fits and not isinstance(padding, str) and all(len(column) == space for column in columns):
+    if fits and all(len(column) == space for column in columns):
         pairs = [(pad, pad) if isinstance(pad, int) else (pad[0], pad[1]) for pad in columns.pop()]
         axes = tuple(map(Axis, inputs.shape[2:], *columns, pairs))
         if min(*chain(*columns), *(1 + min(pair) for pair in pairs)) >= 1 and min(x.positions for x in axes) >= 1:
@@ -185,7 +183,7 @@ def _prefers_lags(inputs: Tensor, axes: tuple[Axis, ...], groups: int) -> bool:
     return channels >= 16 and operations + 280.0 * size**2 < 0.8 * triangle
 
 
-def _add_lags(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
+def _add_lags(inputs: Tensor, axes: tuple[Axis, ...], bias: bool, total: Tensor) -> None:
     """Add the factor ``[G, c·k, c·k]`` by lags, to both triangles."""
     rows, columns = axes
     groups, size, taps = total.shape[0], total.shape[1] - bias, list(product(range(rows.kernel), range(columns.kernel)))
@@ -255,7 +253,7 @@ def _add_ones(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...]) -> None:
     total[:, last, last] += math.prod(axis.positions for axis in axes) * inputs.shape[0]
 
 
-def _add_patches(total: Tensor, inputs: Tensor, axes: tuple[Axis, ...], bias: bool) -> None:
+def _add_patches(inputs: Tensor, axes: tuple[Axis, ...], bias: bool, total: Tensor) -> None:
     """Add the factor by unfolding chunks of examples into patches."""
     groups, space = total.shape[0], len(axes)
     pads = [amount for axis in reversed(axes) for amount in axis.padding]
