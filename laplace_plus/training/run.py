@@ -128,6 +128,7 @@ class Run:
         self.best: dict[str, Tensor] | None = None
         self.kept: tuple[Tensor, Tensor | None] = self.posterior.prior_precision, None  # hyperparameters of the result
         self.epoch = 0
+        self.data_sum: float | None = None
         self.losses: list[float] = []
         self.updates: list[Update] = []
 
