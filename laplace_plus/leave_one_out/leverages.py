@@ -53,12 +53,9 @@ def factor_covariances(
             return [posterior.covariance.reshape(-1, n_outputs, n_outputs) for posterior in found]
         size, count = outputs[0].numel(), batch_size(inputs)
         if not can_be_cut(inputs, count):
-            raise DataError(
-                "Leaving out an example with several positions requires running each example alone.",
-                expected="inputs whose tensors all have the examples along their first axis",
-                got="other inputs",
-                fix='Pass unit="position", which leaves out one position at a time.',
-            )
+            what = "Leaving out an example with several positions requires running each example alone."
+            expected = "inputs whose tensors all have the examples along their first axis"
+            raise DataError(what, expected=expected, fix='Pass unit="position", which leaves out one at a time.')
         each = []
         for example in range(count):
             one = cut(inputs, slice(example, example + 1))
@@ -74,21 +71,20 @@ def exact_covariances(
     model: LaplaceModel,
     network: Network,
     data: Iterable[Any],
-    precision: Any,
-    temperature: Any,
-    noise_std: Any,
+    point: tuple[Any, Any, Any],
     unit: Unit,
 ) -> Covariances:
     """Covariances under the exact Gauss-Newton matrix, of all selected parameters or of the last layer.
 
-    One pass over the data. With all parameters, ``O(R P²)`` operations in parameter space or ``O(R² P + R³)`` in
-    output space. With the last layer, the other parameters are held fixed.
+    ``point`` is a prior precision, a temperature and a noise level. One pass over the data. With all parameters,
+    ``O(R P²)`` operations in parameter space or ``O(R² P + R³)`` in output space. With the last layer, the other
+    parameters are held fixed.
 
     Raises:
         ConfigurationError: The matrix fits into the memory budget in neither form.
         SelectionError: The posterior has no prior on the last layer.
     """
-    whole = network
+    (precision, temperature, noise_std), whole = point, network
     if leverages == "last_layer":
         network = Network(whole.model, "last_layer", model.likelihood.arrange)
         network.ambient_autocast = whole.ambient_autocast
@@ -98,14 +94,11 @@ def exact_covariances(
         n_rows = sum(network.forward(batch.inputs).numel() for batch in iterate(data, device=network.device))
         in_output_space = item * n_rows * size + 4 * 8 * n_rows**2
         if in_output_space > allowed:
-            needed = f"{in_words(dense)} over {size:,} parameters, or {in_words(in_output_space)} over all "
-            raise ConfigurationError(
-                "The exact Gauss-Newton matrix fits into the memory budget in neither form.",
-                expected=f"at most {in_words(allowed)}",
-                got=f"{needed}{n_rows:,} outputs",
-                fix='Use leverages="last_layer", select fewer parameters, or raise memory_budget.',
-            )
-        return _in_output_space(model, network, data, precision, temperature, noise_std, unit)
+            what = "The exact Gauss-Newton matrix fits into the memory budget in neither form."
+            got = f"{in_words(dense)} over {size:,} parameters, {in_words(in_output_space)} over all {n_rows:,} outputs"
+            fix = 'Use leverages="last_layer", select fewer parameters, or raise memory_budget.'
+            raise ConfigurationError(what, expected=f"at most {in_words(allowed)}", got=got, fix=fix)
+        return _in_output_space(model, network, data, point, unit)
     backend, curvature = Native(), None
     for batch in iterate(data, device=network.device, description="curvature for leave-one-out"):
         curvature, _ = backend.accumulate(curvature, network, model.likelihood, batch, FullStructure())
@@ -125,12 +118,9 @@ def _on_last_layer(
     sizes = {item.name: item.size for item in whole.selected}
     missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
     if missing:
-        raise SelectionError(
-            "The posterior is not over the last layer, and has no prior there.",
-            expected=f"a selection with {', '.join(missing)}",
-            got=f"parameters {', '.join(whole.parameter_names[:4])} …",
-            fix='Use leverages="full".',
-        )
+        what = "The posterior is not over the last layer, and has no prior there."
+        expected, got = f"a selection with {', '.join(missing)}", f"{', '.join(whole.parameter_names[:4])} …"
+        raise SelectionError(what, expected=expected, got=got, fix='Use leverages="full".')
     index = torch.cat([torch.arange(starts[item.name], starts[item.name] + item.size) for item in last.selected])
     own, mean = precision[index.to(precision.device)], as_hyperparameter(model.prior_mean)
     model = replace(
@@ -143,16 +133,10 @@ def _on_last_layer(
 
 
 def _in_output_space(
-    model: LaplaceModel,
-    network: Network,
-    data: Iterable[Any],
-    precision: Any,
-    temperature: Any,
-    noise_std: Any,
-    unit: Unit,
+    model: LaplaceModel, network: Network, data: Iterable[Any], point: tuple[Any, Any, Any], unit: Unit
 ) -> Covariances:
     """Covariances by way of the matrix over the outputs of all data; later passes must come in the same order."""
-    likelihood = model.likelihood
+    (precision, temperature, noise_std), likelihood = point, model.likelihood
     weights = likelihood.curvature_weights(noise_std) / as_hyperparameter(temperature).double()
     deviations = model.prior(precision).vector().detach().double().rsqrt().to(network.device)
     jacobians, roots, sizes, known = [], [], [], []
@@ -188,12 +172,8 @@ def _in_output_space(
 
     def covariances_of(number: int, inputs: Any, outputs: Tensor) -> list[Tensor]:
         if number >= len(found) or not same_outputs(known[number].to(outputs), outputs):
-            raise DataError(
-                "The data differ from those of the pass before, or come in another order.",
-                expected="the same batches in the same order in each pass",
-                got=f"another batch {number}",
-                fix="Pass data= as a loader that does not shuffle.",
-            )
+            what = "The data differ from those of the pass before, or come in another order."
+            raise DataError(what, got=f"another batch {number}", fix="Pass data= as a loader that does not shuffle.")
         return [found[number]]
 
     return covariances_of

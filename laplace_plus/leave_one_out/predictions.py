@@ -32,7 +32,7 @@ from laplace_plus._memory import budget, in_words
 from laplace_plus.batches import iterate
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
-from laplace_plus.evidence.tuning import Tunable
+from laplace_plus.evidence.tuning import Tunable, check_positive
 from laplace_plus.leave_one_out.leverages import Leverages, Unit, exact_covariances, factor_covariances
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
@@ -107,11 +107,8 @@ class LeaveOneOutPredictions:
             ConfigurationError: An unknown link, a negative scale or a temperature that is not positive.
         """
         if not (scale >= 0 and math.isfinite(scale) and temperature > 0 and math.isfinite(temperature)):
-            raise ConfigurationError(
-                "scale must be non-negative and temperature positive.",
-                expected="scale >= 0 and temperature > 0",
-                got=f"scale={scale}, temperature={temperature}",
-            )
+            got = f"scale={scale}, temperature={temperature}"
+            raise ConfigurationError("scale must be non-negative and temperature positive.", got=got)
         mean, covariance = self.mean / temperature, self.covariance * (scale / temperature**2)
         return from_functional(self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator)
 
@@ -166,7 +163,8 @@ def leave_one_out(
     likelihood, n_data = posterior.laplace_model().likelihood, posterior.n_data
     precision = posterior.prior_precision.detach()
     training = precision if prior_precision is None else as_hyperparameter(prior_precision).detach()
-    training = checked_factor(kappa) * training
+    check_positive(kappa=kappa)
+    training = kappa * training
     data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
     deletions = Deletions(posterior, data, training, noise_std, leverages, unit)
     parts: list[tuple[Tensor, ...]] = []
@@ -177,12 +175,9 @@ def leave_one_out(
         taken += 8 * batch.outputs.numel() * batch.outputs.shape[-1]
         needed = taken * n_data // seen
         if needed > limit:
-            raise ConfigurationError(
-                "The covariances of all data do not fit into the memory budget.",
-                expected=f"at most {in_words(limit)}",
-                got=f"{in_words(needed)} for {n_data} examples of {batch.network_outputs[0].numel()} outputs",
-                fix="Raise memory_budget.",
-            )
+            got = f"{in_words(needed)} for {n_data} examples of {batch.network_outputs[0].numel()} outputs"
+            what, expected = "The covariances of all data do not fit into the memory budget.", in_words(limit)
+            raise ConfigurationError(what, expected=f"at most {expected}", got=got, fix="Raise memory_budget.")
         (covariance,) = batch.covariances
         top = batch.leverages.amax(-1)
         largest.append(top)
@@ -195,25 +190,17 @@ def leave_one_out(
     try:
         tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
     except RuntimeError as error:
-        raise DataError(
-            "The batches' outputs are of different shapes.",
-            expected="as many positions in every batch",
-            got=", ".join(sorted({str(list(part[2].shape[1:])) for part in parts})),
-            fix='Pass unit="position", which leaves out one position at a time.',
-        ) from error
+        got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in parts}))
+        what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
+        raise DataError(what, expected="as many positions in every batch", got=got, fix=fix) from error
     return LeaveOneOutPredictions(*tensors, likelihood, leverages, unit)
 
 
 def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Remove each deletion unit's own term: its leverages ``[U, r]``, ``f₋ₙ − f`` ``[U, b]`` and ``V₋ₙ [U, b, b]``.
 
-    With ``Λ = S Sᵀ``, the symmetric ``SᵀVS = Q diag(l) Qᵀ`` has the eigenvalues of ``V Λ``. Then
-    ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``.
-
-    Args:
-        covariance: V, ``[U, b, b]``.
-        root: S, ``[U, b, r]``.
-        gradient: g, ``[U, b]``.
+    Given are V ``[U, b, b]``, a root S of ``Λ = S Sᵀ`` and the gradient g. The symmetric ``SᵀVS = Q diag(l) Qᵀ`` has
+    the eigenvalues of ``V Λ``. Then ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``.
     """
     covariance, root, gradient = covariance.double(), root.double(), gradient.double()
     product = covariance @ root
@@ -263,21 +250,10 @@ class DeletionBatch:
 class Deletions:
     """Passes over the data of the fit that leave out each deletion unit.
 
-    Args:
-        posterior: The fitted posterior.
-        data: The data of the fit.
-        precision: Prior precision of the displacement.
-        noise_std: Noise of the displacement; None for the likelihood's.
-        leverages: The curvature of the displacement.
-        unit: The deletion unit.
+    Displacements have a prior precision, a noise (None for the likelihood's) and a curvature of their own.
 
     Attributes:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
-
-    Raises:
-        ConfigurationError: An unknown choice, a noise that does not fit the likelihood's, or a curvature that does not
-            fit into the memory budget.
-        UnsupportedError: Noise for a likelihood without noise.
     """
 
     def __init__(
@@ -300,7 +276,7 @@ class Deletions:
         self.exact = None
         if leverages != "own":
             point = precision, self.temperature, noise_std
-            self.exact = exact_covariances(leverages, self.model, self.network, data, *point, unit)
+            self.exact = exact_covariances(leverages, self.model, self.network, data, point, unit)
 
     def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
         """Pass over the data once.
@@ -335,7 +311,10 @@ class Deletions:
                 outputs, targets = flat[kept], targets[kept]
             else:
                 targets, count = batch.target, len(flat) // len(outputs)
-                root, gradient = _by_example(root, count), gradient.reshape(len(outputs), -1)
+                # Block-diagonal roots [B, M·C, M·r] of examples, from those [B·M, C, r] of positions.
+                unit = torch.eye(count, dtype=root.dtype, device=root.device)
+                root = torch.einsum("bmcr,mn->bmcnr", root.unflatten(0, (-1, count)), unit).flatten(3).flatten(1, 2)
+                gradient = gradient.reshape(len(outputs), -1)
                 groups = [group.repeat(count) for group in groups]
             covariances = own(number, batch.inputs, raw)
             if self.exact is not None:
@@ -354,23 +333,14 @@ class Deletions:
         return root * weights.sqrt()[groups[0]], gradient * weights[groups[1]]
 
     def check(self, largest: Sequence[Tensor]) -> None:
-        """Refuse leverages at which the formula is meaningless.
-
-        Args:
-            largest: The largest leverages of some data.
-
-        Raises:
-            NotPositiveDefiniteError: Some are at or above one.
-        """
+        """Raise :class:`NotPositiveDefiniteError` if largest leverages of some data are one or more."""
         values = torch.cat(list(largest))
         above = int((values >= self.limit).sum())
         if above:
             fix = "Use the prior precision that training had (a larger one), or float64."
             if self.leverages == "own":
-                fix = (
-                    "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
-                    'leverages="full", or leverages="last_layer" in larger networks.'
-                )
+                fix = "Take displacements from the exact Gauss-Newton matrix, and keep this posterior's covariance: "
+                fix += 'leverages="full", or leverages="last_layer" in larger networks.'
             raise NotPositiveDefiniteError(
                 f"{above} of {len(values)} data have a leverage of one or more: without such a datum, the posterior "
                 "precision is not positive definite.",
@@ -380,44 +350,16 @@ class Deletions:
             )
 
 
-def _by_example(root: Tensor, count: int) -> Tensor:
-    """Roots ``[B·M, C, r]`` of positions as block-diagonal ones of examples, ``[B, M·C, M·r]``."""
-    if count == 1:
-        return root
-    size, rank = root.shape[-2:]
-    result = root.new_zeros(len(root) // count, count, size, count, rank)
-    number = torch.arange(count, device=root.device)
-    result[:, number, :, number] = root.view(-1, count, size, rank).transpose(0, 1)
-    return result.reshape(len(result), count * size, count * rank)
-
-
-def checked_factor(kappa: float) -> float:
-    """A leverage factor as a float.
-
-    Raises:
-        ConfigurationError: It is not a positive number.
-    """
-    if isinstance(kappa, bool) or not isinstance(kappa, (int, float)) or not 0 < kappa < math.inf:
-        raise ConfigurationError("kappa must be a positive number.", expected="kappa > 0", got=repr(kappa))
-    return float(kappa)
-
-
 def check_choices(leverages: Any, unit: Any) -> None:
     """Raise :class:`ConfigurationError` unless both are among the known choices."""
     if leverages not in get_args(Leverages) or unit not in ("example", "position"):
-        raise ConfigurationError(
-            "Unknown choice for leaving out.",
-            expected=f"leverages among {', '.join(get_args(Leverages))} and unit 'example' or 'position'",
-            got=f"leverages={leverages!r}, unit={unit!r}",
-        )
+        expected = f"leverages among {', '.join(get_args(Leverages))} and unit 'example' or 'position'"
+        got = f"leverages={leverages!r}, unit={unit!r}"
+        raise ConfigurationError("Unknown choice for leaving out.", expected=expected, got=got)
 
 
 def require_network_mean(posterior: Tunable) -> None:
     """Raise :class:`UnsupportedError` where predictions are around the tangent model's optimum."""
     if posterior.predictive_mean != "network":
-        raise UnsupportedError(
-            "Leave-one-out displaces the network's own outputs.",
-            expected="a posterior that predicts around them",
-            got="predictions around the tangent model's optimum",
-            fix='Set predictive_mean = "network".',
-        )
+        what = "Leave-one-out displaces the network's own outputs."
+        raise UnsupportedError(what, got=posterior.predictive_mean, fix='Set predictive_mean = "network".')

@@ -28,7 +28,7 @@ from laplace_plus.evidence.fitted_data import (
     unknown_training_prior,
 )
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts, tunes_noise
+from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts, check_positive, tunes_noise
 from laplace_plus.evidence.validation import checked_grid, grid_settled
 from laplace_plus.leave_one_out.leverages import Leverages, Unit
 from laplace_plus.leave_one_out.predictions import (
@@ -36,12 +36,12 @@ from laplace_plus.leave_one_out.predictions import (
     DeletionBatch,
     Deletions,
     check_choices,
-    checked_factor,
     leave_one_out,
     leave_out,
     require_network_mean,
 )
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.predictive import from_functional
 from laplace_plus.priors import as_hyperparameter
 
@@ -117,14 +117,11 @@ class LeaveOneOut:
 
     def __post_init__(self) -> None:
         if self.structure != "scalar":
-            raise ConfigurationError(
-                "The leave-one-out loss is searched along one number.",
-                expected='structure="scalar"',
-                got=repr(self.structure),
-                fix="Set prior_precision to the proportions that you want; the search multiplies them as a whole.",
-            )
+            what = "The leave-one-out loss is searched along one number."
+            fix = "Set prior_precision to the proportions that you want; the search multiplies them as a whole."
+            raise ConfigurationError(what, expected='structure="scalar"', got=repr(self.structure), fix=fix)
         check_training_prior(self.training_prior_precision, self.weight_decay)
-        checked_factor(self.kappa)
+        check_positive(kappa=self.kappa)
         check_choices(self.leverages, self.unit)
         check_counts(n_samples=self.n_samples)
         if self.grid is not None:
@@ -150,15 +147,16 @@ class LeaveOneOut:
         """
         model = posterior.laplace_model()
         require_network_mean(posterior)
-        noisy = self._tunes_noise(model)
+        noisy = tunes_noise(model.likelihood, self.tune_noise)
+        if noisy and not (model.likelihood.is_gaussian and self.link in (None, "exact")):
+            what = "Noise is tuned by leave-one-out in closed form only."
+            got = f"{type(model.likelihood).__name__} and link={self.link!r}"
+            raise UnsupportedError(what, expected='lp.Gaussian and link="exact"', got=got, fix="Pass tune_noise=False.")
         data = posterior.training_data.again(self.data, "Leave-one-out passes over the training data.")
         initial = posterior.prior_precision.detach()
         training, training_noise = self._training(posterior, model, data, progress)
         deletions = Deletions(posterior, data, self.kappa * training, training_noise, self.leverages, self.unit)
-        seed = None
-        if (self.link or model.likelihood.links[0]) == "mc":
-            source = "cpu" if generator is None else generator.device
-            seed = int(torch.randint(2**62, (), generator=generator, device=source))
+        seed = draw_seed(generator) if (self.link or model.likelihood.links[0]) == "mc" else None
         base = initial if initial.ndim else torch.ones((), dtype=torch.float64, device="cpu")
         search = partial(self._search, deletions, base, seed=seed, noisy=noisy, progress=progress)
         if self.grid is None:
@@ -177,12 +175,10 @@ class LeaveOneOut:
             losses, scales = torch.cat([losses, more])[order], torch.cat([scales, more_scales])[order]
         best = int(losses.argmin())
         if not math.isfinite(float(losses[best])):
-            raise NotPositiveDefiniteError(
-                "At every precision of the grid some leverage of the posterior reaches one, or its loss is not finite.",
-                expected="a grid with larger precisions",
-                got=f"precisions up to {float(levels[-1]):.3g}",
-                fix='Pass a larger grid, or leverages="full", which leaves the posterior\'s covariance as it is.',
-            )
+            what = "At every precision some leverage of the posterior reaches one, or its loss is not finite."
+            got = f"precisions up to {float(levels[-1]):.3g}"
+            fix = 'Pass a grid with larger precisions, or leverages="full", which leaves the posterior\'s covariance.'
+            raise NotPositiveDefiniteError(what, got=got, fix=fix)
         own, scale = model.likelihood.noise_std, float(scales[best])
         return LeaveOneOutTuning(
             method="leave_one_out",
@@ -219,28 +215,12 @@ class LeaveOneOut:
         model.prior(training)  # raises for an unusable precision
         return training, noise
 
-    def _tunes_noise(self, model: LaplaceModel) -> bool:
-        wanted = tunes_noise(model.likelihood, self.tune_noise)
-        if wanted and not (model.likelihood.is_gaussian and self.link in (None, "exact")):
-            raise UnsupportedError(
-                "Noise is tuned by leave-one-out in closed form only.",
-                expected='lp.Gaussian and link="exact"',
-                got=f"{type(model.likelihood).__name__} and link={self.link!r}",
-                fix="Pass tune_noise=False.",
-            )
-        return wanted
-
     def _search(
         self, deletions: Deletions, base: Tensor, levels: Tensor, *, seed: int | None, noisy: bool, progress: bool
     ) -> tuple[Tensor, Tensor, float, float]:
-        """Leave-one-out losses at the precisions ``level · base`` in one pass over the data.
+        """Losses at the precisions ``level · base`` and noise factors ``[G]``, in one pass over the data.
 
-        Returns:
-            Losses and noise factors ``[G]``, the displacements' largest leverage, and the number of observations.
-
-        Raises:
-            DataError: Other data than were fitted to.
-            NotPositiveDefiniteError: Displacements with leverages at or above one.
+        Besides, the displacements' largest leverage and the number of observations.
         """
         likelihood = deletions.model.likelihood
         totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")

@@ -28,19 +28,10 @@ _LARGE_COVARIANCE = 512 * 2**20
 def pushed(
     network: Network, deviations: Tensor | Iterable[Tensor], inputs: Any, *, n_outputs: int | None, ad_modes: ADModes
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v`` for deviations v ``[k, P]``, ``[k, B, *, C]``.
+    """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v``, ``[k, B, *, C]``, for deviations v, ``[k, P]`` or chunks.
 
-    Each deviation takes one forward-mode derivative, about the cost of a forward pass.
-
-    Args:
-        network: The network.
-        deviations: ``[k, P]``, or chunks of them.
-        inputs: A batch's inputs, on the network's device.
-        n_outputs: C, where it is known.
-        ad_modes: The AD modes that work for this network, as far as known.
-
-    Raises:
-        DataError: No examples, or another number of outputs.
+    Each deviation takes one forward-mode derivative, about the cost of a forward pass. Raises :class:`DataError` for
+    no examples, or another number of outputs than ``n_outputs``.
     """
     linear = Linearization(network, network.vector(), inputs, ad_modes)
     outputs = linear.outputs
@@ -88,16 +79,9 @@ def samples_rather(mean_shape: Sequence[int], *, joint: bool = False) -> bool:
 
 
 def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) -> FunctionalPosterior:
-    """Mean and covariance ``1/k Σ d dᵀ`` of deviations d from a known mean.
+    """Mean and covariance ``1/k Σ d dᵀ`` of deviations d ``[k, B, *, C]`` from a known mean ``[B, *, C]``.
 
-    Args:
-        mean: ``[B, *, C]``.
-        deviations: ``[k, B, *, C]``.
-        joint: As for :func:`~laplace_plus.predictive.linearized.functional_posteriors`.
-        outputs: Likewise.
-
-    Raises:
-        ConfigurationError: Outputs that do not exist.
+    Options and errors as for :func:`~laplace_plus.predictive.linearized.functional_posteriors`.
     """
     variances = wants_variances(outputs, joint)
     if outputs is not None and not isinstance(outputs, str):

@@ -204,23 +204,16 @@ def from_functional(
     if covariance.shape != ((*mean.shape, mean.shape[-1]) if full else mean.shape):
         is_full(mean, covariance)  # raises
     if link == "mc" and likelihood.couples_outputs and not full and mean.shape[-1] > 1:
-        raise ConfigurationError(
-            f"Monte Carlo for {type(likelihood).__name__} needs the covariances of the outputs.",
-            expected=shape_text((*mean.shape, mean.shape[-1])),
-            got=f"variances only, {shape_text(covariance.shape)}",
-            fix="Ask for the full functional covariance, or for another link",
-        )
+        what = f"Monte Carlo for {type(likelihood).__name__} needs the covariances of the outputs."
+        fix = "Ask for the full functional covariance, or for another link."
+        raise ConfigurationError(what, got=f"variances only, {shape_text(covariance.shape)}", fix=fix)
     variance = covariance.detach()
     variance = variance.diagonal(dim1=-2, dim2=-1) if full else variance
     if variance.numel():
         lowest, largest = variance.min(), variance.abs().max()
         if bool(lowest < -(torch.finfo(variance.dtype).eps ** 0.5) * largest):  # beyond rounding
-            raise NotPositiveDefiniteError(
-                "A functional variance is negative.",
-                expected="variances >= 0",
-                got=f"{float(lowest):.3g}",
-                fix="Use a larger prior precision, a positive semi-definite curvature (GGN) or float64",
-            )
+            fix = "Use a larger prior precision, a positive semi-definite curvature (GGN) or float64."
+            raise NotPositiveDefiniteError("A functional variance is negative.", got=f"{float(lowest):.3g}", fix=fix)
     return Prediction(
         likelihood=likelihood,
         functional_mean=mean,
@@ -236,12 +229,9 @@ def from_functional(
 def _each_input(mean: Tensor, covariance: Tensor) -> Tensor:
     """The covariance of each input, ``[B, *, C, C]``, from that across inputs."""
     if covariance.shape != (*mean.shape, *mean.shape):
-        raise ConfigurationError(
-            "The covariance must be across inputs.",
-            expected=shape_text((*mean.shape, *mean.shape)),
-            got=shape_text(covariance.shape),
-            fix="Ask for functional_posterior(x, joint=True), or leave joint out",
-        )
+        expected, fix = shape_text((*mean.shape, *mean.shape)), "Ask for functional_posterior(x, joint=True)."
+        what = "The covariance must be across inputs."
+        raise ConfigurationError(what, expected=expected, got=shape_text(covariance.shape), fix=fix)
     size = mean.shape[-1]
     n = mean[..., 0].numel()
     blocks = covariance.reshape(n, size, n, size).diagonal(dim1=0, dim2=2)  # [C, C, N]
@@ -249,44 +239,30 @@ def _each_input(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
-    """Refuse inputs for which the network gives another number of outputs, e.g. an example without a batch axis.
-
-    Args:
-        shape: Shape of the outputs, ``[..., C]``.
-        expected: C, as it was while fitting.
-        inputs: The network's inputs.
-
-    Raises:
-        DataError: Another C.
-    """
+    """Raise :class:`DataError` for inputs with another number of outputs, e.g. an example without a batch axis."""
     if shape[-1] != expected:
-        raise DataError(
-            "The network gives another number of outputs than it did while fitting.",
-            expected=f"{expected} outputs for each example",
-            got=f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}",
-            fix="Pass a batch of inputs: x[None] for a single one.",
+        what, fix = (
+            "The network gives another number of outputs than while fitting.",
+            "Pass a batch: x[None] for one input.",
         )
+        got = f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}"
+        raise DataError(what, expected=f"{expected} outputs for each example", got=got, fix=fix)
 
 
 def wants_variances(outputs: Outputs, joint: bool) -> bool:
     """Whether a choice of outputs is ``"diagonal"``; refuses other texts, and ``"diagonal"`` with ``joint``."""
     if isinstance(outputs, str) and (outputs != "diagonal" or joint):
-        raise ConfigurationError(
-            "Unknown choice of outputs.",
-            expected='None, "diagonal" (not with joint=True) or indices',
-            got=f"{outputs!r} with joint={joint}",
-        )
+        expected = 'None, "diagonal" (not with joint=True) or indices'
+        raise ConfigurationError("Unknown choice of outputs.", expected=expected, got=f"{outputs!r}, joint={joint}")
     return isinstance(outputs, str)
 
 
 def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, shape: torch.Size) -> Tensor:
     """A choice of outputs as indices from 0 to C−1: ``[K]``, or ``[B, *, K]`` where each example has its own."""
     n_outputs = shape[-1]
-    refused = ConfigurationError(
-        "The network does not have these outputs.",
-        expected=f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}; at least one",
-        got=reprlib.repr(outputs),
-    )
+    expected = f"indices below {n_outputs}, a slice or a bool mask of length {n_outputs}; at least one"
+    what = "The network does not have these outputs."
+    refused = ConfigurationError(what, expected=expected, got=reprlib.repr(outputs))
     if isinstance(outputs, (list, tuple)) and len({isinstance(entry, bool) for entry in outputs}) > 1:
         raise refused
     try:
@@ -298,11 +274,9 @@ def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, sha
     if not chosen.ndim or not chosen.numel():
         raise refused
     if chosen.ndim > 1 and chosen.shape[:-1] != shape[:-1]:
-        raise ConfigurationError(
-            "The choice of outputs for each example does not fit the network's outputs.",
-            expected=f"integers {[*shape[:-1], 'K']} below {n_outputs}",
-            got=f"integers {list(chosen.shape)}",
-        )
+        expected, got = f"integers {[*shape[:-1], 'K']} below {n_outputs}", f"integers {list(chosen.shape)}"
+        what = "The choice of outputs for each example does not fit the network's outputs."
+        raise ConfigurationError(what, expected=expected, got=got)
     return chosen
 
 
@@ -311,17 +285,9 @@ Forms = Callable[..., list[Tensor]]
 
 
 def _by_cotangents(forms: Forms, n_positions: int, each: int, mode: str, capacity: int) -> list[Tensor]:
-    """``J Σ Jᵀ`` for each set of factors by backward passes of one-hot cotangents, ``capacity`` at a time.
+    """``J Σ Jᵀ`` for each set of factors by one-hot cotangents of K outputs at each of M positions, a few at a time.
 
-    Args:
-        forms: As :func:`_one_hot_forms`.
-        n_positions: M.
-        each: K, the number of outputs to differentiate at each position.
-        mode: ``"full"``, ``"diagonal"`` or ``"joint"``.
-        capacity: Number of cotangents.
-
-    Returns:
-        ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
+    Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
     """
     numbers = torch.arange(n_positions * each)
     if mode == "full" and each > capacity:
@@ -355,16 +321,9 @@ def _one_hot_forms(
     which: Tensor,
     block: int | None = None,
 ) -> list[Tensor]:
-    """Quadratic forms of one-hot cotangents: number ``m K + k`` is the k-th chosen output of position m.
+    """Quadratic forms of the cotangents ``which``: number ``m K + k`` is the k-th chosen output of position m.
 
-    Args:
-        gradients: The batch's gradients.
-        flat: Outputs ``[B, M, C]``.
-        chosen: Outputs to differentiate: ``[K]``, or ``[B, M, K]`` where each example has its own.
-        factor_sets: As for :func:`functional_posteriors`.
-        mode: As there.
-        which: Numbers of the cotangents.
-        block: As for :func:`_quadratic_forms`.
+    Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them, or ``[B, M, K]`` where each example has its own.
     """
     n, positions, n_outputs = flat.shape
     position, number = which // chosen.shape[-1], which % chosen.shape[-1]
@@ -394,12 +353,9 @@ def _quadratic_forms(
         coordinates: dict[int, Any] = {}
         for number, factors in enumerate(factor_sets):
             if layout.key not in factors:
-                raise DataError(
-                    f"The network uses {layout.key!r} in another way than it did while fitting.",
-                    expected=f"the blocks {', '.join(list(factors)[:4])} …",
-                    got=layout.key,
-                    fix="Feed inputs of the same kind as the training data.",
-                )
+                what = f"The network uses {layout.key!r} in another way than it did while fitting."
+                expected = f"the blocks {', '.join(list(factors)[:4])} …"
+                raise DataError(what, expected=expected, fix="Feed inputs of the same kind as the training data.")
             factor = factors[layout.key]
             if id(factor.basis) not in coordinates:
                 coordinates[id(factor.basis)] = factor.basis.coordinates(stack)

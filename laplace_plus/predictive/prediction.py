@@ -142,12 +142,9 @@ class Prediction:
         """
         aleatoric = self._split[1]
         if aleatoric is None:
-            raise UnsupportedError(
-                f"{type(self.likelihood).__name__} does not define the variance of its targets.",
-                expected="a likelihood with a distribution",
-                got="a log-density only",
-                fix="Define distribution(outputs) or moments(outputs), or pass distribution= to LogDensity",
-            )
+            what = f"{type(self.likelihood).__name__} does not define the variance of its targets."
+            fix = "Define distribution(outputs) or moments(outputs), or pass distribution= to LogDensity."
+            raise UnsupportedError(what, expected="a likelihood with a distribution", fix=fix)
         return aleatoric
 
     @cached_property
@@ -333,12 +330,8 @@ def from_samples(
         tensor([[1.2500]])
     """
     if outputs.dim() < 3 or len(outputs) == 0:
-        raise ConfigurationError(
-            "outputs must be samples of network outputs.",
-            expected="[S, B, *, C] with S >= 1",
-            got=shape_text(outputs.shape),
-            fix="Stack the outputs of the sampled networks along a new first axis",
-        )
+        what, fix = "outputs must be samples of network outputs.", "Stack the networks' outputs along a new first axis."
+        raise ConfigurationError(what, expected="[S, B, *, C] with S >= 1", got=shape_text(outputs.shape), fix=fix)
     outputs = widen(outputs)
     check_outputs(outputs)
     return Prediction(

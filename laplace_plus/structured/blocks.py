@@ -204,12 +204,9 @@ def register_block(cls: B) -> B:
     """
     known = _KINDS.setdefault(cls.storage, cls)
     if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
-        raise ConfigurationError(
-            f"Cannot register the block {cls.__name__}.",
-            expected="a storage kind of its own",
-            got=f"storage = {cls.storage!r}, which belongs to {known.__name__}",
-            fix="Choose another value of storage.",
-        )
+        got = f"storage = {cls.storage!r}, which belongs to {known.__name__}"
+        what = f"Cannot register the block {cls.__name__}."
+        raise ConfigurationError(what, expected="a storage kind of its own", got=got)
     _KINDS[cls.storage] = cls
     return cls
 
@@ -221,10 +218,7 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: Mappi
         CheckpointError: No block of this kind has been registered.
     """
     if storage not in _KINDS:
-        raise CheckpointError(
-            f"A saved curvature holds a block of the unknown kind {storage!r}.",
-            expected=", ".join(sorted(_KINDS)),
-            got=storage,
-            fix="Import the package that registers this kind with lp.structured.register_block.",
-        )
+        what = f"A saved curvature holds a block of the unknown kind {storage!r}."
+        fix = "Import the package that registers this kind with lp.structured.register_block."
+        raise CheckpointError(what, expected=", ".join(sorted(_KINDS)), fix=fix)
     return _KINDS[storage].from_tensors(tensors, shape)

@@ -130,12 +130,7 @@ class DiagonalBlock(EigenBlock):
 
 
 def clamp_rounding(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zero out the negative eigenvalues that rounding produces in a semi-definite matrix; leave real ones.
-
-    Args:
-        values: The eigenvalues.
-        dtype: The matrix's type where it is not theirs.
-    """
+    """Zero out negative eigenvalues that rounding in ``dtype`` produces in a semi-definite matrix; leave real ones."""
     n = values.shape[-1]
     scale = values.abs().amax(-1, keepdim=True) if n else values
     tolerance = ROUNDING * n * torch.finfo(dtype or values.dtype).eps * scale

@@ -88,12 +88,10 @@ class EigenBlock(Block):
     @override
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if diagonal.ndim:
-            raise UnsupportedError(
-                f"A {self.kind} block cannot hold a prior precision that differs from entry to entry.",
-                expected="one prior precision for all parameters of a layer",
-                got=f"one for each of {diagonal.numel()} parameters",
-                fix='Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.',
-            )
+            what = f"A {self.kind} block cannot hold a prior precision that differs from entry to entry."
+            got = f"one for each of {diagonal.numel()} parameters"
+            fix = 'Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.'
+            raise UnsupportedError(what, got=got, fix=fix)
         basis, values = self.eigen(weights)
         return EigenFactor(basis, values + diagonal)
 
@@ -124,13 +122,9 @@ class EigenBlock(Block):
 
 @dataclass
 class Diagonalised:
-    """The diagonal form of a matrix.
+    """The diagonal form ``values [G, o, i]`` of a matrix, and its basis once it was asked for.
 
-    Attributes:
-        key: The component weights that it belongs to, or None for all.
-        pairs: The eigendecompositions that it follows from.
-        values: The diagonal ``[G, o, i]``.
-        basis: The basis, once it was asked for.
+    It follows from eigendecompositions, at the component weights ``key``, or at all where that is None.
     """
 
     key: Tensor | None
@@ -361,9 +355,7 @@ class KroneckerBlock(DecomposedBlock):
     def correct_(self, gradients: ExampleGradients, components: Tensor) -> None:
         """Add the squares of gradients in :meth:`kronecker_basis` to the corrected eigenvalues.
 
-        Args:
-            gradients: Matrices ``[G, o, i]``.
-            components: ``[V]``: the component that each cotangent belongs to.
+        ``components [V]`` are those that the cotangents belong to.
         """
         assert self.corrected is not None
         self.kronecker_basis().coordinates(gradients).add_component_squares_(self.corrected, components)

@@ -33,14 +33,10 @@ class EigenPairs:
 
 
 class ThinEigenPairs(EigenPairs):
-    """Eigenpairs of a matrix of low rank, whose vectors are completed when they are asked for.
+    """Eigenpairs of a matrix of low rank with orthonormal vectors ``[G, d, r]``, completed when they are asked for.
 
     Householder reflections complete the leading vectors, and correct their rounding. The completed basis does not
     depend on the order of the data.
-
-    Attributes:
-        values: ``[G, d]``, of which all but the first r are zero.
-        leading: Orthonormal vectors ``[G, d, r]`` of the first r values.
     """
 
     def __init__(self, values: Tensor, leading: Tensor):

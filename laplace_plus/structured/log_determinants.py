@@ -101,14 +101,11 @@ class Spectrum:
 
 
 class JoinedSpectra:
-    """The spectra of the blocks of a block-diagonal matrix, of which several may share a δ.
+    """The spectra of a block-diagonal matrix's blocks, none with negative eigenvalues, several of which share a δ.
 
     Args:
-        spectra: One for each block, none with negative eigenvalues.
+        spectra: One for each block.
         groups: For each block the number of its δ, from 0 to R−1; each number occurs.
-
-    Attributes:
-        nodes: Quadrature nodes of all groups, ``[m]`` float64.
     """
 
     def __init__(self, spectra: Sequence[Spectrum], groups: Sequence[int]):

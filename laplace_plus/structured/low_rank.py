@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from laplace_plus._memory import slices
@@ -43,12 +44,9 @@ class SampledSpectrum:
 
     @classmethod
     def of(cls, tridiagonal: Tensor, scale: Tensor, *, floor: float = 0.0) -> SampledSpectrum:
-        """From Lanczos decompositions for random vectors with ``E[v vᵀ] = I``.
+        """From tridiagonal matrices ``[m, K, K]`` of Lanczos decompositions for vectors of norms ``1 / scale [m]``.
 
-        Args:
-            tridiagonal: The matrices T of the decompositions, ``[m, K, K]``.
-            scale: The reciprocals of the vectors' norms, ``[m]``.
-            floor: Nodes up to this value are rounding errors and count as zero.
+        Nodes up to ``floor`` are rounding errors and count as zero.
         """
         matrix = tridiagonal.double()
         depth = matrix.shape[-1]
@@ -57,8 +55,9 @@ class SampledSpectrum:
         for steps in (depth, depth - max(1, depth // 4)):
             values, vectors = torch.linalg.eigh(matrix[:, :steps, :steps])
             first = vectors[:, 0] if steps else values
-            nodes.append(_padded(torch.where(values > floor, values, 0.0), depth))
-            weights.append(_padded(first.square() * norms[:, None], depth))
+            missing = (0, depth - steps)
+            nodes.append(pad(torch.where(values > floor, values, 0.0), missing))
+            weights.append(pad(first.square() * norms[:, None], missing))
         return cls(torch.stack(nodes), torch.stack(weights))
 
     def __len__(self) -> int:
@@ -89,13 +88,9 @@ class SampledSpectrum:
         nodes, weights = [], []
         for part in parts:
             missing = (0, 0, 0, rows - len(part))
-            nodes.append(torch.nn.functional.pad(part.nodes, missing))
-            weights.append(torch.nn.functional.pad(part.weights * (rows / len(part)), missing))
+            nodes.append(pad(part.nodes, missing))
+            weights.append(pad(part.weights * (rows / len(part)), missing))
         return SampledSpectrum(torch.cat(nodes, -1), torch.cat(weights, -1))
-
-
-def _padded(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, length - values.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -229,13 +224,7 @@ def gram(vectors: Tensor, diagonal: Tensor) -> Tensor:
 
 
 def low_rank_log_determinant(values: Tensor, vectors: Tensor, diagonal: Tensor) -> Tensor:
-    """``log det(Uᵀ diag(values) U + D)``, 0-d float64; differentiable in values and D.
-
-    Args:
-        values: Non-negative ``[r]``, float64.
-        vectors: U, ``[r, n]``.
-        diagonal: D, 0-d or with n entries, float64.
-    """
+    """``log det(Uᵀ diag(values) U + D)`` for D 0-d or with n entries, 0-d float64; differentiable in values and D."""
     root = values.sqrt()
     inner = root[:, None] * gram(vectors, diagonal) * root
     lower = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype, device=inner.device))
@@ -301,12 +290,9 @@ class LowRankBlock(Block):
             zero = torch.zeros((), dtype=torch.float64, device=self.vectors.device)
             return zero, zero, zero
         if diagonal.ndim:
-            raise UnsupportedError(
-                "The remainder of a low-rank curvature is only known under one prior precision for all parameters.",
-                expected='structure="scalar"',
-                got=f"one precision for each of {diagonal.numel()} parameters",
-                fix="Pass remainder_probes=0 to take the evidence of the low-rank curvature alone.",
-            )
+            what = "The remainder of a low-rank curvature is only known under one prior precision for all parameters."
+            fix = "Pass remainder_probes=0 to take the evidence of the low-rank curvature alone."
+            raise UnsupportedError(what, expected='structure="scalar"', fix=fix)
         ratio = weights[0].double() / diagonal.double()
         return self.rest.trace(lambda nodes: torch.log1p(nodes * ratio))
 

@@ -23,13 +23,9 @@ _AT_ONCE = 256
 def add_draws_(
     result: Tensor, factor: Factor, parameter_slices: ParameterSlices, generator: torch.Generator | None = None
 ) -> None:
-    """Add draws from N(0, M⁻¹) to vectors.
+    """Add draws from N(0, M⁻¹) of a factor to the vectors ``[n, P]``, where the entries of M lie among the P.
 
-    Args:
-        result: ``[n, P]``, to which n draws are added.
-        factor: M.
-        parameter_slices: Where the entries of M lie among the P.
-        generator: Source of randomness; may live on another device.
+    The source of randomness may live on another device.
     """
     n, shape = len(result), torch.Size(parameter_slices.shape)
     size = max(1, shape.numel())

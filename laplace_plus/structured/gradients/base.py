@@ -49,12 +49,7 @@ class ExampleGradients(ABC):
         """The same matrices with sums taken in another type."""
 
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
-        """Some entries of the matrices of some examples, ``[V, b, n]``.
-
-        Args:
-            examples: Which examples.
-            positions: ``[n]`` positions in the flattened ``[G, o, i]`` array.
-        """
+        """Entries of some examples' matrices at ``[n]`` positions in the flattened array, ``[V, b, n]``."""
         start, stop, _ = examples.indices(self.n_examples)
         limit = chunk_bytes(self.device, of_caches=_WRITTEN_CACHES)
         cuts = [slice(start + cut.start, start + cut.stop) for cut in slices(stop - start, self.bytes_each(), limit)]

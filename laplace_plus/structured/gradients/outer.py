@@ -122,10 +122,7 @@ class OuterGradients(ExampleGradients):
         )
 
     def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:
-        """Slices of the examples for which both sides are of bounded size.
-
-        Args:
-            bytes_each: Memory that is needed for one example besides; it should stay within a cache.
+        """Slices of the examples for which both sides, and so many bytes besides for each, are of bounded size.
 
         Raises:
             ConfigurationError: The memory budget does not hold the sides of one example.

@@ -28,12 +28,11 @@ def require_dense(n_entries: int, dtype: torch.dtype, device: torch.device) -> N
     needed = 3 * n_entries**2 * torch.finfo(dtype).bits / 8  # the matrix, its eigenvectors and work space
     available = device_memory(device)
     if needed > available:
-        raise ConfigurationError(
-            f"A full covariance of {n_entries:,} parameters does not fit into memory.",
-            expected=f"at most about {int((available / needed) ** 0.5 * n_entries):,} selected entries",
-            got=f"{n_entries:,}, for which {needed / 2**30:,.0f} GiB would be needed",
-            fix="Use lp.KFAC or lp.Diagonal, or select fewer parameters, such as parameters='last_layer'.",
-        )
+        what = f"A full covariance of {n_entries:,} parameters does not fit into memory."
+        expected = f"at most about {int((available / needed) ** 0.5 * n_entries):,} selected entries"
+        got = f"{n_entries:,}, for which {needed / 2**30:,.0f} GiB would be needed"
+        fix = "Use lp.KFAC or lp.Diagonal, or select fewer parameters, such as parameters='last_layer'."
+        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
 
 
 @register_block
@@ -106,13 +105,11 @@ class SoftmaxOutputBlock(Block):
             self._dense, self._pieces = self._as_dense(), []
         available = device_memory(self._pieces[0].features.device) if self._pieces else 0
         if 3 * 8 * self.n_rows**2 > available:
-            raise ConfigurationError(
-                f"A full covariance of {entries:,} parameters does not fit into memory.",
-                expected=f"at most about {int((available / 24) ** 0.5):,} rows of data, "
-                f"or {int((available / 12) ** 0.5):,} parameters",
-                got=f"{self.n_rows:,} rows and {entries:,} parameters",
-                fix="Use lp.KFAC or lp.Diagonal, or fit to fewer data.",
-            )
+            what = f"A full covariance of {entries:,} parameters does not fit into memory."
+            expected = f"at most about {int((available / 24) ** 0.5):,} rows of data"
+            got = f"{self.n_rows:,} rows and {entries:,} parameters"
+            fix = "Use lp.KFAC or lp.Diagonal, or fit to fewer data."
+            raise ConfigurationError(what, expected=expected, got=got, fix=fix)
 
     def _as_dense(self) -> DenseBlock:
         if self._dense is not None:

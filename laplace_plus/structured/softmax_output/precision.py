@@ -82,13 +82,9 @@ class SoftmaxOutputRows:
 
 
 class _Totals(NamedTuple):
-    """Sums over all classes, float64.
+    """Float64 sums over all classes: K, ``Σ_c log det (I + S_c)``, ``Σ_c tr T_c``, and ``Σ_c P_c^½ T_c² P_c^½``.
 
-    Attributes:
-        matrix: ``K [N, N]``.
-        log_determinant: ``Σ_c log det (I + S_c)``, 0-d.
-        trace: ``Σ_c tr T_c``, 0-d.
-        squares: ``Σ_c P_c^½ T_c² P_c^½ [N, N]``; zeros where derivatives are not wanted.
+    The last one is zero where derivatives are not wanted.
     """
 
     matrix: Tensor
