@@ -26,7 +26,8 @@ from laplace_plus.errors import (
 def newton_step(likelihood, outputs, targets, jacobians, precision, temperature=1.0):
     """Mean and covariance of each datum's outputs after one Newton step on all others, every matrix written out."""
     f = outputs.clone().requires_grad_()
-    losses = -likelihood.log_density(*likelihood.rows(f, targets)[:2])
+    flat, rows, _ = likelihood.rows(f, targets)
+    losses = -likelihood.log_density(flat, rows if likelihood.couples_outputs else rows.double())
     gradients = torch.autograd.grad(losses.sum(), f)[0] / temperature
     weights = likelihood.curvature_weights()[likelihood.output_groups(outputs.shape[-1])]
     unit = likelihood.output_hessian(outputs, targets)
