@@ -101,7 +101,7 @@ class Posterior(Stored, ABC):
     def fit_batches(
         self, data: Iterable[Any], *, update: bool, progress: bool, generator: torch.Generator | None
     ) -> None:
-        """One method's own work, from streamed batches; if it fails, it leaves everything as it was.
+        """One method's own work, from streamed batches; if it fails, attributes become what they were.
 
         It sets ``n_data``, usually ``n_outputs``, and :attr:`mean` where that is not the network's weights.
         :meth:`batches` iterates over the data. Of the keywords a method may take those that it needs. Without
@@ -231,7 +231,7 @@ class Posterior(Stored, ABC):
             raise UnsupportedError(
                 f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
             )
-        network, before, vector = self.network, self.group, self._vector
+        network, before, vector = self.network, dict(vars(self)), self._vector
         learnt, self.group = dict(network.example_axes), group
         try:
             if group is not None:
@@ -249,7 +249,7 @@ class Posterior(Stored, ABC):
                 self._vector = self.network.vector()
             self.remember_weights()
         except BaseException:
-            self.group = before
+            vars(self).update(before)
             network.example_axes.clear()
             network.example_axes.update(learnt)
             raise

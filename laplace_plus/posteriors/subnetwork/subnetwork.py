@@ -169,14 +169,9 @@ class Subnetwork(GaussianPosterior):
                 precision = self._precision_of(inner.layer_names)
         inner.group = self.group
         inner.fit_batches(data, update=update, progress=progress, generator=generator)
-        before = self.network, self._prior_precision
         self.network, self._prior_precision = inner.network, precision
-        try:
-            self.adopt(inner.sums, self.network.vector())
-        except BaseException:
-            self.network, self._prior_precision = before
-            raise
         self._inner, self._choice = inner, choice
+        self.adopt(inner.sums, self.network.vector())
 
     def _choose(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> Choice:
         candidates = self._over(self._candidates.selection)
