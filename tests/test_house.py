@@ -93,19 +93,17 @@ def test_files_are_short():
 
 
 def test_the_package_does_not_grow():
-    """The goals are 36 000 lines, 23 000 of code."""
-    assert size.lines_of(size.FILES) <= 40_300
-    assert size.code_of(size.FILES) <= 25_500
+    assert size.lines_of(size.FILES) <= 36_000
+    assert size.code_of(size.FILES) <= 23_000
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 14_000
 
 
 def test_first_calls_enter_few_functions():
-    """The goals are 90 functions in 20 files for ``fit``, and 15 files for ``predictive``."""
     script = "import json; from benchmarks import size; print(json.dumps(size.counts(size.first_calls())))"
     # In a process of its own: what earlier calls remember changes the count.
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     counts = json.loads(said)
-    assert counts["fit"][0] <= 105
-    assert counts["fit"][1] <= 23
+    assert counts["fit"][0] <= 90
+    assert counts["fit"][1] <= 20
     assert counts["first predictive"][0] <= 60
-    assert counts["first predictive"][1] <= 16
+    assert counts["first predictive"][1] <= 15
