@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -327,7 +328,7 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the passes that count give the same warnings
             outputs = network(inputs, leaves)
-            found = [None] * len(new)
+            found: Sequence[Tensor | None] = [None] * len(new)
             if outputs.requires_grad:
                 found = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
         reached = {name: gradient is not None for name, gradient in zip(leaves, found, strict=True)}

@@ -59,14 +59,14 @@ def resolve_group(distributed: Distributed) -> Group | None:
             got="distributed=True in a process on its own",
             fix="Launch with torchrun and call torch.distributed.init_process_group() first.",
         )
-    group = dist.group.WORLD if distributed is None or distributed is True else distributed
-    if not ready or not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+    ranks = dist.group.WORLD if distributed is None or distributed is True else distributed
+    if not ready or not isinstance(ranks, dist.ProcessGroup) or dist.get_rank(ranks) < 0:
         raise ConfigurationError(
             "distributed= is not a group of ranks.",
             expected="None, True, False, Ranks(…) or a process group that this rank belongs to",
             got=repr(distributed),
         )
-    return Group(group) if dist.get_world_size(group) > 1 else None
+    return Group(ranks) if dist.get_world_size(ranks) > 1 else None
 
 
 class Group:

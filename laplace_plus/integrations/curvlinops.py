@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -109,7 +110,7 @@ class Curvlinops(ForeignBackend):
         for outputs_of, targets, seed in runs:
             model = _Outputs(outputs_of, loss)
             vector = model.vector = nn.Parameter(network.vector())
-            model.compute = lambda inputs, model=model: widen(network(inputs, network.substitute(model.vector)))
+            model.compute = partial(lambda own, inputs: widen(network(inputs, network.substitute(own.vector))), model)
             options = self._options(task, targets)
             if self.kind == "ggn_mc":
                 options |= {"seed": seed, "mc_samples": self.n_samples}

@@ -188,12 +188,12 @@ def leave_one_out(
         parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, traces))
     deletions.check(largest)
     try:
-        tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
+        mean, covariance, outputs, targets, top, traces = (torch.cat(column) for column in zip(*parts, strict=True))
     except RuntimeError as error:
         got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in parts}))
         what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
         raise DataError(what, expected="as many positions in every batch", got=got, fix=fix) from error
-    return LeaveOneOutPredictions(*tensors, likelihood, leverages, unit)
+    return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
 
 
 def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:

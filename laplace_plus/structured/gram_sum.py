@@ -170,7 +170,7 @@ class DiagonalSum(GramSum):
         values: ``[G, d]``, which is added to in place.
     """
 
-    is_formed = is_thin = True  # type: ignore[assignment]
+    is_formed = is_thin = True
 
     def __init__(self, values: Tensor):
         super().__init__(*values.shape, dtype=values.dtype, device=values.device)

@@ -128,7 +128,7 @@ class SoftmaxOutputBlock(Block):
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
         if self._dense is not None:
             return self._dense.log_determinant(weights, diagonal)
-        return SoftmaxOutputLogDeterminant.apply(self.rows, weights[0], diagonal)  # type: ignore[no-any-return]
+        return SoftmaxOutputLogDeterminant.apply(self.rows, weights[0], diagonal)
 
     @override
     def dense(self, weights: Tensor) -> Tensor:
