@@ -82,6 +82,9 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
 def symmetrize_(total: Tensor) -> Tensor:
     """Copy the lower triangle of matrices ``[..., d, d]`` onto the upper one, in place: symmetric to the bit."""
     size = total.shape[-1]
+    if total.ndim < 2 or total.shape[-2] != size:
+        message = "Only square matrices have two triangles."
+        raise ConfigurationError(message, expected="[..., d, d]", got=str(list(total.shape)))
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         total[..., start:stop, stop:] = total[..., stop:, start:stop].mT

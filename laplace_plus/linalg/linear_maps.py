@@ -304,15 +304,18 @@ def _first_tensor(thing: Any, levels: int) -> Any:
     """An object with the ``dtype`` and ``device`` that a callable works in, searched in its closure and attributes."""
     if isinstance(thing, Operator) or (isinstance(thing, Tensor) and thing.is_floating_point()):
         return thing
-    inside: list[Any] = []
     if isinstance(thing, torch.nn.Module):
-        inside = list(thing.parameters())
-    elif isinstance(thing, partial):
+        return next((x for x in thing.parameters() if x.is_floating_point()), None)
+    inside: list[Any] = []
+    if isinstance(thing, partial):
         inside = [*thing.args, *thing.keywords.values(), thing.func]
     elif inspect.ismethod(thing):
         inside = [thing.__self__, thing.__func__]
     elif inspect.isfunction(thing):
-        names = inspect.getclosurevars(thing)
+        try:
+            names = inspect.getclosurevars(thing)
+        except ValueError:  # a variable that is not assigned yet
+            return None
         defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
         inside = [*names.nonlocals.values(), *defaults, *names.globals.values()]
     elif not isinstance(thing, ModuleType | Tensor) and hasattr(thing, "__dict__"):

@@ -132,7 +132,7 @@ class Kronecker(Operator):
 
     @override
     def dense(self) -> Tensor:
-        return reduce(torch.kron, [factor.dense().contiguous() for factor in self.factors])  # others fail for one row
+        return reduce(_kronecker, [factor.dense() for factor in self.factors])
 
     @override
     def diagonal(self, *, limit: int | None = 2**15) -> Tensor:
@@ -308,6 +308,12 @@ def _require_symmetric(matrix: Tensor) -> None:
             got=f"{list(values.shape)}, or entries that differ by more than {float(slack):.3g}",
             fix="Symmetrise it, or leave symmetric=True out",
         )
+
+
+def _kronecker(left: Tensor, right: Tensor) -> Tensor:
+    # torch.kron fails for some transposed matrices with one row.
+    product = left[:, None, :, None] * right[None, :, None, :]
+    return product.reshape(left.shape[0] * right.shape[0], left.shape[1] * right.shape[1])
 
 
 def _kronecker_product(factors: Sequence[Operator], vectors: Tensor) -> Tensor:

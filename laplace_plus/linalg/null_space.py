@@ -143,8 +143,11 @@ class NullSpaceProjector(Operator):
         shape: ``(m, n)`` of A.
         dtype: Type of the vectors.
         device: Device of the vectors.
+        atol: Relative accuracy of A; see :func:`project_null_space`, also for the following arguments.
+        btol: Relative accuracy of the vectors.
+        conlim: Limit of the condition number.
+        max_iterations: Cap.
         parameters: The tensors ``matvec`` depends on; they are not searched.
-        **options: ``atol``, ``btol``, ``conlim`` and ``max_iterations`` of :func:`project_null_space`.
 
     Example:
         >>> A = torch.tensor([[1.0, 1.0, 0.0]])
@@ -165,13 +168,17 @@ class NullSpaceProjector(Operator):
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        atol: float | None = None,
+        btol: float | None = None,
+        conlim: float = 1e8,
+        max_iterations: int | None = None,
         parameters: Iterable[Tensor] = (),
-        **options: Any,
     ):
         self.shape, self.dtype, self.device = (shape[1], shape[1]), dtype, torch.device(device)
         self._parameters = tuple(parameters)
-        options |= {"m": shape[0], "parameters": self._parameters or None}
-        self._project: Callable[..., LeastSquaresSolution] = partial(project_null_space, matvec, rmatvec, **options)
+        caps: dict[str, Any] = {"atol": atol, "btol": btol, "conlim": conlim, "max_iterations": max_iterations}
+        caps |= {"m": shape[0], "parameters": self._parameters or None}
+        self._project: Callable[..., LeastSquaresSolution] = partial(project_null_space, matvec, rmatvec, **caps)
 
     def _apply(self, vectors: Tensor) -> Tensor:
         return self._project(vectors).value

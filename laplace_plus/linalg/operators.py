@@ -81,7 +81,7 @@ class Operator(ABC):
         with torch.enable_grad():  # the pullback of a linear function is the same at every point
             point = vectors.new_zeros(*vectors.shape[:-1], self.shape[1]).requires_grad_()
             product = self._apply(point)
-        return pulled_back(product, [point], vectors, create_graph=graph)[0]
+        return pulled_back(product, [point], vectors, retain_graph=graph, create_graph=graph)[0]
 
     # -- products ------------------------------------------------------------------------------------------------------
 

@@ -275,10 +275,10 @@ class _ThickRestart:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ):
-        self._subspace = max(2 * k + 1, k + 20) if subspace is None else subspace
-        self._method, self._k, self._restarts = method, min(k, size), max_restarts
         for name, value, least in (("n", n, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
             require_count(name, value, least)
+        self._subspace = max(2 * k + 1, k + 20) if subspace is None else subspace
+        self._method, self._k, self._restarts = method, min(k, size), max_restarts
         require_count("subspace", self._subspace, k + 2)
         require_tolerance(tolerance=tolerance)
         if v0 is not None:

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
 from laplace_plus.linalg.arguments import (
@@ -39,8 +40,28 @@ from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, deri
 from laplace_plus.linalg.results import Estimate, standard_error
 
 
+class QuadratureOptions(TypedDict, total=False):
+    """The keywords of :func:`slq_trace`, which :func:`slq_logdet` takes as well."""
+
+    probes: int
+    depth: int
+    tolerance: float | None
+    absolute_tolerance: float
+    cap: int
+    depth_cap: int
+    batch: int | None
+    distribution: Probes
+    gradient: KrylovGradient
+    generator: torch.Generator | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    parameters: Iterable[Tensor] | None
+
+
 @without_autocast
-def slq_logdet(matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options: Any) -> Estimate:
+def slq_logdet(
+    matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options: Unpack[QuadratureOptions]
+) -> Estimate:
     """Estimate ``log det(A + shift · I)`` of a positive definite operator; negative where the determinant is below one.
 
     With a shift the value is ``n log(shift) + tr log(I + A/shift)``. The first term is exact, so that the null space of
@@ -52,7 +73,9 @@ def slq_logdet(matvec: Matvec, n: int, *, shift: float | Tensor = 0.0, **options
         matvec: A, a callable on row-stacked vectors or an operator.
         n: Its size.
         shift: The multiple of the identity that is added, a number or a 0-d tensor.
-        **options: ``probes``, ``depth``, ``tolerance``, ``generator`` and the others of :func:`slq_trace`.
+        **options: ``probes``, ``depth``, ``tolerance``, ``absolute_tolerance``, ``cap``, ``depth_cap``, ``batch``,
+            ``distribution``, ``gradient``, ``generator``, ``dtype``, ``device`` and ``parameters`` of
+            :func:`slq_trace`.
 
     Raises:
         NotPositiveDefiniteError: A Ritz value of ``A + shift`` is zero or negative.

@@ -232,7 +232,9 @@ class SymmetricSystem:
                 p, p_image = first
                 scale = vector_norm(p) * vector_norm(image) + vector_norm(p_image) * vector_norm(q)
                 require_adjoint(self._method, dot(p, image), dot(p_image, q), scale, self._sides.dtype)
-            first.extend((q.clone(), image.clone()))  # the vector changes, and an operator may return its input
+                first.clear()
+            else:
+                first.extend((q.clone(), image.clone()))  # the vector changes, and an operator may return its input
             return image
 
         for k in state.loop(self._cap, self._method, progress=self._progress):

@@ -117,3 +117,9 @@ def test_no_graph_is_built() -> None:
 def test_what_does_not_fit_is_refused(total: Tensor, rows: Tensor) -> None:
     with pytest.raises(ConfigurationError):
         symmetric_update(total, rows)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (3,)])
+def test_only_square_matrices_are_symmetrized(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError):
+        symmetrize_(torch.zeros(shape))

@@ -134,6 +134,46 @@ def test_compiled_operators_without_a_transpose():
     scaled = torch.compile(lambda v: scale.sin() * (v @ a.T), backend="aot_eager")
     with pytest.raises(OperatorError, match="not compiled"):
         linalg.lsmr(scaled, None, b, n=N).value.sum().backward()
+    with torch.no_grad():
+        transposed = linalg.as_operator(scaled, (8, N), dtype=a.dtype).T(b)
+    torch.testing.assert_close(transposed, scale.sin() * (b @ a))
+
+
+def test_types_are_found_in_what_holds_a_network():
+    """A method of an object that has a network; a function with a variable that is not assigned yet."""
+
+    class Curvature:
+        def __init__(self):
+            self.network = torch.nn.Linear(N, N, bias=False).double()
+
+        def multiply(self, v: Tensor) -> Tensor:
+            return v @ self.network.weight.T
+
+    def unfinished(v: Tensor) -> Tensor:
+        return later if v is None else 2 * v
+
+    curvature = Curvature()
+    for operator in (curvature.multiply, lambda v: curvature.multiply(v)):
+        assert linalg.trace(operator, N).value.dtype == torch.float64
+    assert linalg.trace(unfinished, N).value == 2 * N
+    later = None
+
+
+@pytest.mark.parametrize("solve", [linalg.cg, linalg.minres])
+def test_the_check_of_symmetry_keeps_no_vectors(solve):
+    spectrum = torch.linspace(1, 2, 997).double()
+
+    def most(check: bool) -> int:
+        counts = []
+
+        def operator(v: Tensor) -> Tensor:
+            counts.append(sum(type(x) is Tensor and x.shape[-1:] == (997,) for x in gc.get_objects()))
+            return v * spectrum
+
+        solve(operator, torch.ones(997).double(), max_iterations=5, check_symmetry=check)
+        return counts[3]
+
+    assert most(True) == most(False)
 
 
 @pytest.mark.parametrize("name", ["cg", "minres"])

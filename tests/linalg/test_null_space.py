@@ -87,6 +87,8 @@ def test_the_projector_is_an_operator() -> None:
     torch.testing.assert_close(torch.autograd.grad(P(v), A, u)[0], expected, rtol=1e-9, atol=1e-11)
     with pytest.raises(OperatorError):
         P(v.float())
+    with pytest.raises(TypeError, match="tolerance"):
+        NullSpaceProjector(lambda x: x @ A.mT, None, shape=(3, 6), tolerance=1e-3)
 
 
 def test_bad_arguments() -> None:

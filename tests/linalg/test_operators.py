@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse
 import scipy.sparse.linalg
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import normal
 from torch import Tensor
@@ -243,6 +243,7 @@ def test_copies():
     shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
+@example(shapes=[(1, 3), (2, 2)], seed=0)
 def test_kronecker_and_blocks_of_any_shape(shapes, seed):
     factors = [normal(*shape, seed=seed + k) for k, shape in enumerate(shapes)]
     wanted = factors[0]
@@ -253,6 +254,7 @@ def test_kronecker_and_blocks_of_any_shape(shapes, seed):
     close(product(v), v @ wanted.mT)
     close(product.diagonal(), wanted.diagonal())
     close(product.T.dense(), wanted.mT)
+    close(Kronecker([factor.mT for factor in factors]).dense(), wanted.mT)
     close(blocks(w), w @ torch.block_diag(*factors).mT)
     close(blocks.diagonal(), torch.block_diag(*factors).diagonal())
 

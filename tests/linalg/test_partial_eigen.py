@@ -174,6 +174,9 @@ def test_bad_input():
         eigsh(lambda v: v * float("nan"), 20, 3)
     with pytest.raises(ConfigurationError):
         eigsh(lambda v: v, 20, 0)
+    for n, k in ((20, None), (20, "3"), ("20", 3), (20, 2.5)):
+        with pytest.raises(ConfigurationError):
+            eigsh(lambda v: v, n, k)
     with pytest.raises(ConfigurationError):
         eigsh(lambda v: v, 20, 3, which="nearest")
     with pytest.raises(ConfigurationError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd import gradcheck
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError, NotPositiveDefiniteError, OperatorError
 from laplace_plus.linalg import slq_logdet, slq_trace
+from laplace_plus.linalg.slq import QuadratureOptions
 
 DTYPE = torch.float64
 
@@ -265,6 +267,10 @@ class TestTracesOfFunctions:
                 slq_logdet(lambda v: v[..., :-1], n)
             with pytest.raises(OperatorError):
                 slq_logdet(lambda v: v.float(), n, dtype=DTYPE)
+
+
+def test_the_keywords_of_traces_are_those_of_log_determinants():
+    assert set(inspect.signature(slq_trace).parameters) == {"matvec", "f", "n", *QuadratureOptions.__annotations__}
 
 
 def test_one_step_does_not_count_as_converged():
