@@ -205,8 +205,9 @@ def from_functional(
         is_full(mean, covariance)  # raises
     if link == "mc" and likelihood.couples_outputs and not full and mean.shape[-1] > 1:
         what = f"Monte Carlo for {type(likelihood).__name__} needs the covariances of the outputs."
+        expected, got = shape_text((*mean.shape, mean.shape[-1])), f"variances only, {shape_text(covariance.shape)}"
         fix = "Ask for the full functional covariance, or for another link."
-        raise ConfigurationError(what, got=f"variances only, {shape_text(covariance.shape)}", fix=fix)
+        raise ConfigurationError(what, expected=expected, got=got, fix=fix)
     variance = covariance.detach()
     variance = variance.diagonal(dim1=-2, dim2=-1) if full else variance
     if variance.numel():
@@ -267,12 +268,17 @@ def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, sha
         raise refused
     try:
         chosen = torch.as_tensor(range(n_outputs)[outputs] if isinstance(outputs, slice) else outputs)
-        chosen = chosen if chosen.dtype is not torch.uint8 else chosen.long()
-        chosen = torch.arange(n_outputs, device=chosen.device)[chosen]  # as torch has it: masks, negative indices
-    except (TypeError, ValueError, RuntimeError, OverflowError, IndexError) as error:
+        if chosen.dtype is torch.bool and chosen.shape == (n_outputs,):
+            chosen = chosen.nonzero().squeeze(-1)
+        integers = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise refused from error
-    if not chosen.ndim or not chosen.numel():
+    if not chosen.ndim or not chosen.numel() or not integers:
         raise refused
+    chosen = chosen.long()
+    if int(chosen.min()) < -n_outputs or int(chosen.max()) >= n_outputs:  # an index on a GPU would end the process
+        raise refused
+    chosen = chosen % n_outputs
     if chosen.ndim > 1 and chosen.shape[:-1] != shape[:-1]:
         expected, got = f"integers {[*shape[:-1], 'K']} below {n_outputs}", f"integers {list(chosen.shape)}"
         what = "The choice of outputs for each example does not fit the network's outputs."

@@ -89,9 +89,9 @@ class EigenBlock(Block):
     def factor(self, weights: Tensor, diagonal: Tensor) -> Factor:
         if diagonal.ndim:
             what = f"A {self.kind} block cannot hold a prior precision that differs from entry to entry."
-            got = f"one for each of {diagonal.numel()} parameters"
+            expected, got = "one prior precision for a layer", f"one for each of {diagonal.numel()} parameters"
             fix = 'Use a scalar or "layerwise" prior precision, or lp.Diagonal or lp.Full.'
-            raise UnsupportedError(what, got=got, fix=fix)
+            raise UnsupportedError(what, expected=expected, got=got, fix=fix)
         basis, values = self.eigen(weights)
         return EigenFactor(basis, values + diagonal)
 

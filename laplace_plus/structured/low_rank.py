@@ -292,7 +292,8 @@ class LowRankBlock(Block):
         if diagonal.ndim:
             what = "The remainder of a low-rank curvature is only known under one prior precision for all parameters."
             fix = "Pass remainder_probes=0 to take the evidence of the low-rank curvature alone."
-            raise UnsupportedError(what, expected='structure="scalar"', fix=fix)
+            got = f"one precision for each of {diagonal.numel()} parameters"
+            raise UnsupportedError(what, expected='structure="scalar"', got=got, fix=fix)
         ratio = weights[0].double() / diagonal.double()
         return self.rest.trace(lambda nodes: torch.log1p(nodes * ratio))
 

@@ -194,8 +194,16 @@ def test_choices_that_do_not_fit_are_refused(outputs):
 
 def test_negative_choices_count_from_the_end():
     posterior, x = perceptron_posterior()
-    last = posterior.functional_posterior(x, outputs=torch.full((5, 1), -1))
-    assert torch.equal(last.covariance, posterior.functional_posterior(x, outputs=[2]).covariance)
+    third = posterior.functional_posterior(x, outputs=[2]).covariance
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        last = posterior.functional_posterior(x, outputs=torch.full((5, 1), -1, dtype=dtype))
+        assert torch.equal(last.covariance, third)
+
+
+def test_a_single_truth_value_is_no_choice():
+    posterior, x = perceptron_posterior()
+    with pytest.raises(ConfigurationError, match="does not have these outputs"):
+        posterior.functional_posterior(x[:1], outputs=True)
 
 
 def test_gradients_flow_to_the_inputs_of_micro_batches():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_plus._memory import memory_budget
 from laplace_plus.errors import ConfigurationError
@@ -177,3 +178,54 @@ def test_chunks_keep_to_the_budget():
         assert max(values.shape[1] for _, values in gradients.chunks()) == 1
     with memory_budget(each - 1), pytest.raises(ConfigurationError, match="memory budget"):
         gradients.quadratic(weights, "full")
+
+
+class Written(TorchDispatchMode):
+    """How many bytes all results take, each memory counted once."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.memory[storage.data_ptr()] = storage
+        return result
+
+    def n_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.memory.values())
+
+
+def test_matrices_are_written_once_and_joined_ones_twice():
+    generator = torch.Generator().manual_seed(0)
+    gradients, dense = outer(2, 3, 1, 1, 30, 40, generator)
+    joined = JoinedGradients([(gradients, torch.arange(1200)), (gradients, torch.arange(1200, 2400))], 2400)
+    for own, size, most in ((gradients, dense.nbytes, 1.2), (joined, 2 * dense.nbytes, 2.2)):
+        with Written() as written:
+            own.dense(EVERY)
+        assert written.n_bytes() < most * size
+
+
+def test_squares_take_as_many_steps_for_many_cotangents():
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    for v in (2, 50):
+        gradients, dense = outer(v, 40, 1, 1, 6, 7, generator)
+        with Counted() as counted:
+            squares = gradients.squares()
+        close(squares, dense.square().sum((0, 1)))
+        steps.append(counted.n)
+    assert steps[0] == steps[1]
+
+
+class Counted(TorchDispatchMode):
+    """How many operations ran."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))

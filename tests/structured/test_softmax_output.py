@@ -82,3 +82,19 @@ def test_some_outputs_other_priors_and_little_memory():
     small = factor_of(rows)
     with memory_budget(2 * 8 * C * 40**2 // 3):
         assert relative_error(variances(small, features), want) < TIGHT
+
+
+def test_an_interrupted_preparation_is_done_anew(monkeypatch):
+    rows, features = rows_of(40), draw(40, D, seed=3)
+    factor, invert = factor_of(rows), torch.cholesky_inverse
+    with memory_budget(3 * 8 * C * 40**2 // 2):  # holds what is prepared, but not the inverses
+        assert relative_error(variances(factor, features[:1]), oracle(rows, features[:1])) < TIGHT
+
+        def interrupted(lower):
+            monkeypatch.setattr(torch, "cholesky_inverse", invert)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(torch, "cholesky_inverse", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            variances(factor, features)
+        assert relative_error(variances(factor, features), oracle(rows, features)) < TIGHT

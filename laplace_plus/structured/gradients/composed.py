@@ -78,9 +78,11 @@ class JoinedGradients(ExampleGradients):
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        values = torch.cat([layer.dense(examples).flatten(2).to(self.dtype) for layer, _ in self.layers], 2)
-        positions = torch.cat([own.flatten() for _, own in self.layers]).to(self.device)
-        return torch.empty_like(values).index_copy(2, positions, values).unflatten(2, self.shape)
+        start, stop, _ = examples.indices(self.n_examples)
+        result = torch.zeros(self.n_cotangents, stop - start, self.size, dtype=self.dtype, device=self.device)
+        for layer, positions in self.layers:  # one layer at a time beside the result
+            result[..., positions.flatten().to(self.device)] = layer.dense(examples).flatten(2).to(self.dtype)
+        return result.unflatten(2, self.shape)
 
     @override
     def select(self, cotangents: Tensor) -> JoinedGradients:

@@ -163,7 +163,8 @@ class OuterGradients(ExampleGradients):
 
     @override
     def dense(self, examples: slice) -> Tensor:
-        return torch.cat([values for _, _, values in self._written(examples, whole=True)]).movedim(2, 0)
+        ((_, _, values),) = self._written(examples, whole=True)
+        return values.movedim(2, 0)
 
     @override
     def entries(self, examples: slice, positions: Tensor) -> Tensor:
@@ -235,8 +236,14 @@ class OuterGradients(ExampleGradients):
         twice = torch.where(s == t, 1, 2)[:, None, None]
         for examples in self.side_chunks(len(s) * groups * (2 * rows + columns) * self.dtype.itemsize):
             left, right = self.left(examples), self.right(examples)
-            g = sum(own.index_select(1, s) * own.index_select(1, t) for own in left) * twice  # [b, T, G, o]
-            a = (right.index_select(1, s) * right.index_select(1, t)).expand(-1, -1, groups, -1)
+            if self.n_positions == 1:
+                g, a = left.square().sum(0), right.square()
+            else:
+                g = left[0].index_select(1, s) * left[0].index_select(1, t)  # [b, T, G, o]
+                for own in left[1:]:
+                    g.addcmul_(own.index_select(1, s), own.index_select(1, t))
+                g, a = g.mul_(twice), right.index_select(1, s) * right.index_select(1, t)
+            a = a.expand(-1, -1, groups, -1)
             total.baddbmm_(g.flatten(0, 1).permute(1, 2, 0), a.flatten(0, 1).transpose(0, 1))
 
     @override

@@ -107,6 +107,7 @@ class SoftmaxOutputBlock(Block):
         if 3 * 8 * self.n_rows**2 > available:
             what = f"A full covariance of {entries:,} parameters does not fit into memory."
             expected = f"at most about {int((available / 24) ** 0.5):,} rows of data"
+            expected += f", or {int((available / 12) ** 0.5):,} parameters"
             got = f"{self.n_rows:,} rows and {entries:,} parameters"
             fix = "Use lp.KFAC or lp.Diagonal, or fit to fewer data."
             raise ConfigurationError(what, expected=expected, got=got, fix=fix)

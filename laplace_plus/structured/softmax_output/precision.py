@@ -160,8 +160,9 @@ class SoftmaxOutputFactor(Factor):
         """One pass over the classes, whose ``E_c`` are kept where they fit into the memory budget."""
         total = self._features.new_zeros(self.n_rows, self.n_rows)
         log_determinant, trace, squares = total.new_zeros(()), total.new_zeros(()), torch.zeros_like(total)
+        kept = None  # for other threads only once it is filled
         if not self.derivatives and self._affords(self.n_rows**2):
-            self._kept = total.new_empty(self.n_outputs, self.n_rows, self.n_rows)
+            kept = total.new_empty(self.n_outputs, self.n_rows, self.n_rows)
         for classes in self._slices():
             lower, scale = self._roots(classes)
             inverse = torch.cholesky_inverse(lower)  # T_c
@@ -171,8 +172,9 @@ class SoftmaxOutputFactor(Factor):
             log_determinant += _log_determinant(lower)
             inverse *= scale * scale.mT
             total += inverse.sum(0)
-            if self._kept is not None:
-                self._kept[classes] = inverse
+            if kept is not None:
+                kept[classes] = inverse
+        self._kept = kept
         symmetrize_(squares)
         return _Totals(total, log_determinant, trace, squares)
 
@@ -278,11 +280,12 @@ class SoftmaxOutputFactor(Factor):
         s, t = torch.tril_indices(self.n_rows, self.n_rows, device=features.device)
         if self._packed is None:
             twice = torch.where(s == t, 1.0, 2.0).double()
-            self._packed = features.new_empty(self.n_outputs, len(s))
+            packed = features.new_empty(self.n_outputs, len(s))
             for classes in self._slices():
                 matrices = self._inverses(classes)
                 half = matrices @ self._coupling[1]
-                self._packed[classes] = (matrices - half @ half.mT)[:, s, t] * twice
+                packed[classes] = (matrices - half @ half.mT)[:, s, t] * twice
+            self._packed = packed
         keys = features @ self._features.T / self.diagonal
         prior = features.square().sum(1, keepdim=True) / self.diagonal
         cuts = slices(len(keys), len(s) * _BYTES, chunk_bytes(keys.device, of_caches=64))
