@@ -144,7 +144,7 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
     Args:
         path: The directory. It may be new, empty, or a checkpoint, which is replaced.
         header: What :func:`read` is to give back: nested dictionaries with string keys, lists, strings, finite numbers,
-            booleans and ``None``. As in JSON, other keys become strings.
+            booleans and ``None``.
         tensors: Named dense tensors, on any device.
 
     Raises:
@@ -155,10 +155,12 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
     target = Path(path).resolve()
     _check_replaceable(target)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
     try:
-        header = json.loads(json.dumps(dict(header), allow_nan=False))
+        text = json.dumps(dict(header), allow_nan=False)  # names a header that contains itself
+        _check_keys(header)
+        header = json.loads(text)
         stored = _storable(tensors)
+        partial.mkdir(parents=True)
         safetensors.torch.save_file(stored, partial / TENSORS_FILE)
         document: dict[str, Any] = {
             "format": FORMAT,
@@ -213,6 +215,17 @@ def _check_replaceable(target: Path) -> None:
             got=", ".join(sorted(names)[:5]),
             fix="Choose another path, or remove what is there",
         )
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that are no strings, which JSON would turn into strings."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be str, not {key!r}")
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for child in children:
+        _check_keys(child)
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -273,11 +273,12 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
         )
     _check_targets(probabilities[:, 0], targets)
     n_classes = probabilities.shape[1]
-    if targets.is_floating_point() or targets.min() < 0 or targets.max() >= n_classes:
+    labels = targets.long()
+    if targets.is_floating_point() or labels.min() < 0 or labels.max() >= n_classes:
         raise LabelError(
             "A target is not a class.",
             expected=f"integers 0 ... {n_classes - 1}",
-            got=f"{describe(targets)}, {targets.min()} ... {targets.max()}",
+            got=f"{describe(targets)}, {labels.min()} ... {labels.max()}",
             fix="remove the rows of ignored targets first",
         )
     # A sum of C probabilities that were rounded one by one is off by about the precision of their dtype.
@@ -293,7 +294,7 @@ def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tenso
             f"sums in [{sums.min():.4g}, {sums.max():.4g}]",
             fix="give probabilities, not logits or log-probabilities: torch.softmax(logits, dim=-1)",
         )
-    return probabilities.clamp(0, 1), targets.long()
+    return probabilities.clamp(0, 1), labels
 
 
 def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,11 +306,12 @@ def _check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_moments(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean, targets = _check_regression(mean, targets)
-    if variance.shape != mean.shape or not variance.is_floating_point() or not variance.min() > 0:
+    fits = variance.shape == mean.shape and variance.is_floating_point()
+    if not fits or not variance.min() > 0:  # so that NaN fails too
         raise ConfigurationError(
             "The variances are wrong.",
             expected=f"positive floating-point numbers {list(mean.shape)}",
-            got=f"{describe(variance)}, of which the smallest is {variance.min():.4g}",
+            got=describe(variance) + (f", of which the smallest is {variance.min():.4g}" if fits else ""),
             fix="give variances, not covariances: covariance.diagonal(dim1=-2, dim2=-1)",
         )
     return mean, variance.to(mean.dtype), targets
@@ -324,5 +326,5 @@ def _check_targets(predictions: Tensor, targets: Tensor) -> None:
             got=describe(targets),
             fix="bring both to one shape, e.g. targets.reshape(mean.shape)",
         )
-    if len(targets) == 0:
+    if targets.numel() == 0:
         raise EmptyDataError("There is nothing to score.", expected="at least one prediction", got="none")

@@ -156,12 +156,12 @@ class GaussianPrior:
         """The precision on a block of entries: 0-d if they share one, else shaped like ``index``."""
         if self.structure == "scalar":
             return self.precision
-        layers = self.layer_index[index.cpu()]
-        first = layers.flatten()[0]
-        if self.structure == "layerwise" and bool((layers == first).all()):
-            return self.precision[first]
-        chosen = layers if self.structure == "layerwise" else index
-        return self.precision[chosen.to(self.precision.device)]
+        if self.structure == "layerwise":
+            index = self.layer_index[index.cpu()]
+            first = index.flatten()[0]
+            if bool((index == first).all()):
+                return self.precision[first]
+        return self.precision[index.to(self.precision.device)]
 
     def deviation(self, vector: Tensor) -> Tensor:
         """``θ − μ``."""

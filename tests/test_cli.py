@@ -19,6 +19,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus import metrics
 from laplace_plus.cli import main
+from laplace_plus.experiments.comparison import compare
 from laplace_plus.experiments.digits import convolutional_network, load_digits
 from laplace_plus.experiments.settings import DataSettings
 
@@ -116,6 +117,23 @@ def test_run_repeats_itself_and_options_win_over_the_file(run_digits: Callable) 
         assert accuracy["mean"] == pytest.approx((one + two) / 2)
         assert accuracy["standard_error"] == pytest.approx(abs(one - two) / 2)
     assert "tune" not in first["methods"]["Diagonal"]["seconds"][0]
+
+
+def test_an_interrupted_run_leaves_what_the_first_seed_gave(
+    run_digits: Callable, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def interrupted(*args: Any, seed: int, **options: Any) -> Any:
+        if seed:
+            raise KeyboardInterrupt
+        return compare(*args, seed=seed, **options)
+
+    monkeypatch.setattr("laplace_plus.experiments.run.compare", interrupted)
+    options = ("--seeds", "2", "--training.epochs", "1", "--posteriors", "[{class: Diagonal, tune: false}]")
+    with pytest.raises(KeyboardInterrupt):
+        run_digits(*options)
+    model = convolutional_network(7)
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    assert isinstance(lp.load(tmp_path / "out" / "posterior-diagonal", model), lp.Diagonal)
 
 
 @pytest.mark.slow

@@ -246,6 +246,7 @@ def cyclic():
         ({"a": math.nan}, "Out of range float"),
         ({"a": -math.inf}, "Out of range float"),
         ({"a": {(1, 2): 2}}, "keys must be str"),
+        ({"a": [{1: 2, "1": 3}]}, "keys must be str, not 1"),
         ({"a": b"x"}, "bytes"),
         ({"a": torch.float32}, "dtype"),
         (cyclic(), "Circular"),

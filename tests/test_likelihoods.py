@@ -445,3 +445,21 @@ def test_descriptions_that_cannot_be_rebuilt():
         likelihood_from_config({"name": "weibull"})
     with pytest.raises(ConfigurationError, match="damaged"):
         likelihood_from_config({"name": "poisson", "rate": 1})
+
+
+def test_confident_and_extreme_log_densities_keep_their_digits():
+    """float32: a confident Bernoulli's density close to 1, and log-variances whose exponential overflows."""
+    logits = torch.tensor([[10.0], [20.0], [40.0]])
+    expected = -torch.log1p((-logits[:, 0].double()).exp())
+    for sign, target in ((1, 1.0), (-1, 0.0)):
+        found = Bernoulli().log_density(sign * logits, torch.full((3, 1), target))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
+    found = HeteroscedasticGaussian().log_density(torch.tensor([[0.0, 180.0]]), torch.zeros(1, 1))
+    assert found.item() == pytest.approx(-90 - 0.5 * math.log(2 * math.pi))
+
+
+def test_the_curvature_of_squared_errors_is_stored_once():
+    outputs = torch.zeros(7, 5)
+    for matrix in (Gaussian().output_hessian(outputs, outputs), Gaussian().output_root(outputs, outputs)):
+        assert matrix.untyped_storage().nbytes() == 4 * 5 * 5
+        assert torch.equal(matrix, torch.eye(5).expand(7, 5, 5))

@@ -236,10 +236,18 @@ def test_regression_refuses(mean, variance, targets, error, message):
             call()
 
 
+def test_single_numbers_are_scored_and_none_refused():
+    close(metrics.root_mean_squared_error(torch.tensor(1.0), torch.tensor(3.0)), 2.0)
+    with pytest.raises(EmptyDataError):
+        metrics.root_mean_squared_error(torch.ones(3, 0), torch.ones(3, 0))
+
+
 @pytest.mark.parametrize("score", [metrics.gaussian_nll, metrics.crps_gaussian])
 @pytest.mark.parametrize(
     ("variance", "message"),
     [
+        (torch.ones(0), r"variances are wrong.*\[0\]"),
+        (torch.ones(3) + 0j, "variances are wrong.*complex64"),
         (torch.ones(3, 1), r"variances are wrong.*\[3\].*\[3, 1\].*diagonal"),
         (torch.ones(3).long(), "variances are wrong.*int64"),
         (torch.tensor([1.0, 0.0, 1.0]), "positive.*smallest is 0"),

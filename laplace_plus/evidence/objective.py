@@ -158,10 +158,12 @@ class Objective:
         quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
         levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
-        pairs = [(self.scales + level, noise) for level in levels for noise in self.noise_grid()]
+        pairs = [(level, noise) for level in levels for noise in self.noise_grid()]
+        own = self.scales[: quick.n_precisions]
         with torch.no_grad():
-            values = [quick.value(torch.cat([scales[: quick.n_precisions], noise])) for scales, noise in pairs]
-        return torch.cat(pairs[max(range(len(pairs)), key=values.__getitem__)])
+            values = [quick.value(torch.cat([own + level, noise])) for level, noise in pairs]
+        level, noise = pairs[max(range(len(pairs)), key=values.__getitem__)]
+        return torch.cat([self.scales + level, noise])
 
     @cached_property
     def box(self) -> Tensor:

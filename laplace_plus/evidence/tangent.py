@@ -45,6 +45,10 @@ from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, ch
 _COARSE = 0.1
 """Accuracy of the first optimum, in nats: a first update of the precisions gains far more than this."""
 
+_REFINED = 1e-2
+"""Least ratio of the accuracies of two optima that follow each other: where θ stays as it is, derivatives vanish by
+chance, and a far more accurate θ for precisions that still change would be lost work."""
+
 _NEAR = 1e-4
 """Derivatives up to which fixed-point steps replace line searches, which compare values and so resolve the root of
 their rounding error alone."""
@@ -210,11 +214,11 @@ class _Alternation:
             if now.norm <= tolerance:
                 if optimum.converged and accuracy <= finest:
                     break
-                accuracy = finest  # only the optimum's accuracy is missing
+                accuracy = max(finest, _REFINED * accuracy)  # only the optimum's accuracy is missing
                 continue
             plain = self._update(now)
             # Compute θ only as accurately as the next update of Λ needs.
-            accuracy = max(finest, min(accuracy, 0.01 * now.norm**2))
+            accuracy = max(finest, min(accuracy, max(0.01 * now.norm**2, _REFINED * accuracy)))
             low, high = self.objective.box
             point = mixer(point, plain).clamp(low, high)
         return *found, trace

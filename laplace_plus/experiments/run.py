@@ -80,6 +80,9 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
             train_seconds.append(time.perf_counter() - before)
             data = Data(**{name: DataLoader(split, batch_size=256) for name, split in digits.items()})
             repeats.append(compare(models[-1], Categorical(), data, posteriors, seed=seed, **options))
+            if seed == 0:  # at once: further seeds may be interrupted
+                save_file(models[0].state_dict(), Path(settings.output) / "model.safetensors")
+                save_posteriors(Path(settings.output), repeats[0], say=say)
             times = [
                 f"{label}: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in outcome.seconds.items())
                 for label, outcome in repeats[-1].items()
@@ -96,7 +99,6 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
     }
     say(f"images: {sizes}\n")
     write_report(settings, models[0], repeats, facts, started, say=say)
-    save_file(models[0].state_dict(), Path(settings.output) / "model.safetensors")
 
 
 def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
@@ -125,6 +127,7 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         data = Data(**{part: make(name, keywords[part]) for part, name in names.items() if name is not None})
         options: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "progress": progress}
         outcomes = compare(model, likelihood, data, posteriors, **options)
+    save_posteriors(Path(settings.output), outcomes, say=say)
     facts = {"experiment": "wrap", "seeds": [settings.seed]}
     write_report(settings, model, [outcomes], facts, started, say=say)
 
@@ -150,21 +153,25 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def write_report(
-    settings: Any, model: nn.Module, repeats: Repeats, facts: Mapping[str, Any], started: float, *, say: Say
-) -> None:
-    """Write metrics.json, reliability.png and the first repeat's posteriors, over those of earlier runs; print a table.
-
-    ``model`` is the first repeat's network, ``facts`` is what metrics.json also holds, and ``started`` is
-    `time.perf_counter()` at the start.
-    """
-    output = Path(settings.output)
-    for label, outcome in repeats[0].items():
+def save_posteriors(output: Path, outcomes: Mapping[str, Outcome], *, say: Say) -> None:
+    """Save each posterior to its own folder, over those of earlier runs; name those that cannot be saved."""
+    for label, outcome in outcomes.items():
         if outcome.posterior is not None:
             try:
                 outcome.posterior.save(output / folder_of(label))
             except ConfigurationError as error:
                 say(f"{label} is not saved: {error}")
+
+
+def write_report(
+    settings: Any, model: nn.Module, repeats: Repeats, facts: Mapping[str, Any], started: float, *, say: Say
+) -> None:
+    """Write metrics.json and reliability.png, over those of earlier runs; print a table.
+
+    ``model`` is the first repeat's network, ``facts`` is what metrics.json also holds, and ``started`` is
+    `time.perf_counter()` at the start.
+    """
+    output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
     pooled = {}  # the test predictions of all repeats
     for label, outcomes in by_label.items():

@@ -143,6 +143,11 @@ class Bernoulli(Elementwise):
         """Zeros and ones."""
         return (targets == 0) | (targets == 1)
 
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_c log sigmoid(±f_c)``, ``[N]``; unlike a cross-entropy without cancellation where p is close to y."""
+        outputs = widen(outputs)
+        return logsigmoid((2 * targets.to(outputs.dtype) - 1) * outputs).sum(-1)
+
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""
         sign = 2 * targets - 1

@@ -133,6 +133,16 @@ class Gaussian(RealTargets):
         """Ones (unit noise)."""
         return torch.ones_like(widen(outputs))
 
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The identity (unit noise), ``[N, C, C]``, stored once."""
+        outputs = widen(outputs)
+        identity = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+        return identity.expand(*outputs.shape, -1)
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As :meth:`output_hessian`."""
+        return self.output_hessian(outputs, targets)
+
     def torch_loss(self) -> tuple[torch.nn.Module, float]:
         """The squared error, whose gradient is twice the residual."""
         return torch.nn.MSELoss(reduction="sum"), 0.5
@@ -200,6 +210,11 @@ class HeteroscedasticGaussian(RealTargets):
             expected = "an even number of outputs: D means, then D log-variances"
             raise OutputError("The outputs do not come in pairs.", expected=expected, got=describe(outputs))
         super().validate(outputs, targets)
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_d -½ (l_d + (y_d - m_d)² exp(-l_d) + log 2π)``, ``[N]``."""
+        mean, log_variance = widen(outputs).chunk(2, -1)
+        return -0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp() + LOG_2PI).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[(m - y) exp(-l), ½ - ½ (y - m)² exp(-l)]``, ``[N, 2 D]``."""

@@ -363,7 +363,8 @@ class Run:
             raise CheckpointError(
                 f"{path} is not a checkpoint of training.", expected="one that training wrote", got="a posterior"
             )
-        before, self.data_sum = header["settings"], header.get("data_sum")
+        before = {"network": header["network"]["names_sha256"], **header["settings"]}
+        self.data_sum = header.get("data_sum")
         for name, value in self.described.items():
             if name in before and before[name] != value:  # an older checkpoint may lack some
                 raise CheckpointError(

@@ -308,6 +308,23 @@ def test_g_prior_is_the_best_along_its_scaling():
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_optimum_is_refined_no_faster_than_the_precisions():
+    """A derivative that is small by chance does not ask for an exact optimum, which the next update would waste."""
+    torch.manual_seed(0)
+    x = torch.randn(80, 3, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    y = torch.stack([x.sin().sum(1), x.prod(1)], 1) + 0.2 * torch.randn(80, 2, dtype=torch.float64)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    posterior = lp.KFAC(net, "regression").fit([(x, y)])
+    tuning = posterior.fit_prior_precision(evidence="tangent", tolerance=1e-6).tuning
+    assert tuning.converged
+    assert tuning.n_steps < 400  # 206; more than 550 with exact optima
+
+
 def test_bad_arguments_are_refused_by_name():
     net, x, y = mlp_problem()
     posterior = lp.Full(net, "classification").fit([(x, y)])

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.problems import TwoLayers, classes, classifier, linear_data, loader
 
 import laplace_plus as lp
+from laplace_plus import io
 from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.training.checkpoint import pack, unpack
 
@@ -178,6 +179,17 @@ def test_other_runs_are_refused(tmp_path):
         run(tmp_path / "posterior", epochs=2, resume=True)
     with pytest.raises(ConfigurationError, match="checkpoint=path"):
         run(None, resume=True)
+
+
+def test_older_checkpoints_are_compared_by_what_they_hold(tmp_path):
+    path = tmp_path / "run"
+    run(path, epochs=2)
+    header, tensors = io.read(path)
+    header["settings"] = {}
+    io.write(path, header, tensors)
+    with pytest.raises(CheckpointError, match="another network"):
+        run(path, epochs=3, resume=True, task="regression")
+    assert len(run(path, epochs=3, resume=True).losses) == 3
 
 
 @pytest.mark.parametrize(
