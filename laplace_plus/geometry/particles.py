@@ -37,7 +37,7 @@ _SHAPES = 8
 """Number of batch shapes that are traced: a loader of equal batches has two, and tracing many would cost more than it
 saves."""
 
-_CACHE = 128 << 20
+_CACHE = 96 << 20
 """Bytes of second derivatives that a CPU takes together. Measured: beyond this size the tensors leave the caches, and a
 small image network's passes take twice as long together as one after the other."""
 

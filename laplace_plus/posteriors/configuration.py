@@ -57,7 +57,7 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> 
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in known:
-        classes = ", ".join(cls.__name__ for cls in known.values())
+        classes = ", ".join(cls.__name__ for cls in known.values() if cls is not type(None))
         raise ConfigurationError(f"Unknown {what}.", expected=f"{', '.join(known)}, or {classes}", got=repr(value))
     try:
         return known[name](**options)

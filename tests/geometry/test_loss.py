@@ -271,3 +271,29 @@ def test_moved_networks_have_the_weights_they_were_given():
     assert torch.equal(moved.vector(), vector + 1)
     assert torch.equal(moved.forward(x), network(x, network.substitute(vector + 1)))
     assert torch.equal(network.vector(), vector) and torch.equal(network.forward(x), outputs)
+
+
+@pytest.mark.parametrize("budget", [2**30, 20_000])
+def test_small_tangents_take_no_more_passes_through_the_network(budget):
+    calls = []
+
+    class Counted(nn.Sequential):
+        def forward(self, x):
+            calls.append(len(x))
+            return super().forward(x)
+
+    net = Counted(*small_network())
+    data = [(random(6, 3, seed=i), random(6, 2, seed=i + 5)) for i in range(5)]
+    with memory_budget(budget):
+        landscape = LossLandscape(net, "regression", data, linearized=True, prior_precision=0.5)
+        part = landscape.subsets([torch.arange(3, 20)])[0]
+        points = landscape.vector + 0.1 * random(20, len(landscape.vector))
+        directions = random(*points.shape, seed=7)
+        calls.clear()
+        for surface in (landscape, part):
+            found = surface.derivatives(points, directions)
+            torch.testing.assert_close(surface.gradient(points), found.gradients)
+            ahead = surface.gradient(points + 1e-5 * directions) - surface.gradient(points - 1e-5 * directions)
+            torch.testing.assert_close(ahead / 2e-5, found.products, rtol=1e-6, atol=1e-6)
+            assert surface.value(points).shape == (20,)
+    assert (len(calls) == 0) == (budget > 2**20)

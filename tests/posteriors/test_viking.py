@@ -22,6 +22,7 @@ from laplace_plus.errors import (
 from laplace_plus.linalg.null_space import LSMRProjection
 from laplace_plus.network import Network
 from laplace_plus.posteriors.viking.elbo import ELBO, prior_divergence
+from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import MeanTraining
 from laplace_plus.testing import assert_untouched, snapshot
 
@@ -511,3 +512,17 @@ def test_progress_is_shown(problem, capsys):
     shown = capsys.readouterr().err
     assert "VIKING" in shown
     assert "lsmr" in shown
+
+
+def test_warnings_name_the_line_that_fits():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 2)]
+    projector = LSMRProjection(max_iterations=2)
+    options = {"n_samples": 2, "projector": projector}
+    viking = lp.VIKING(net, "classification", mode={"epochs": 1}, scale_fit=ScaleFit(max_iterations=1), **options)
+    walk = lp.MetricBNN(net, "classification", n_particles=2, n_steps=4, latent={"epochs": 1})
+    for posterior in (viking, lp.NullSpace(net, "classification", **options), walk):
+        with pytest.warns() as caught:
+            posterior.fit(data)
+        assert {warning.filename for warning in caught} == {__file__}

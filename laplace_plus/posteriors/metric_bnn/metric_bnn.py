@@ -244,7 +244,7 @@ class MetricBNN(ResumableFit):
                 f"learning_rate · λ_max is {report.stability:.2g} at the trained weights and {there:.2g} at its end "
                 "(2 is where gradient descent diverges). Use a smaller learning_rate or a smaller step_size.",
                 ConvergenceWarning,
-                stacklevel=8,
+                stacklevel=7,
             )
         if latent is not None and not latent.unexplained <= self.latent.tolerance:
             warnings.warn(
@@ -252,7 +252,7 @@ class MetricBNN(ResumableFit):
                 f"square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, with a larger "
                 "learning_rate or less repulsion, or use posterior.exploration, which needs none.",
                 ConvergenceWarning,
-                stacklevel=8,
+                stacklevel=7,
             )
 
     def _walked(self) -> Explored:

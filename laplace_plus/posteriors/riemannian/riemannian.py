@@ -222,7 +222,7 @@ class Riemannian(Posterior):
         tangent = self.tangent
         if not self._linearized:
             advice = "Prefer smooth activations such as tanh or GELU, or lp.ExponentialMap(linearized=True)."
-            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice, 6)
         n_data, _, sums = survey(self, data)
         data_sum = float(sums[0])
         if self._given:

@@ -200,7 +200,7 @@ class VIKING(ProjectedNoisePosterior):
         elbo, center = self._elbo(data, start.n_data), self.network
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
-            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice, 7)
             training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
             center = MovedNetwork(self.network, theta)
@@ -211,7 +211,7 @@ class VIKING(ProjectedNoisePosterior):
         self._history, self._data_sum = history, float(start.sums[0])
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
-        _warn_unless_converged(noise.report, converged)
+        _warn_unless_converged(noise.report, converged, 7)
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
@@ -270,7 +270,7 @@ class VIKING(ProjectedNoisePosterior):
         """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
         logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_fit, self._history)
-        _warn_unless_converged(self.report, converged)
+        _warn_unless_converged(self.report, converged, 6)
         alpha, image = logs.exp()
         return BoundResult(
             method="elbo",
@@ -340,11 +340,11 @@ class VIKING(ProjectedNoisePosterior):
             self._moved = MovedNetwork(self.network, tensors["vector"])
 
 
-def _warn_unless_converged(report: NoiseReport, converged: bool) -> None:
-    report.warn_unless_converged(6)
+def _warn_unless_converged(report: NoiseReport, converged: bool, stacklevel: int) -> None:
+    report.warn_unless_converged(stacklevel)
     if not converged:
         warnings.warn(
             "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations.",
             ConvergenceWarning,
-            stacklevel=6,
+            stacklevel=stacklevel,
         )
