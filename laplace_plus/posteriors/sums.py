@@ -1,7 +1,8 @@
 """What a fit adds up over the data, and over the ranks that share the data.
 
-Each rank adds up its own data. Then every rank gets the sums of each rank in turn, and adds them in the same order, so
-that all have the same bits.
+Each rank adds up its own data. Blocks that are plain matrices or vectors of one form on every rank are then reduced in
+one message. The others (a few rows in place of a matrix, structures of third parties) come from each rank in turn, and
+every rank adds them in the same order. All ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from torch import Tensor
 
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import Layout
-from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_
+from laplace_plus.distributed import Group, OwnedSum, assign, balanced_eigen, broadcast_, sum_
 from laplace_plus.errors import DataError, DistributedError, EmptyDataError
 from laplace_plus.network import Network
-from laplace_plus.structured import Block, KroneckerBlock
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from laplace_plus.structured.blocks import block_from_tensors
-from laplace_plus.structured.eigen import DecomposedBlock
+from laplace_plus.structured.eigen import DecomposedBlock, DiagonalOutputBlock
 from laplace_plus.structured.gram_sum import DiagonalSum, GramSum
+from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock
+
+_SUMMABLE = {
+    cls.storage for cls in (DiagonalBlock, DenseBlock, KroneckerBlock, DiagonalOutputBlock, SoftmaxOutputBlock)
+}
+"""Kinds of blocks whose sum has the sums of their tensors, as long as these have the names below."""
+
+_SUMMABLE_TENSORS = frozenset({"values", "matrix", "left", "right", "count"})
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,9 @@ class _Plan:
     Attributes:
         n_data: Number of examples.
         axes: The example axes that the network has learnt.
-        uses: What has to be the same on all ranks: the number of outputs, the layers, and for each block its names,
-            rule, storage, shape, the shape of its layout and its number of components.
-        tensors: Forms of the statistics (under an empty name) and of each block's tensors.
+        uses: What has to be the same on all ranks: the number of outputs, the layers, shape and type of the statistics,
+            and for each block its names, rule, storage, shape, the shape of its layout and its number of components.
+        tensors: Forms of each block's tensors.
     """
 
     n_data: int
@@ -74,9 +83,15 @@ class _Plan:
     tensors: dict[str, dict[str, Form]]
 
 
-def _empty(form: Form, network: Network) -> Tensor:
-    shape, dtype, on_cpu = form
-    return torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else network.device)
+def _form(tensor: Tensor) -> Form:
+    return tuple(tensor.shape), tensor.dtype, tensor.is_cpu
+
+
+def _zeros(forms: dict[str, Form], network: Network) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(shape, dtype=dtype, device="cpu" if on_cpu else network.device)
+        for name, (shape, dtype, on_cpu) in forms.items()
+    }
 
 
 def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before: Curvature | None = None) -> FitSums:
@@ -98,11 +113,12 @@ def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before:
     mine: _Plan | None = None
     if sums is not None:
         layouts = {layout.key: layout for layout, _ in sums.curvature}
-        own = {layout.key: block.tensors() for layout, block in sums.curvature} | {"": {"": sums.statistics}}
+        own = {layout.key: block.tensors() for layout, block in sums.curvature}
         uses: dict[str, Any] = {"outputs": sums.n_outputs, "layers": network.layers}
+        uses["statistics"] = _form(sums.statistics)[:2]
         for lay, block in sums.curvature:
             uses[lay.key] = lay.names, lay.rule, block.storage, block.shape, lay.shape, block.n_components
-        forms = {key: {n: (tuple(t.shape), t.dtype, t.is_cpu) for n, t in its.items()} for key, its in own.items()}
+        forms = {key: {name: _form(tensor) for name, tensor in its.items()} for key, its in own.items()}
         mine = _Plan(sums.n_data, dict(network.example_axes), uses, forms)
     plans = {rank: plan for rank, plan in enumerate(group.exchange("the sums", mine)) if plan is not None}
     if not plans:
@@ -124,29 +140,39 @@ def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before:
     if network.layers != first.uses["layers"]:  # only the last layer depends on the data
         network.select_last_layer(first.uses["layers"][0])
     blocks = {key: entry for key, entry in first.uses.items() if key in first.tensors}
-    indices = [
-        layouts[key].index.clone() if group.rank == source else torch.empty(entry[4], dtype=torch.long)
-        for key, entry in blocks.items()
-    ]
-    broadcast_(group, indices, source)
-    for (key, entry), index in zip(blocks.items(), indices, strict=True):
-        layouts.setdefault(key, Layout(key, entry[0], entry[1], index))
-    total: FitSums | None = None
-    for rank, plan in plans.items():
-        there = own
-        if rank != group.rank:
-            there = {
-                key: {n: _empty(form, network) for n, form in forms.items()} for key, forms in plan.tensors.items()
-            }
+    if len(plans) < group.size:  # ranks without data have no layouts
+        indices = [
+            layouts[key].index.clone() if group.rank == source else torch.empty(entry[4], dtype=torch.long)
+            for key, entry in blocks.items()
+        ]
+        broadcast_(group, indices, source)
+        for (key, entry), index in zip(blocks.items(), indices, strict=True):
+            layouts.setdefault(key, Layout(key, entry[0], entry[1], index))
+    alike = {
+        key: forms
+        for key, forms in first.tensors.items()
+        if blocks[key][2] in _SUMMABLE
+        and _SUMMABLE_TENSORS.issuperset(forms)
+        and all(plan.tensors[key] == forms for plan in plans.values())
+    }
+    if sums is None:
+        own = {key: _zeros(forms, network) for key, forms in alike.items()}
+    shape, dtype = first.uses["statistics"]
+    statistics = torch.zeros(shape, dtype=dtype) if sums is None else sums.statistics.clone()
+    sum_(group, [statistics, *(own[key][name] for key, forms in alike.items() for name in forms)])
+    found = {key: block_from_tensors(blocks[key][2], blocks[key][3], own[key]) for key in alike}
+    others = [key for key in blocks if key not in alike]
+    for rank, plan in plans.items() if others else ():
+        there = {key: own[key] if rank == group.rank else _zeros(plan.tensors[key], network) for key in others}
         broadcast_(group, [tensor for tensors in there.values() for tensor in tensors.values()], rank)
-        pairs = [(layouts[key], block_from_tensors(entry[2], entry[3], there[key])) for key, entry in blocks.items()]
-        part = FitSums(Curvature(pairs), there[""][""], plan.n_data, plan.uses["outputs"])
-        if total is not None:
-            total.curvature.add_(part.curvature)
-            statistics, n_data = total.statistics + part.statistics, total.n_data + part.n_data
-            part = FitSums(total.curvature, statistics, n_data, part.n_outputs)
-        total = part
-    assert total is not None
+        for key in others:
+            part = block_from_tensors(blocks[key][2], blocks[key][3], there[key])
+            if key in found:
+                found[key].add_(part)
+            else:
+                found[key] = part
+    curvature = Curvature([(layouts[key], found[key]) for key in blocks])
+    total = FitSums(curvature, statistics, sum(plan.n_data for plan in plans.values()), first.uses["outputs"])
     if before is not None or group.shard_factors:
         _share_out(group, list(total.curvature), before)
     return total

@@ -183,6 +183,23 @@ def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
 
 
 @check
+def vectors_and_matrices_are_added_in_one_message(rank: int, folder: Path) -> None:
+    sent: list[str] = []
+    send, reduce = dist.broadcast, dist.all_reduce
+
+    def count(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        sent.append(name)
+        return function(*args, **options)
+
+    dist.broadcast, dist.all_reduce = partial(count, "broadcast", send), partial(count, "all_reduce", reduce)
+    try:
+        lp.Diagonal(network(), "classification").fit(shard(rank, 9))
+    finally:
+        dist.broadcast, dist.all_reduce = send, reduce
+    assert sent == ["all_reduce"], sent
+
+
+@check
 def ranks_have_the_same_bits(rank: int, folder: Path) -> None:
     ours = lp.KFAC(network(), "classification", eigenvalue_corrected=True).fit(shard(rank, 5))
     _, tensors = ours.state()
