@@ -141,7 +141,8 @@ class LinearMap:
         given = vectors if self._dtype is None else vectors.to(self._dtype)
         if not self._single:
             return self._checked(function, given, size).to(vectors.dtype)
-        return torch.stack([self._checked(function, vector, size) for vector in given]).to(vectors.dtype)
+        products = [self._checked(function, vector, size) for vector in given]
+        return (products[0][None] if len(products) == 1 else torch.stack(products)).to(vectors.dtype)  # no copy of one
 
     def _checked(self, function: Matvec, vectors: Tensor, size: int) -> Tensor:
         product = checked_product(function, vectors, size, self._name)
