@@ -137,7 +137,7 @@ class Bernoulli(Elementwise):
     is_classifier = True
     wrong_targets = "There are binary targets other than 0 and 1."
     valid_targets = "exactly 0 or 1"
-    hint = 'Use likelihood="classification" for one class out of several.'
+    hint = 'Map labels to 0 and 1, or use likelihood="classification" for one class out of several.'
 
     def is_valid(self, targets: Tensor) -> Tensor:
         """Zeros and ones."""

@@ -33,7 +33,7 @@ class RealTargets(Elementwise):
     links = ("exact", "mc")
     wrong_targets = "Some targets are not finite real numbers."
     valid_targets = "finite floating targets"
-    hint = 'Use likelihood="classification" for class indices.'
+    hint = 'Convert integers by float(), drop missing targets; use likelihood="classification" for class indices.'
 
     @abstractmethod
     def distribution(self, outputs: Tensor) -> Normal:
