@@ -211,9 +211,12 @@ class LossLandscape(Landscape):
             losses.append(-torch.where(weight > 0, self.likelihood.log_density(rows, targets), 0.0).sum())
         return torch.stack(losses) * self.likelihood_weight
 
+    def _loss(self, target: Any, outputs: Tensor) -> Tensor:
+        return self._losses(outputs[None], target)[0]
+
     def _batch_loss(self, batch: Batch, point: Tensor) -> Tensor:
         outputs = self.network(batch.inputs, self.network.substitute(point)).to(point.dtype)
-        return self._losses(outputs[None], batch.target)[0].to(point.dtype)
+        return self._loss(batch.target, outputs).to(point.dtype)
 
     def prior_gradient(self, points: Tensor) -> Tensor:
         """The prior's part of :meth:`gradient`, ``[k, P]``."""
@@ -238,8 +241,7 @@ class LossLandscape(Landscape):
             for batch, line, some in self._chunks(points):
                 if line is not None:
                     outputs = line.outputs + line.push(points[some] - self.vector)
-                    losses = partial(self._losses, target=batch.target)
-                    result[some] += line.pull(gradients(lambda one, losses=losses: losses(one[None])[0], outputs))
+                    result[some] += line.pull(gradients(partial(self._loss, batch.target), outputs))
                 else:
                     result[some] += gradients(partial(self._batch_loss, batch), points[some])
         return result
