@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -165,6 +166,10 @@ def _plans(network: Network, calls: Sequence[Call]) -> list[_Plan]:
     groups: dict[tuple[ParameterRows, ...], list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault(call.rows, []).append(number)
+    claims: dict[str, list[tuple[ParameterRows, ...]]] = {}  # of each parameter, the groups that use it
+    for rows in groups:
+        for name in set(map(_NAME, rows)):
+            claims.setdefault(name, []).append(rows)
     general: set[str] = set()  # parameters with some use that does not fit the others take the general path altogether
     for rows, members in groups.items():
         names, starts, first = set(map(_NAME, rows)), set(map(_START, rows)), calls[members[0]]
@@ -172,9 +177,9 @@ def _plans(network: Network, calls: Sequence[Call]) -> list[_Plan]:
         for number in members:
             call = calls[number]
             clean = clean and call.axis is not None and type(call) is type(first) and call.packed == first.packed
-        for other in groups:
+        for other in chain.from_iterable(claims[name] for name in names):
             # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
-            if other != rows and not names.isdisjoint(map(_NAME, other)):
+            if other != rows:
                 clean = clean and len(other) == len(rows) and starts.isdisjoint(map(_START, other))
         if not clean:
             general |= names
