@@ -211,6 +211,7 @@ def test_random_vectors_are_real():
         linalg.trace(lambda v: v, N, dtype=torch.int64)
 
 
+@pytest.mark.slow
 def test_gradients_of_many_vectors_keep_one_graph_at_a_time():
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     alive: list[weakref.ref] = []

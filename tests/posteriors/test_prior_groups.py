@@ -50,10 +50,9 @@ def rescaled(net, factor):
     return net
 
 
-@pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Full, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "norm", [pytest.param(norm, marks=[] if norm == "layer" else pytest.mark.slow) for norm in NORMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Full])
+@pytest.mark.parametrize("norm", NORMS)
 def test_rescaling_a_normalised_group_changes_no_prediction(norm, cls):
     net = network(norm)
     other = rescaled(net, 3.0)

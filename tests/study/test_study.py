@@ -285,6 +285,7 @@ def test_a_study_goes_on_where_it_stopped_and_writes_failures_down(tmp_path, cap
     assert again["MAP + temperature"]["scores"]["nll"] == rows["MAP + temperature"]["scores"]["nll"]
 
 
+@pytest.mark.slow
 def test_other_data_and_other_settings_are_run_anew_and_stay_out_of_tables(tmp_path, capsys):
     config, output = written(tmp_path), tmp_path / "out"
     arguments = ["--data", str(tmp_path), "--output", str(output), "--config", str(config), "--workers", "2"]

@@ -302,7 +302,7 @@ def test_data_that_cannot_be():
         train(classifier(), [])
     with pytest.raises(EmptyDataError):
         train(classifier(), DataLoader(TensorDataset(x[:3], y[:3]), 8, drop_last=True), curvature_loader=[(x, y)])
-    with pytest.raises(DataError, match="in place of a loader"):
+    with pytest.raises(DataError, match="not an iterable of batches.*one batch"):
         train(classifier(), (x, y))
     with pytest.raises(LabelError, match="not class indices"):
         train(classifier(), [(x, y.float())])

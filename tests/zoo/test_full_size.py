@@ -62,10 +62,7 @@ MODELS = [
 NAMES = [model.name.removeprefix("timm/") for model in MODELS]
 
 each = pytest.mark.parametrize("model", MODELS, ids=NAMES)
-each_but_the_largest = pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=pytest.mark.slow) if m.name == "vit_b_16" else m for m in MODELS], ids=NAMES
-)
-each_as_a_whole = pytest.mark.parametrize(
+each_small_one = pytest.mark.parametrize(
     "model", [pytest.param(m, marks=pytest.mark.slow) if m.slow else m for m in MODELS], ids=NAMES
 )
 
@@ -86,7 +83,7 @@ def assert_covers(posterior: lp.Posterior, model: Model) -> None:
     assert all(any(fnmatchcase(name, glob) for glob in model.general) for name in general)
 
 
-@each_but_the_largest
+@each_small_one
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_last_layer(model, cls):
     network = model.build()
@@ -101,7 +98,7 @@ def test_last_layer(model, cls):
     assert_probabilities(posterior.predictive(images))
 
 
-@each_as_a_whole
+@each_small_one
 def test_diagonal(model):
     posterior = lp.Diagonal(model.build(), "classification", backend=MONTE_CARLO if model.slow else "native")
     images, labels = model.batch()
@@ -121,7 +118,8 @@ def test_kronecker(model):
         assert_probabilities(posterior.predictive(images))
 
 
-@each_as_a_whole
+@pytest.mark.slow
+@each
 def test_kronecker_of_a_part(model):
     """Exact factors of all layers, and a prediction from those whose factors are small."""
     network = model.build()
