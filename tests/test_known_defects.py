@@ -750,3 +750,13 @@ def test_a_fit_whose_network_cannot_be_noted_leaves_the_old_one():
     del network.nowhere
     assert posterior.n_data == len(x)
     assert torch.equal(posterior.precision_matrix(), before)
+
+
+def test_one_output_behind_a_prelu():
+    """torch 2.15's nested vmap gives gradients of another shape for its weights."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.PReLU(3), torch.nn.Linear(3, 1)).double()
+    x, y = torch.randn(5, 2).double(), torch.randn(5, 1).double()
+    curvature = ggn(jacobian(net, x), torch.ones(5, 1, 1).double()).diagonal() + 1
+    posterior = lp.Diagonal(net, "regression").fit([(x, y)])
+    torch.testing.assert_close(1 / posterior.variance(), curvature, rtol=1e-9, atol=1e-9)
