@@ -71,6 +71,7 @@ def underconfident():
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
+@pytest.mark.slow
 def test_an_overconfident_network_gets_a_part_of_the_covariance(likelihood):
     posterior, x, y = overconfident(likelihood=likelihood)
     found = lp.calibrate(posterior, weight_decay=1e-3)
@@ -235,6 +236,7 @@ def test_the_marginal_likelihood_instead():
     torch.testing.assert_close(found.predictive(x).mean, posterior.predictive(x).mean)
 
 
+@pytest.mark.slow
 def test_a_refitted_fold_instead():
     posterior, x, y = interpolating()
     seen = []

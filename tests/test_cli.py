@@ -99,6 +99,7 @@ def test_run_reports_what_its_own_files_give(run_digits: Callable, capsys: pytes
     assert values(report, "MAP")["ood_auroc"] == [pytest.approx(auroc, abs=1e-4)]
 
 
+@pytest.mark.slow
 def test_run_repeats_itself_and_options_win_over_the_file(run_digits: Callable) -> None:
     options = ("--seeds", "2", "--training.epochs", "1", "--posteriors", "[{class: Diagonal, tune: false}]")
     _, first, _ = run_digits(*options, folder="first")
@@ -331,6 +332,7 @@ def test_the_example_configuration_works_as_it_is(tmp_path: Path, monkeypatch: p
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("metric_bnn", "null_space", "riemannian", "viking")),
     ],
 )
+@pytest.mark.slow
 def test_the_other_configurations_work_with_smaller_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -319,6 +319,7 @@ def test_other_versions_are_named(checkpoint, version):
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_a_flipped_bit_is_refused(data):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "p"

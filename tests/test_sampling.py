@@ -217,6 +217,7 @@ def test_without_a_generator_the_global_seed_decides():
 
 
 @pytest.mark.parametrize("name", [*CLASSES, "LowRank"])
+@pytest.mark.slow
 def test_draws_do_not_depend_on_the_memory_budget(name):
     """Noise comes in tiles of a fixed size, however many of them are worked on at a time."""
     posterior, _ = fitted({**CLASSES, "LowRank": lp.LowRank}[name])
@@ -263,6 +264,7 @@ def test_sampled_networks_agree_where_the_network_is_linear(name):
     assert sampled.aleatoric.sub(0.16).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_sampled_classification_agrees_where_the_network_is_linear():
     torch.manual_seed(0)
     net = nn.Linear(3, 3).double()

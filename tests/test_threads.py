@@ -81,7 +81,7 @@ ACTIONS = {
 }
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("recurrent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_calls_of_several_threads_equal_those_of_one(recurrent):
     net, x, y = problem(recurrent=recurrent)
     posterior = lp.KFAC(net, "classification").fit([(x, y)])

@@ -29,7 +29,7 @@ from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.func import jacrev
 from zoo import test_small_twins as twins
-from zoo.architectures import ARCHITECTURES, Architecture
+from zoo.architectures import ARCHITECTURES, Architecture, each_typical
 
 import laplace_plus as lp
 from laplace_plus.curvature.operators import (
@@ -76,16 +76,8 @@ each_likelihood = pytest.mark.parametrize(
 
 # -- the matrices ------------------------------------------------------------------------------------------------------
 
-QUICK = {
-    "resnet", "vit", "unet", "lstm", "cells", "transformer_encoder", "tied_language_model", "bilinear",
-    "siamese", "graph", "frozen_backbone", "embedding_bag", "unused", "mixture_of_experts",
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(a, marks=[] if a.name in QUICK else pytest.mark.slow, id=a.name) for a in ARCHITECTURES],
-)
+@each_typical
 def test_architectures(architecture: Architecture):
     jacobian, ggn, _ = twins.oracle(architecture)
     flat = jacobian.flatten(0, 1)

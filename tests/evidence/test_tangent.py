@@ -252,6 +252,7 @@ def test_every_posterior_reaches_a_joint_stationary_point(name, task):
     assert torch.allclose(posterior.functional_posterior(x).mean, h.detach(), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_data_may_come_in_any_order_and_single_precision():
     net, x, y = mlp_problem("classification", n=40)
     want = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision(evidence="tangent").tuning

@@ -336,6 +336,7 @@ def test_creases_are_limits_of_sharp_bends():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(DTYPE, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_geodesics_of_rectified_networks_arrive(dtype):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 2)).to(dtype)

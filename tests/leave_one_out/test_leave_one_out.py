@@ -180,6 +180,7 @@ def test_really_retrained_softmax_regression():
     assert float(torch.corrcoef(torch.stack([moved, exact]))[0, 1]) > 0.98
 
 
+@pytest.mark.slow
 def test_really_retrained_network():
     """A small network with enough weight decay to have one optimum nearby, trained until its gradient vanishes."""
     torch.manual_seed(4)

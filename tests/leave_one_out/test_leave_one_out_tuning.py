@@ -99,6 +99,7 @@ def test_the_training_precision_is_never_guessed(before):
     assert float(posterior.prior_precision) == precision
 
 
+@pytest.mark.slow
 def test_weight_decay_is_that_of_the_mean_loss():
     """Over examples, times the outputs for several binary ones, at the posterior's temperature."""
     torch.manual_seed(0)

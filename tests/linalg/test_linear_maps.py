@@ -125,6 +125,7 @@ def test_gradients_under_autocast():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_compiled_operators_without_a_transpose():
     a, b = draw(8, N), draw(3, 8)
     compiled = torch.compile(lambda v: v @ a.T, backend="aot_eager")

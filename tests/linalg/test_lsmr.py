@@ -142,6 +142,7 @@ def test_gradients(shape: tuple[int, int], damp: float, warm: bool) -> None:
 @pytest.mark.parametrize("damp", [0.0, 1.0, 1e-4])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow
 def test_gradients_at_constant_rank(damp: float, warm: bool, transposed: bool) -> None:
     left, right = matrix(6, 2, 2.0).requires_grad_(), matrix(2, 5, 2.0, seed=1).requires_grad_()
     b, x0 = normal(2, 6, seed=1).requires_grad_(), normal(2, 5, seed=2).requires_grad_(warm)

@@ -56,6 +56,7 @@ def test_noise_and_temperature_weigh_the_eigenvalues():
     torch.testing.assert_close(posterior.precision_matrix(), expected, rtol=1e-8, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_monte_carlo_curvature_honours_the_generator():
     model, data = problem()
 
@@ -144,6 +145,7 @@ def test_single_precision_agrees_with_double():
     torch.testing.assert_close(got.covariance.double(), expected.covariance, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rounding_does_not_grow_with_the_number_of_weights():
     # a wide input and a few outputs: the curvature is φφᵀ ⊗ I, whose eigenvalues are those of a small Gram matrix
     generator = torch.Generator().manual_seed(0)

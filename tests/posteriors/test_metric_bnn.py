@@ -470,6 +470,7 @@ def interrupt_after(patch, owner, name, count):
     return calls
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_goes_on(problem, tmp_path, monkeypatch):
     net, data = problem
     options = {**SMALL, "n_steps": 40, "latent": {**LATENT, "epochs": 150}}

@@ -220,6 +220,7 @@ def test_validation_finds_the_best_precision_of_its_grid(problem):
         assert score() <= best
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_goes_on(problem, tmp_path):
     net, data = problem
     calls = CallLimit(net)

@@ -74,6 +74,7 @@ def test_rescaling_a_normalised_group_changes_no_prediction(norm, cls):
     assert differences["scalar"] > 1e-4
 
 
+@pytest.mark.slow
 def test_groups_go_with_every_method_of_tuning():
     net = network("layer")
     for cls, method in [(lp.KFAC, "marginal_likelihood"), (lp.Diagonal, "mackay"), (lp.Full, "em")]:

@@ -156,6 +156,7 @@ def test_precisions_of_training_are_checked(wrong):
         lp.ExponentialMap(training_prior_precision=wrong)
 
 
+@pytest.mark.slow
 def test_minibatches_differ_between_samples():
     net, data = problem()
     method = lp.ExponentialMap(minibatch=5)
@@ -259,6 +260,7 @@ def test_other_tangents_are_refused(tangent):
         lp.Riemannian(net, "classification", tangent=tangent)
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_shared():
     net, data = problem()
     posterior = lp.Riemannian(net, "classification", n_samples=3).fit(data)

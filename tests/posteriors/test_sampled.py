@@ -286,7 +286,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_samples(tmp_path, solver):
     assert torch.equal(posterior().fit(data, checkpoint=tmp_path).samples, whole.samples)  # and once it has ended
 
 
-@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14, 25)), 9, 40])
+@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14, 25, 40)), 9])
 def test_an_interrupted_tuning_goes_on_to_the_same_result(tmp_path, after):
     model, data = linear()
     solver = lp.CGSolver(tolerance=1e-8, checkpoint_every=1)
@@ -379,6 +379,7 @@ def test_a_saved_posterior_knows_its_tuning_and_solves_on(tmp_path):
         lp.load(tmp_path / "saved", model).solve(data[:1])
 
 
+@pytest.mark.slow
 def test_equal_generators_give_equal_samples():
     model, data = deep()
 

@@ -63,6 +63,7 @@ def test_both_methods_agree_where_they_have_converged():
         assert posterior.tuning.converged and posterior.tuning.residual == pytest.approx(float(residual))
 
 
+@pytest.mark.slow
 def test_short_steps_far_from_the_fixed_point_are_not_convergence():
     with pytest.warns(ConvergenceWarning, match="residual"):
         posterior = tuned("em", max_steps=5, tolerance=0.3)
@@ -75,6 +76,7 @@ def test_short_steps_far_from_the_fixed_point_are_not_convergence():
 # -- what the samples hold for --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_groups_have_other_samples():
     precision = torch.tensor([0.1, 10.0], dtype=torch.float64)
     posterior = fitted(prior_precision=precision)

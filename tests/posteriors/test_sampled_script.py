@@ -22,6 +22,7 @@ def script():
 
 
 @pytest.mark.parametrize("solver", ["sgd", "cg"])
+@pytest.mark.slow
 def test_the_tiny_form_runs_and_resumes(script, tmp_path, solver):
     pytest.importorskip("torchvision")
     arguments = ["--tiny", "--samples", "2", "--solver", solver, "--device", "cpu"]

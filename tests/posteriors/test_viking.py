@@ -304,6 +304,7 @@ def test_equal_scales_forget_the_rows(problem):
     torch.testing.assert_close(*deviations, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_steps_estimate_the_bound(problem):
     """Without bias: their mean over noise and batches is the bound of the linearised network."""
     net, data = problem
@@ -415,6 +416,7 @@ def test_the_data_of_the_fit_are_known_to_a_loaded_posterior(problem, tmp_path):
     assert math.isfinite(loaded.elbo(data).elbo)
 
 
+@pytest.mark.slow
 def test_a_second_fit_starts_from_what_the_caller_set(problem):
     net, data = problem
     posterior = lp.VIKING(net, "classification", n_samples=3, prior_precision=5.0).fit(data, generator=generator())

@@ -61,6 +61,7 @@ def test_an_ensemble_averages_probabilities():
     torch.testing.assert_close(early.mean, own.member(0, early=True)(x).detach().softmax(-1))
 
 
+@pytest.mark.slow
 def test_swag_draws_have_half_of_each_covariance():
     own = task()
     generator = torch.Generator().manual_seed(1)

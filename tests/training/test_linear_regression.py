@@ -89,6 +89,7 @@ def test_minibatches_of_unequal_size_are_unbiased():
     np.testing.assert_allclose(second, first, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_adam_steps_on_the_evidence_find_the_same_optimum():
     torch.manual_seed(0)
     x, y = linear_data()
@@ -124,6 +125,7 @@ def test_an_iterable_without_a_length():
     np.testing.assert_allclose(weights(net), LinearOracle(x, y, TWO).optimum()[2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_prior_counts_as_much_as_the_curvature_data_say():
     # Every example twice in training, as after augmentation, and once for the curvature: N is that of the curvature.
     torch.manual_seed(0)
@@ -138,6 +140,7 @@ def test_the_prior_counts_as_much_as_the_curvature_data_say():
 
 
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, pytest.param(lp.LowRank, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_other_structures_climb_their_own_evidence(cls):
     torch.manual_seed(0)
     x, y = linear_data()

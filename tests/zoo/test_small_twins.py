@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo.architectures import ARCHITECTURES, Architecture, take
+from zoo.architectures import ARCHITECTURES, Architecture, each, each_typical, take
 
 import laplace_plus as lp
 from laplace_plus.batches import call, output_tensor
@@ -24,9 +24,6 @@ def _double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-each = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 
 
 def plain(architecture: Architecture) -> nn.Module:
@@ -213,7 +210,7 @@ def test_eigenvalue_corrected_trace(architecture):
     assert float(trace) == pytest.approx(float(curvature.trace()), rel=max(1e-8, architecture.tolerance))
 
 
-@each
+@each_typical
 def test_full(architecture):
     if oracle(architecture)[0].shape[-1] > 1500:
         pytest.skip("too large to write out")
@@ -235,7 +232,7 @@ def test_last_layer(architecture, cls):
     assert_functional(posterior, architecture)
 
 
-@each
+@each_typical
 def test_only_known_parameters_take_the_general_path(architecture):
     posterior = fitted(lp.KFAC, architecture)
     rows = posterior.summary().rows

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo.architectures import ARCHITECTURES, Architecture, take
+from zoo.architectures import ARCHITECTURES, Architecture, each_typical, take
 
 import laplace_plus as lp
 from laplace_plus.errors import LabelError
 
 N, FIRST = 4, 2
-
-each = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 
 
 def picture(value: Any) -> Any:
@@ -68,7 +66,7 @@ def in_mixed_modes(architecture: Architecture) -> nn.Module:
 
 
 @pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Diagonal, marks=pytest.mark.slow)])
-@each
+@each_typical
 def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
     model = in_mixed_modes(architecture)
     watch = Watch(model)
@@ -91,7 +89,7 @@ def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
 
 
 @pytest.mark.parametrize("cls", [pytest.param(lp.KFAC, marks=pytest.mark.slow), lp.Diagonal])
-@each
+@each_typical
 def test_a_network_in_training_mode_is_evaluated(architecture, cls):
     loader = architecture.loader(N, FIRST)
     torch.manual_seed(3)

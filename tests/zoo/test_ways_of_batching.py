@@ -262,6 +262,7 @@ def test_units_that_are_dead_for_the_first_and_the_last_example():
 
 
 @pytest.mark.parametrize("build", [lambda: TimeFirst(True), LeakyGates, Squeezes, lambda: Packed()])
+@pytest.mark.slow
 def test_variances_are_differentiable_in_the_inputs(build):
     """Also where the examples are looped over, or cannot be taken apart."""
     torch.manual_seed(0)
