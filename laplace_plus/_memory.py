@@ -59,11 +59,12 @@ def in_words(n_bytes: int) -> str:
         >>> in_words(3 * 2**29)
         '1.5 GiB'
     """
+    size = float(n_bytes)
     for unit in ("bytes", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.4g} {unit}"
-        n_bytes = n_bytes / 1024  # type: ignore[assignment]
-    return f"{n_bytes:,.4g} GiB"
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.4g} GiB"
 
 
 @contextmanager
