@@ -170,7 +170,8 @@ def test_gradcheck_in_start_vectors_and_tensors():
         return found.vectors, found.matrix, found.residual, found.start
 
     for function in (with_lanczos, with_arnoldi, with_bidiagonalization, with_block_lanczos):
-        assert torch.autograd.gradcheck(function, (factor, shift, v), eps=1e-6, atol=1e-7)
+        every_entry = function is with_lanczos
+        assert torch.autograd.gradcheck(function, (factor, shift, v), eps=1e-6, atol=1e-7, fast_mode=not every_entry)
 
 
 def test_derivatives_of_a_stack_are_those_of_its_vectors():
@@ -223,14 +224,18 @@ def test_bidiagonalization_differentiates_pairs_that_end_early():
 
 
 def hilbert_error(n: int, *, reproject: bool) -> float:
-    """RMS error of the Jacobian of A ↦ Q H Qᵀ = A at depth n, which is the identity, for the Hilbert matrix."""
+    """RMS error of the Jacobian of A ↦ Q H Qᵀ = A at depth n, which is the identity, for the Hilbert matrix.
+
+    The mean square of ``(J − I)ᵀ c`` over random directions c estimates that of the entries of ``J − I``, times n².
+    """
     i = torch.arange(1, n + 1, dtype=float64)
     a = (1 / (i[:, None] + i - 1)).requires_grad_()
     v = torch.rand(n, dtype=float64, generator=torch.Generator().manual_seed(0))
     found = arnoldi(lambda x: x @ a.T, v, n, reproject=reproject)
-    product = (found.vectors.T @ found.hessenberg @ found.vectors).flatten()
-    rows = [torch.autograd.grad(x, a, retain_graph=True)[0].flatten() for x in product]
-    return float((torch.stack(rows) - torch.eye(n * n)).square().mean().sqrt())
+    product = found.vectors.T @ found.hessenberg @ found.vectors
+    directions = normal(12, n, n, seed=1)
+    errors = [torch.autograd.grad(product, a, c, retain_graph=True)[0] - c for c in directions]
+    return float(torch.stack(errors).square().mean().sqrt()) / n
 
 
 @pytest.mark.parametrize(

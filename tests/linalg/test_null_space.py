@@ -52,7 +52,9 @@ def test_an_ill_conditioned_operator() -> None:
 @pytest.mark.parametrize("rows", [0, 2])
 def test_gradients(m: int, n: int, rows: int) -> None:
     A, v = conditioned(m, n).requires_grad_(), normal(*[rows] * (rows > 0), n, seed=1).requires_grad_()
-    assert gradcheck(lambda A, v: project(A, v, **EXACT), (A, v), eps=1e-6, atol=1e-8, rtol=0)
+    every_entry = (m, n) == (3, 6)
+    inputs, limits = (A, v), {"eps": 1e-6, "atol": 1e-8, "rtol": 0}
+    assert gradcheck(lambda A, v: project(A, v, **EXACT), inputs, **limits, fast_mode=not every_entry)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -64,7 +66,7 @@ def test_gradients_at_constant_rank(transposed: bool) -> None:
         rmatvec = (lambda u: u @ left @ right) if transposed else None
         return project_null_space(lambda x: x @ right.mT @ left.mT, rmatvec, v, **EXACT).value
 
-    assert gradcheck(value, (left, right, v), eps=1e-6, atol=1e-8, rtol=0)
+    assert gradcheck(value, (left, right, v), eps=1e-6, atol=1e-8, rtol=0, fast_mode=True)
 
 
 def test_a_zero_operator_is_the_identity_and_has_a_gradient() -> None:
