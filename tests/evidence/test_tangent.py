@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -47,16 +49,18 @@ def linear_problem():
     return net, x, y, [(x[:25], y[:25]), (x[25:], y[25:])]
 
 
-def linear_oracle(phi, y, index, n_groups, iterations=3000):
+def linear_oracle(phi, y, index, n_groups):
     """MacKay's fixed point by dense linear algebra: precisions, noise, weights, effective parameters, evidence."""
-    precision, noise = np.ones(n_groups), 1.0
-    for _ in range(iterations):
+    precision, noise, change = np.ones(n_groups), 1.0, math.inf
+    while change > 1e-13:
+        before = precision
         matrix = phi.T @ phi / noise + np.diag(precision[index])
         mean = np.linalg.solve(matrix, phi.T @ y / noise)
         variance = np.diag(np.linalg.inv(matrix))
         gamma = np.array([(index == g).sum() - precision[g] * variance[index == g].sum() for g in range(n_groups)])
         precision = np.array([gamma[g] / (mean[index == g] ** 2).sum() for g in range(n_groups)])
         noise = ((y - phi @ mean) ** 2).sum() / (len(y) - gamma.sum())
+        change = np.abs(precision / before - 1).max()
     covariance = noise * np.eye(len(y)) + (phi / precision[index]) @ phi.T
     normal = MultivariateNormal(torch.zeros(len(y), dtype=torch.float64), torch.from_numpy(covariance))
     return precision, noise**0.5, mean, gamma, normal.log_prob(torch.from_numpy(y)).item()
@@ -96,8 +100,14 @@ def test_linear_regression_with_three_groups_is_exact(method, keep_jacobian):
     assert np.abs(posterior.functional_posterior(x).mean[:, 0].numpy() - phi @ mean).max() < 1e-8
 
 
-def mlp_problem(task="classification", *, n=24, steps=15, seed=0):
-    """A small network whose training was stopped early."""
+def mlp_problem(task="classification", **options):
+    """A small network whose training was stopped early, and its data."""
+    net, x, y = trained(task, **options)
+    return copy.deepcopy(net), x, y
+
+
+@cache
+def trained(task, *, n=24, steps=15, seed=0):
     torch.manual_seed(seed)
     x = torch.randn(n, 2, dtype=torch.float64)
     score = 2 * x[:, 0] - x[:, 1] + 0.5 * torch.randn(n, dtype=torch.float64)

@@ -136,7 +136,7 @@ def test_gradients(shape: tuple[int, int], damp: float, warm: bool) -> None:
         return solve(A, b, damp=strength, x0=x0[0] if x0 else None, **EXACT).value
 
     inputs = (A, b, strength, *([] if x0 is None else [x0]))
-    every_entry = warm and damp == 1.0 and shape == SHAPES["tall"]  # otherwise along one random direction for each input
+    every_entry = warm and damp == 1.0 and shape == SHAPES["tall"]  # otherwise in one random direction
     assert gradcheck(value, inputs, eps=1e-6, atol=1e-8, rtol=0, fast_mode=not every_entry)
 
 
