@@ -14,8 +14,9 @@ import argparse
 import ast
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ FILES = {
 }
 
 
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Every node of a file's syntax tree; the tree itself is the first."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def lines_of(modules: Any) -> int:
     """All lines of some modules."""
     return sum(len(FILES[module].read_text().splitlines()) for module in modules)
@@ -44,7 +51,7 @@ def code_of(modules: Any) -> int:
         text = FILES[module].read_text()
         strings = [
             node
-            for node in ast.walk(ast.parse(text))
+            for node in nodes_of(FILES[module])
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         ]
         documented = {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
@@ -57,7 +64,7 @@ class Imports:
     """Which file an imported name is defined in."""
 
     def __init__(self) -> None:
-        self.trees = {module: ast.parse(file.read_text()) for module, file in FILES.items()}
+        self.trees = {module: nodes_of(file)[0] for module, file in FILES.items()}
         self.names = {module: set(self._defined(tree)) for module, tree in self.trees.items()}
 
     @staticmethod
@@ -97,7 +104,7 @@ class Imports:
             seen.add(module)
             if FILES[module].name == "__init__.py":
                 continue
-            for node in ast.walk(self.trees[module]):
+            for node in nodes_of(FILES[module]):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("laplace_plus"):
                     todo += [self.resolve(str(node.module), alias.name) for alias in node.names]
         return seen
@@ -105,18 +112,22 @@ class Imports:
 
 def entered(call: Callable[[], Any]) -> dict[str, set[str]]:
     """The package's functions that a call enters, by file."""
-    found: dict[str, set[str]] = {}
+    codes: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in file.parents:
-            found.setdefault(str(file.relative_to(PACKAGE)), set()).add(frame.f_code.co_qualname)
+        if event == "call":
+            codes.add(frame.f_code)
 
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+    found: dict[str, set[str]] = {}
+    for code in codes:
+        file = Path(code.co_filename)
+        if PACKAGE in file.parents:
+            found.setdefault(str(file.relative_to(PACKAGE)), set()).add(code.co_qualname)
     return found
 
 
