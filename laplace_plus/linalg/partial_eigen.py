@@ -95,7 +95,8 @@ def eigsh(
 
     Thick-restart Lanczos with full re-orthogonalisation. Multiple eigenvalues are found with their multiplicity: the
     search is repeated in the complement of the pairs found, from a random vector, until it finds nothing better. It
-    reads two numbers from the device in each step. Exact up to rounding if ``subspace`` ≥ n.
+    reads two numbers from the device in each step. If ``subspace`` ≥ n, one product with all n unit vectors gives the
+    pairs exactly up to rounding.
 
     The eigenvalues are differentiable in the tensors that the operator depends on, ``dλ = uᵀ (dA) u``, at the cost of
     one vector–Jacobian product of k vectors. Where an eigenvalue is multiple, the derivative exists for functions that
@@ -305,6 +306,9 @@ class _ThickRestart:
         """
         self._product, self._which, self._limit = product, which, limit
         start, k = self.start, self._k
+        if self._subspace >= len(start):
+            self._solve_whole()
+            return
         self.complete = self._search(start, k, None)
         while self.complete and len(self.values) < len(start):
             # the complement may contain another copy of an eigenvalue that was found
@@ -316,6 +320,18 @@ class _ThickRestart:
             self._sort()
         self._sort()
         self.values, self.vectors = self.values[:k], self.vectors[:k]
+
+    def _solve_whole(self) -> None:
+        """Find the pairs from products with all unit vectors at once, as many as an iteration would take."""
+        matrix = self._product(torch.eye(len(self.start), dtype=self.start.dtype, device=self.start.device))
+        lengths = product_length(matrix)
+        require_finite("The search for eigenpairs", lengths)
+        self.norm = float(lengths.max())
+        require_adjoint(self._method, matrix, matrix.mT, self.norm, self.dtype)
+        values, vectors = torch.linalg.eigh(matrix.double().cpu())
+        self.norm = max(self.norm, float(values.abs().max()))
+        chosen = self._order(values)[: self._k]
+        self.values, self.vectors, self.complete = values[chosen], vectors.T[chosen].to(self.start), True
 
     def _sort(self) -> None:
         order = self._order(self.values)

@@ -38,7 +38,7 @@ USES = {
     "diagonal": lambda f: linalg.diagonal(f, N, symmetric=True, dtype=torch.float64).value,
     "slq_logdet": lambda f: linalg.slq_logdet(f, N, dtype=torch.float64).value,
     "nystrom": lambda f: linalg.nystrom(f, N, rank=2, dtype=torch.float64).values,
-    "eigsh": lambda f: linalg.eigsh(f, N, 2, dtype=torch.float64).values,
+    "eigsh": lambda f: linalg.eigsh(f, N, 1, subspace=N - 1, dtype=torch.float64).values,
     "svds": lambda f: linalg.svds(f, N, 2, rmatvec=f, dtype=torch.float64).values,
     "cg": lambda f: linalg.cg(f, B).value,
     "minres": lambda f: linalg.minres(f, B).value,

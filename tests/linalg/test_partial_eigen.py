@@ -166,12 +166,13 @@ def test_start_vector_and_generator():
 
 def test_bad_input():
     a = normal(20, 20)
-    with pytest.raises(OperatorError, match="not symmetric"):
-        eigsh(lambda v: v @ a, 20, 3)
+    for subspace in (10, 20):  # by iterations, and from the whole matrix
+        with pytest.raises(OperatorError, match="not symmetric"):
+            eigsh(lambda v: v @ a, 20, 3, subspace=subspace)
+        with pytest.raises(NonFiniteError):
+            eigsh(lambda v: v * float("nan"), 20, 3, subspace=subspace)
     with pytest.raises(OperatorError):
         eigsh(lambda v: v @ a[:, :5], 20, 3)
-    with pytest.raises(NonFiniteError):
-        eigsh(lambda v: v * float("nan"), 20, 3)
     with pytest.raises(ConfigurationError):
         eigsh(lambda v: v, 20, 0)
     for n, k in ((20, None), (20, "3"), ("20", 3), (20, 2.5)):

@@ -346,6 +346,19 @@ def test_an_iteration_runs_the_network_once_in_each_direction(problem):
     assert counts[2] - counts[1] == 3 * (counts[1] - counts[0]) == 3 * 2 * len(data)
 
 
+def test_a_prediction_for_training_data_runs_the_network_as_often_as_any_other(problem):
+    """Products that are zero up to rounding are no disagreement between ways to compute them."""
+    net, data = problem
+    posterior = lp.NullSpace(net, "classification", projector="svd", n_samples=4).fit(data)
+    calls, counts = [], []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    for x in (data[0][0], data[0][0] + 3):
+        calls.clear()
+        posterior.functional_posterior(x)
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
 def test_bad_requests_are_named(problem):
     net, data = problem
     make = lambda **options: lp.NullSpace(net, "classification", n_samples=2, **options)  # noqa: E731
