@@ -29,7 +29,7 @@ from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.func import jacrev
 from zoo import test_small_twins as twins
-from zoo.architectures import ARCHITECTURES, Architecture, each_typical
+from zoo.architectures import Architecture, each_typical, named
 
 import laplace_plus as lp
 from laplace_plus.curvature.operators import (
@@ -275,7 +275,7 @@ def test_selections():
 
 
 def test_the_last_layer_is_the_one_that_runs_last():
-    architecture = next(a for a in ARCHITECTURES if a.name == "declared_out_of_order")
+    architecture = named("declared_out_of_order")
     net = Network(architecture.model(), "last_layer", resolve_likelihood(architecture.likelihood).arrange)
     operator = GGNOperator(net, architecture.likelihood, architecture.loader(5, 3))
     assert net.parameter_names == architecture.last_layer

@@ -11,16 +11,7 @@ import pytest
 import torch
 from problems import whole_tensors
 from torch import Tensor, nn
-from transformers import (
-    AlbertConfig,
-    AlbertForTokenClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from zoo.architecture import imported
 
 import laplace_plus as lp
 from laplace_plus._memory import memory_budget
@@ -262,19 +253,25 @@ def hugging_face(kind: str) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     common = {**sizes, "intermediate_size": 8, "num_labels": 3}
+    transformers = imported("transformers")
     if kind == "bert":
-        model = BertForSequenceClassification(BertConfig(**common, **SMALL, max_position_embeddings=8))
-    elif kind == "albert":  # one layer, used twice
-        model = AlbertForTokenClassification(
-            AlbertConfig(**common, **SMALL, classifier_dropout_prob=0.0, embedding_size=4, max_position_embeddings=8)
+        model = transformers.BertForSequenceClassification(
+            transformers.BertConfig(**common, **SMALL, max_position_embeddings=8)
         )
+    elif kind == "albert":  # one layer, used twice
+        more = {"classifier_dropout_prob": 0.0, "embedding_size": 4, "max_position_embeddings": 8}
+        model = transformers.AlbertForTokenClassification(transformers.AlbertConfig(**common, **SMALL, **more))
     else:
-        config = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-        model = GPT2ForSequenceClassification(GPT2Config(vocab_size=9, num_labels=3, pad_token_id=0, **config))
+        sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+        config = transformers.GPT2Config(vocab_size=9, num_labels=3, pad_token_id=0, **sizes)
+        model = transformers.GPT2ForSequenceClassification(config)
     return model.double().eval()
 
 
-@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bert", "albert"))],
+)
 def test_hugging_face_models(kind):
     model, tokens = hugging_face(kind), sequences()
     batch, target = padded(tokens), LABELS
@@ -317,7 +314,9 @@ def test_packed_projections(batch_first):
 def test_a_decoder_is_not_masked_as_its_encoder():
     torch.manual_seed(0)
     config = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=9, decoder_start_token_id=0, **config)).double().eval()
+    transformers = imported("transformers")
+    config = transformers.T5Config(vocab_size=9, decoder_start_token_id=0, **config)
+    model = transformers.T5ForConditionalGeneration(config).double().eval()
     tokens, generator = sequences(), torch.Generator().manual_seed(2)
     decoded = torch.randint(1, 9, (len(tokens), LONGEST), generator=generator)  # as long as the encoder's longest
     target = torch.randint(1, 9, (len(tokens), LONGEST), generator=generator)

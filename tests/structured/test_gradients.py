@@ -82,7 +82,7 @@ def close(got, want):
 sizes = st.integers(1, 3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(sizes, sizes, sizes, sizes, sizes, sizes, st.sampled_from([2**16, 2**33]), st.integers(0, 99))
 def test_gradients_are_their_matrices(v, b, s, g, o, i, budget, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -135,7 +135,7 @@ def test_derivatives_flow_to_both_sides(positions, mode):
     def product(left, right):
         return OuterGradients(right, left).quadratic(weights, mode)
 
-    assert torch.autograd.gradcheck(product, (left, right))
+    assert torch.autograd.gradcheck(product, (left, right), fast_mode=positions == 40)  # in random directions there
 
 
 def test_half_precision_is_summed_in_float32():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -82,6 +83,11 @@ def take(inputs: Any, examples: slice) -> Any:
     if isinstance(inputs, dict):
         return {key: take(value, examples) for key, value in inputs.items()}
     return tuple(take(value, examples) for value in inputs)
+
+
+def imported(name: str) -> Any:
+    """A module of a library that takes seconds to import: only tests that run its networks wait for it."""
+    return pytest.importorskip(name)
 
 
 def normal(*shape: int) -> Callable[[int], Tensor]:

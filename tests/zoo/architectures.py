@@ -4,7 +4,7 @@ import pytest
 from zoo import handmade, sequences, vision
 from zoo.architecture import Architecture, take
 
-__all__ = ["ARCHITECTURES", "Architecture", "each", "each_typical", "take"]
+__all__ = ["ARCHITECTURES", "Architecture", "each", "each_typical", "named", "take"]
 
 ARCHITECTURES = [*vision.NETWORKS, *sequences.NETWORKS, *handmade.NETWORKS]
 
@@ -14,8 +14,22 @@ TYPICAL = {
 }  # fmt: skip
 """Between them they have every kind of layer and of use; the others are left to the slow checks."""
 
-each = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-each_typical = pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(a, marks=[] if a.name in TYPICAL else pytest.mark.slow, id=a.name) for a in ARCHITECTURES],
-)
+PECULIAR = {
+    "gpt2", "volumes", "generator", "attention", "functional", "held_twice", "two_names", "declared_out_of_order",
+    "deep_set", "latent", "compiled_part",
+}  # fmt: skip
+"""Those with something of their own that only a comparison of numbers tells."""
+
+
+def one_by_one(quick: set[str]) -> pytest.MarkDecorator:
+    """A test of each architecture, slow for all but some."""
+    cells = [pytest.param(a, marks=[] if a.name in quick else pytest.mark.slow, id=a.name) for a in ARCHITECTURES]
+    return pytest.mark.parametrize("architecture", cells)
+
+
+each = one_by_one(TYPICAL | PECULIAR)
+each_typical = one_by_one(TYPICAL)
+
+
+def named(name: str) -> Architecture:
+    return next(architecture for architecture in ARCHITECTURES if architecture.name == name)

@@ -7,19 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
-from zoo.architecture import Architecture, mapping, normal, padded, pair, tokens, weights
+from zoo.architecture import Architecture, imported, mapping, normal, padded, pair, tokens, weights
 
 
 class Recurrent(nn.Module):
@@ -116,11 +104,13 @@ class TiedLanguageModel(nn.Module):
 
 
 def bert() -> nn.Module:
-    return BertForSequenceClassification(BertConfig(**BERT))
+    transformers = imported("transformers")
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**BERT))
 
 
 def bert_tokens() -> nn.Module:
-    return BertForTokenClassification(BertConfig(**BERT))
+    transformers = imported("transformers")
+    return transformers.BertForTokenClassification(transformers.BertConfig(**BERT))
 
 
 BERT = {
@@ -135,8 +125,9 @@ BERT = {
 
 
 def distilbert() -> nn.Module:
-    return DistilBertForSequenceClassification(
-        DistilBertConfig(
+    transformers = imported("transformers")
+    return transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(
             vocab_size=11, dim=8, n_layers=1, n_heads=2, hidden_dim=8, max_position_embeddings=6, num_labels=3
         )
     )
@@ -146,16 +137,19 @@ GPT2 = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_inner": 8, 
 
 
 def gpt2() -> nn.Module:
-    return GPT2ForSequenceClassification(GPT2Config(**GPT2, pad_token_id=0, num_labels=3))
+    transformers = imported("transformers")
+    return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**GPT2, pad_token_id=0, num_labels=3))
 
 
 def gpt2_language_model() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(**GPT2))
+    transformers = imported("transformers")
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
 
 
 def llama() -> nn.Module:
-    return LlamaForSequenceClassification(
-        LlamaConfig(
+    transformers = imported("transformers")
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(
             vocab_size=11,
             hidden_size=8,
             intermediate_size=8,

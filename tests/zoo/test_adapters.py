@@ -9,11 +9,10 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from problems import categorical_hessian, ggn, relative_error, whole_tensors
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
-from transformers import BertConfig, BertForSequenceClassification
+from zoo.architecture import imported
 from zoo.test_untouched import Watch
 
 import laplace_plus as lp
@@ -217,14 +216,17 @@ def test_a_base_in_half_precision_under_adapters_in_single_precision(cls):
     torch.testing.assert_close(ours.variance(), theirs.variance(), rtol=6 * 2**-8, atol=0)
 
 
-def bert(config) -> nn.Module:
+def bert(kind: str) -> nn.Module:
+    """A small network of transformers with adapters of PEFT."""
     torch.manual_seed(0)
+    transformers, peft = imported("transformers"), imported("peft")
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"intermediate_size": 8, "num_labels": 3, "max_position_embeddings": 8, "attn_implementation": "eager"}
-    model = BertForSequenceClassification(BertConfig(**sizes, **more))
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **more))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # between the two libraries
-        model = get_peft_model(model, config).double()
+        config = getattr(peft, CONFIGS[kind][0])(task_type="SEQ_CLS", **CONFIGS[kind][1])
+        model = peft.get_peft_model(model, config).double()
     generator = torch.Generator().manual_seed(3)  # adapters start with a zero factor
     with torch.no_grad():
         for parameter in model.parameters():
@@ -239,19 +241,19 @@ def sentences() -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "attention_mask": mask}, torch.tensor([0, 1, 2, 0])
 
 
-PLACES = {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}
-CONFIGS = {
-    "lora": lambda: LoraConfig(**PLACES, r=2, lora_dropout=0.1),
-    "dora": lambda: LoraConfig(**PLACES, r=2, use_dora=True),
-    "ia3": lambda: IA3Config(**PLACES, feedforward_modules=[]),
-    "prompt tuning": lambda: PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+PLACES = {"target_modules": ["query", "value"]}
+CONFIGS: dict[str, tuple[str, dict]] = {
+    "lora": ("LoraConfig", {**PLACES, "r": 2, "lora_dropout": 0.1}),
+    "dora": ("LoraConfig", {**PLACES, "r": 2, "use_dora": True}),
+    "ia3": ("IA3Config", {**PLACES, "feedforward_modules": []}),
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 2}),
 }
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", ["lora", *(pytest.param(k, marks=pytest.mark.slow) for k in CONFIGS if k != "lora")])
 def test_adapters_of_peft(kind):
-    model, (inputs, y) = bert(CONFIGS[kind]()).train(), sentences()
+    model, (inputs, y) = bert(kind).train(), sentences()
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     watch = Watch(model)
     posterior = lp.KFAC(model, "classification").fit([{**inputs, "labels": y}])
@@ -267,7 +269,7 @@ def test_adapters_of_peft(kind):
 
 @pytest.mark.zoo
 def test_factors_of_pefts_adapters_do_not_hold_padding():
-    model, (inputs, y) = bert(CONFIGS["lora"]()).eval(), sentences()
+    model, (inputs, y) = bert("lora").eval(), sentences()
     lengths = inputs["attention_mask"].sum(1).tolist()
     alone = [
         {**{name: value[n : n + 1, :length] for name, value in inputs.items()}, "labels": y[n : n + 1]}

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import pytest
-import timm
 import torch
-import torchvision
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from zoo.architecture import imported
 
 import laplace_plus as lp
 
@@ -30,20 +28,20 @@ class Model:
         size: Height and width of the images.
         last_layer: The module that ``"last_layer"`` must find.
         general: The parameters that follow no rule.
-        slow: Whether fitting all of its parameters takes long.
+        large: Whether fitting all of its parameters takes long.
     """
 
     name: str
     size: int
     last_layer: str
     general: tuple[str, ...] = ()
-    slow: bool = False
+    large: bool = False
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
         if self.name.startswith("timm/"):
-            return timm.create_model(self.name.removeprefix("timm/"), pretrained=False, num_classes=C)
-        return getattr(torchvision.models, self.name)(weights=None, num_classes=C)
+            return imported("timm").create_model(self.name.removeprefix("timm/"), pretrained=False, num_classes=C)
+        return getattr(imported("torchvision.models"), self.name)(weights=None, num_classes=C)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -54,16 +52,16 @@ class Model:
 MODELS = [
     Model("resnet18", 64, "fc"),
     Model("mobilenet_v3_small", 64, "classifier.3"),
-    Model("vit_b_16", 224, "heads.head", ("class_token", "encoder.pos_embedding"), slow=True),
-    Model("timm/vit_tiny_patch16_224", 224, "head", ("cls_token", "pos_embed"), slow=True),
+    Model("vit_b_16", 224, "heads.head", ("class_token", "encoder.pos_embedding"), large=True),
+    Model("timm/vit_tiny_patch16_224", 224, "head", ("cls_token", "pos_embed"), large=True),
     Model("timm/convnext_atto", 64, "head.fc", ("*.gamma",)),
-    Model("timm/swin_tiny_patch4_window7_224", 224, "head.fc", ("*.relative_position_bias_table",), slow=True),
+    Model("timm/swin_tiny_patch4_window7_224", 224, "head.fc", ("*.relative_position_bias_table",), large=True),
 ]
 NAMES = [model.name.removeprefix("timm/") for model in MODELS]
 
 each = pytest.mark.parametrize("model", MODELS, ids=NAMES)
-each_small_one = pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=pytest.mark.slow) if m.slow else m for m in MODELS], ids=NAMES
+the_first = pytest.mark.parametrize(
+    "model", [MODELS[0], *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS[1:])], ids=NAMES
 )
 
 
@@ -83,7 +81,7 @@ def assert_covers(posterior: lp.Posterior, model: Model) -> None:
     assert all(any(fnmatchcase(name, glob) for glob in model.general) for name in general)
 
 
-@each_small_one
+@the_first
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 def test_last_layer(model, cls):
     network = model.build()
@@ -98,9 +96,9 @@ def test_last_layer(model, cls):
     assert_probabilities(posterior.predictive(images))
 
 
-@each_small_one
+@the_first
 def test_diagonal(model):
-    posterior = lp.Diagonal(model.build(), "classification", backend=MONTE_CARLO if model.slow else "native")
+    posterior = lp.Diagonal(model.build(), "classification", backend=MONTE_CARLO if model.large else "native")
     images, labels = model.batch()
     posterior.fit([(images, labels)])
     assert_covers(posterior, model)
@@ -135,10 +133,11 @@ def test_kronecker_of_a_part(model):
 @pytest.mark.slow
 def test_bert():
     torch.manual_seed(0)
-    config = BertConfig(
+    transformers = imported("transformers")
+    config = transformers.BertConfig(
         num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, num_labels=C
     )
-    network = BertForSequenceClassification(config)
+    network = transformers.BertForSequenceClassification(config)
     batch = {
         "input_ids": torch.randint(1, config.vocab_size, (N, 24)),
         "attention_mask": (torch.arange(24) < torch.tensor([[24], [9]])).long(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo.architectures import ARCHITECTURES, Architecture, each_typical, take
+from zoo.architectures import Architecture, each_typical, named, take
 
 import laplace_plus as lp
 from laplace_plus.errors import LabelError
@@ -100,10 +100,13 @@ def test_a_network_in_training_mode_is_evaluated(architecture, cls):
     torch.testing.assert_close(trained.predictive(inputs).mean, evaluated.predictive(inputs).mean)
 
 
-@pytest.mark.parametrize("name", ["resnet", "lstm", "transformer_encoder", "bert", "weight_normed", "dropouts", "unet"])
+@pytest.mark.parametrize("name", [
+    "resnet", "lstm", "transformer_encoder", "weight_normed", "dropouts", "unet",
+    pytest.param("bert", marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.parametrize("cls", [lp.KFAC, lp.Diagonal, lp.Full])
 def test_labels_that_are_refused(name, cls):
-    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    architecture = named(name)
     model = in_mixed_modes(architecture)
     watch = Watch(model)
     inputs, target = architecture.data(N)

@@ -112,9 +112,16 @@ class TimeFirst(nn.Module):
         return self.head(torch.tanh(h.mean(0)))
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
+SHAPES = [[(5, 3), (5, 2)], [(4, 4), (4, 2)], [(4, 1), (4, 2)], [(4, 2), (4, 1)], [(2, 4), (2, 2)]]
+
+
 @pytest.mark.parametrize(
-    "shapes", [[(5, 3), (5, 2)], [(4, 4), (4, 2)], [(4, 1), (4, 2)], [(4, 2), (4, 1)], [(2, 4), (2, 2)]]
+    ("shapes", "recurrent"),
+    [
+        *((shapes, False) for shapes in SHAPES),
+        *((shapes, True) for shapes in SHAPES[:2]),
+        *(pytest.param(shapes, True, marks=pytest.mark.slow) for shapes in SHAPES[2:]),
+    ],
 )
 def test_time_before_batch(shapes, recurrent):
     torch.manual_seed(0)

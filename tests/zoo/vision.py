@@ -6,17 +6,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import torchvision
-from timm.models.convnext import ConvNeXt
-from timm.models.mlp_mixer import MlpMixer
-from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from torchvision.models.efficientnet import MBConv, MBConvConfig
-from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
-from torchvision.models.resnet import BasicBlock, Bottleneck
-from transformers import ViTConfig, ViTForImageClassification
-from zoo.architecture import Architecture, mapping, normal, weights
+from zoo.architecture import Architecture, imported, mapping, normal, weights
 
 import laplace_plus as lp
 
@@ -26,13 +17,14 @@ class SmallResNet(nn.Module):
 
     def __init__(self):
         super().__init__()
+        resnet = imported("torchvision.models.resnet")
         self.conv1 = nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         downsample = nn.Sequential(nn.Conv2d(4, 8, 1, stride=2, bias=False), nn.BatchNorm2d(8))
-        self.layer1 = BasicBlock(4, 8, stride=2, downsample=downsample)
-        self.layer2 = Bottleneck(8, 2)
+        self.layer1 = resnet.BasicBlock(4, 8, stride=2, downsample=downsample)
+        self.layer2 = resnet.Bottleneck(8, 2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8, 3)
 
@@ -42,18 +34,19 @@ class SmallResNet(nn.Module):
 
 
 def mobilenet() -> nn.Module:
+    library = imported("torchvision.models.mobilenetv3")
     blocks = [
-        InvertedResidualConfig(4, 3, 8, 4, True, "RE", 1, 1, 1.0),
-        InvertedResidualConfig(4, 3, 8, 6, False, "HS", 2, 1, 1.0),
+        library.InvertedResidualConfig(4, 3, 8, 4, True, "RE", 1, 1, 1.0),
+        library.InvertedResidualConfig(4, 3, 8, 6, False, "HS", 2, 1, 1.0),
     ]
-    return MobileNetV3(blocks, last_channel=8, num_classes=3)
+    return library.MobileNetV3(blocks, last_channel=8, num_classes=3)
 
 
 def efficientnet() -> nn.Module:
-    norm = partial(nn.BatchNorm2d, eps=1e-3)
+    library, norm = imported("torchvision.models.efficientnet"), partial(nn.BatchNorm2d, eps=1e-3)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
-        MBConv(MBConvConfig(2, 3, 1, 8, 8, 1), 0.2, norm),
+        library.MBConv(library.MBConvConfig(2, 3, 1, 8, 8, 1), 0.2, norm),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(0.2),
@@ -62,19 +55,19 @@ def efficientnet() -> nn.Module:
 
 
 def densenet() -> nn.Module:
-    return torchvision.models.DenseNet(
+    return imported("torchvision.models").DenseNet(
         growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2, num_classes=3, drop_rate=0.1
     )
 
 
 def vit() -> nn.Module:
-    return torchvision.models.VisionTransformer(
+    return imported("torchvision.models").VisionTransformer(
         image_size=8, patch_size=4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3, dropout=0.1
     )
 
 
 def timm_vit() -> nn.Module:
-    return VisionTransformer(
+    return imported("timm.models.vision_transformer").VisionTransformer(
         img_size=8,
         patch_size=4,
         in_chans=1,
@@ -90,11 +83,13 @@ def timm_vit() -> nn.Module:
 
 
 def timm_convnext() -> nn.Module:
-    return ConvNeXt(in_chans=3, depths=(1, 1, 1, 1), dims=(3, 4, 4, 6), num_classes=3, patch_size=2, drop_path_rate=0.1)
+    return imported("timm.models.convnext").ConvNeXt(
+        in_chans=3, depths=(1, 1, 1, 1), dims=(3, 4, 4, 6), num_classes=3, patch_size=2, drop_path_rate=0.1
+    )
 
 
 def timm_swin() -> nn.Module:
-    return SwinTransformer(
+    return imported("timm.models.swin_transformer").SwinTransformer(
         img_size=8,
         patch_size=2,
         in_chans=1,
@@ -108,12 +103,15 @@ def timm_swin() -> nn.Module:
 
 
 def timm_mixer() -> nn.Module:
-    return MlpMixer(img_size=8, patch_size=4, in_chans=1, num_blocks=1, embed_dim=8, num_classes=3)
+    return imported("timm.models.mlp_mixer").MlpMixer(
+        img_size=8, patch_size=4, in_chans=1, num_blocks=1, embed_dim=8, num_classes=3
+    )
 
 
 def huggingface_vit() -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(
+    transformers = imported("transformers")
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
             hidden_size=8,
             num_hidden_layers=1,
             num_attention_heads=2,
