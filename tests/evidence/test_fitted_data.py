@@ -11,7 +11,7 @@ import laplace_plus as lp
 from laplace_plus.errors import DataError
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_as_many_other_data_are_told_by_what_they_say(name, dtype):
     """Before leverages are looked at; while other batches of the same data, in another order, are welcome."""
