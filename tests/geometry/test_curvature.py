@@ -77,7 +77,7 @@ def test_rotations_change_nothing():
     torch.testing.assert_close(turned, scalar_curvature(wavy, point))
 
 
-@pytest.mark.parametrize(("probes", "deflate"), [(2, 0), (5, 0), (4, 2), (16, 1)])
+@pytest.mark.parametrize(("probes", "deflate"), [(2, 0), (5, 0), (4, 2), (8, 1)])
 def test_estimate_is_unbiased(probes, deflate):
     point, generator = random(6), torch.Generator().manual_seed(0)
     exact, surface = scalar_curvature(wavy, point), FunctionLandscape(wavy)

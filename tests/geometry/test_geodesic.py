@@ -143,20 +143,20 @@ def test_bowl_is_radial(a):
     torch.testing.assert_close(result.endpoint / rho[:, None], v / v.norm(dim=1, keepdim=True), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("velocity", [1.7, -0.9])
-def test_one_dimension_is_arc_length(velocity):
+def test_one_dimension_is_arc_length():
     def slope(x):
         return 3 * math.cos(3 * x) + 2 * x
 
-    start = 0.2
-    end = exponential_map(
+    start, velocities = 0.2, [1.7, -0.9]
+    ends = exponential_map(
         lambda p: (3 * p).sin().sum() + p.square().sum(),
         torch.tensor([start], dtype=DTYPE),
-        torch.tensor([[velocity]], dtype=DTYPE),
+        torch.tensor(velocities, dtype=DTYPE)[:, None],
         **TIGHT,
-    ).endpoint.item()
-    length, _ = quad(lambda x: math.sqrt(1 + slope(x) ** 2), start, end, epsabs=1e-12)
-    assert abs(length) == pytest.approx(abs(velocity) * math.sqrt(1 + slope(start) ** 2), rel=1e-6)
+    ).endpoint
+    for velocity, end in zip(velocities, ends.flatten().tolist(), strict=True):
+        length, _ = quad(lambda x: math.sqrt(1 + slope(x) ** 2), start, end, epsabs=1e-12)
+        assert abs(length) == pytest.approx(abs(velocity) * math.sqrt(1 + slope(start) ** 2), rel=1e-6)
 
 
 def test_equivariance():
@@ -170,7 +170,7 @@ def test_equivariance():
 def test_linearized_is_the_same_on_a_linear_model():
     x, y = vectors(9, 3), torch.arange(9) % 3
     net = nn.Linear(3, 3).double()
-    v = vectors(3, 12, 4)
+    v = vectors(3, 12, 4, scale=0.5)
     ends = []
     for linearized in (False, True):
         landscape = LossLandscape(net, "classification", [(x, y)], linearized=linearized)
@@ -221,7 +221,7 @@ def test_each_sample_has_its_own_steps():
 def test_single_precision():
     landscape = network_landscape()
     v = vectors(3, 17, scale=0.5)
-    exact = exponential_map(landscape, landscape.vector, v, **TIGHT).endpoint
+    exact = exponential_map(landscape, landscape.vector, v, rtol=1e-6, atol=1e-6).endpoint
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
     x, y = vectors(12, 2, seed=1).float(), torch.arange(12) % 2
@@ -324,7 +324,7 @@ def test_creases_are_limits_of_sharp_bends():
     start, v = torch.zeros(2, dtype=DTYPE), torch.tensor([[0.9, 0.2]], dtype=DTYPE)
     crease = exponential_map(folded(slope, normal, 2.0, 0.25), start, v, **TIGHT)
     misses = []
-    for sharpness in (30.0, 100.0, 300.0):
+    for sharpness in (30.0, 300.0):
         bend = exponential_map(
             lambda p, k=sharpness: p @ slope + 2.0 * nn.functional.softplus(k * (p @ normal - 0.25)) / k,
             start,
@@ -332,7 +332,7 @@ def test_creases_are_limits_of_sharp_bends():
             **TIGHT,
         )
         misses.append((bend.endpoint - crease.endpoint).norm().item())
-    assert misses[0] / misses[2] == pytest.approx(10, rel=0.2) and misses[2] < 5e-3, misses
+    assert misses[0] / misses[1] == pytest.approx(10, rel=0.2) and misses[1] < 5e-3, misses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(DTYPE, marks=pytest.mark.slow)])
