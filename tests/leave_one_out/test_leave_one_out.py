@@ -120,10 +120,10 @@ def test_a_tied_precision_would_erase_the_displacement():
     torch.testing.assert_close(separate.nll(), honest.nll(scale=0.0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [(16,), (1,) * 16, (3, 8, 5)])
+@pytest.mark.parametrize("sizes", [(1,) * 8, (3, 4, 1)])
 @pytest.mark.parametrize("leverages", ["own", "full", "last_layer"])
 def test_any_chunks_give_the_same(sizes, leverages):
-    net, x, y = problem("classification")
+    net, x, y = problem("classification", n=8)
     whole = lp.Full(net, "classification").fit([(x, y)]).leave_one_out(leverages=leverages)
     left = lp.Full(net, "classification").fit(chunks(x, y, *sizes)).leave_one_out(leverages=leverages)
     for name in ("mean", "covariance", "outputs", "targets", "leverages", "traces"):

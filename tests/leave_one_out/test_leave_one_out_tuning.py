@@ -34,8 +34,8 @@ def regressor(n=40, outputs=2):
 
 
 def train(net, loss, x, y, decay):
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, weight_decay=decay)
-    for _ in range(600):
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-2, weight_decay=decay)
+    for _ in range(200):
         optimizer.zero_grad()
         loss(net(x), y).backward()
         optimizer.step()

@@ -85,15 +85,14 @@ def test_an_operator_that_gives_nan(solve: Solve, A: Tensor, exact: Tensor) -> N
 
 
 @each
-@pytest.mark.parametrize("size", [2.0**-90, 2.0**-70, 2.0**70, 2.0**118])
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-def test_no_square_under_or_overflows(
-    solve: Solve, A: Tensor, exact: Tensor, size: float, shape: tuple[int, ...]
-) -> None:
+def test_no_square_under_or_overflows(solve: Solve, A: Tensor, exact: Tensor, shape: tuple[int, ...]) -> None:
     b = normal(*shape, seed=1).float()
-    usual, scaled = solve(A.float(), b), solve(A.float(), size * b)
-    assert scaled.status is usual.status and torch.equal(scaled.iterations, usual.iterations)
-    assert torch.equal(scaled.value / size, usual.value) and torch.equal(scaled.residual / size, usual.residual)
+    usual = solve(A.float(), b)
+    for size in (2.0**-90, 2.0**-70, 2.0**70, 2.0**118):
+        scaled = solve(A.float(), size * b)
+        assert scaled.status is usual.status and torch.equal(scaled.iterations, usual.iterations)
+        assert torch.equal(scaled.value / size, usual.value) and torch.equal(scaled.residual / size, usual.residual)
 
 
 @each
