@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 def run(file: str, cache: Path, *options: str, **environment: str) -> None:
     """Run the checks of one file in a fresh process: how triton works is settled when it is first imported."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_", "LAPLACE_PLUS_"))}
-    inherited |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)} | environment
+    inherited |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    inherited |= environment
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", str(HERE / file), *options]
     root = HERE.parents[1]
     done = subprocess.run(command, env=inherited, cwd=root, capture_output=True, text=True, timeout=900, check=False)

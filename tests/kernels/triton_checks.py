@@ -21,7 +21,7 @@ from laplace_plus.kernels._triton.symmetric_update import Tiling
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EXACT = "ieee" if INTERPRETED else "tf32x3"
-SMALL = [Tiling(32, 64, 4, 2), Tiling(16, 64, 1, 1, transposed=True)]
+SMALL = [Tiling(32, 16, 4, 2), Tiling(16, 16, 1, 1, transposed=True)]
 
 
 def close(actual: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
@@ -36,13 +36,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tiling"),
-    [(torch.float32, SMALL[0]), (torch.float32, SMALL[1]), (torch.bfloat16, SMALL[0]), (torch.float16, SMALL[0])],
-    ids=["float32", "transposed", "bfloat16", "float16"],
+    ("dtype", "tiling", "width"),
+    [
+        *((torch.float32, SMALL[0], width) for width in (1, 32, 33, 70)),  # up to three by three tiles
+        *((torch.float32, SMALL[1], width) for width in (1, 33)),
+        *((dtype, SMALL[0], 33) for dtype in (torch.bfloat16, torch.float16)),
+    ],
 )
-@pytest.mark.parametrize("width", [1, 32, 33, 70])
-def test_update_symmetric(width: int, dtype: torch.dtype, tiling: Tiling) -> None:
-    for n_rows in (1, 150):
+def test_update_symmetric(dtype: torch.dtype, tiling: Tiling, width: int) -> None:
+    for n_rows in (1, 40, 270) if width == 33 else (1, 40):  # a step, three of them, and two splits
         rows = random(1, n_rows, width, dtype=dtype)
         total = torch.zeros(1, width, width, device=DEVICE)
         exact = rows.double().mT @ rows.double()
@@ -67,7 +69,7 @@ def test_update_without_rows() -> None:
 
 
 def test_update_nan() -> None:
-    rows = random(1, 300, 40)
+    rows = random(1, 270, 40)
     rows[0, 17, 3] = float("nan")
     total = torch.zeros(1, 40, 40, device=DEVICE)
     triton_update.update(total, rows, precision="tf32", tiling=SMALL[0])
@@ -79,9 +81,9 @@ def test_update_nan() -> None:
 
 def test_every_tile_is_met_once() -> None:
     """Columns of ones: each entry of the triangle is counted once, however the rows are split."""
-    for n_rows in (1, 300):
-        total = torch.zeros(2, 70, 70, device=DEVICE)
-        rows = torch.ones(2, n_rows, 70, device=DEVICE)
+    for groups, width, n_rows in ((2, 70, 1), (1, 33, 270), (2, 20, 270)):
+        total = torch.zeros(groups, width, width, device=DEVICE)
+        rows = torch.ones(groups, n_rows, width, device=DEVICE)
         triton_update.update(total, rows, precision="ieee", tiling=SMALL[0])
         assert torch.equal(total.tril(), torch.full_like(total, n_rows).tril())
 
@@ -102,8 +104,18 @@ def test_symmetric_update_dispatches_to_triton(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("probes", "rows", "n"), [(1, 1, 1), (3, 3, 70), (2, 5, 3000), (1, 40, 500), (1, 130, 300)])
+@pytest.mark.parametrize(
+    ("probes", "rows", "n", "dtype"),
+    [
+        (1, 1, 1, torch.float32),
+        (3, 3, 70, torch.float32),
+        (2, 5, 1100, torch.float32),  # two blocks of columns
+        (6, 40, 300, torch.float32),  # two blocks of rows, and several of columns in a chunk
+        (1, 130, 270, torch.float32),  # too many rows for the fused kernel
+        (3, 3, 70, torch.float64),
+        (1, 40, 150, torch.float64),
+    ],
+)
 def test_gram_schmidt(probes: int, rows: int, n: int, dtype: torch.dtype) -> None:
     tolerance = 2e-6 if dtype == torch.float32 else 1e-13
     basis = torch.linalg.qr(random(probes, n, rows, dtype=torch.float64))[0].mT.to(dtype).contiguous()
