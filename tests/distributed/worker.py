@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,12 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@cache
+def alone(kind: str) -> Any:
+    """The posterior that one process fits to all examples; the checks do not change it."""
+    return KINDS[kind](network()).fit(whole(), distributed=False)
+
+
 def count(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
@@ -139,10 +145,8 @@ def messages(rank: int, folder: Path) -> None:
 
 
 def equal_to_one_process(kind: str, rank: int) -> None:
-    net = network()
-    alone = KINDS[kind](net).fit(whole(), distributed=False)
-    for n_first in (9, 14, 0) if kind == "kfac" else (9, 0):  # uneven shards, and empty ones on either rank
-        assert_same(KINDS[kind](net).fit(shard(rank, n_first)), alone)
+    for n_first in (9, 14, 0) if kind in ("kfac", "ekfac") else (9,):  # uneven shards, and empty ones on either rank
+        assert_same(KINDS[kind](network()).fit(shard(rank, n_first)), alone(kind))
 
 
 for kind in KINDS:
@@ -151,7 +155,7 @@ for kind in KINDS:
 
 @check
 def single_precision(rank: int, folder: Path) -> None:
-    for kind in ("kfac", "diagonal", "full"):
+    for kind in ("kfac", "diagonal"):
         net = network(torch.float32)
         ours = KINDS[kind](net).fit(shard(rank, 6, torch.float32))
         assert_same(ours, KINDS[kind](net).fit(whole(torch.float32), distributed=False), torch.float32)
@@ -159,7 +163,7 @@ def single_precision(rank: int, folder: Path) -> None:
 
 @check
 def updates(rank: int, folder: Path) -> None:
-    for kind in ("kfac", "ekfac", "diagonal", "full"):
+    for kind in ("kfac", "ekfac", "diagonal"):
         net = network()
         x, y = data()
         ours, alone = KINDS[kind](net), KINDS[kind](net)
@@ -170,7 +174,8 @@ def updates(rank: int, folder: Path) -> None:
 
 @check
 def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
-    net = network()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)).double()
     x, _ = data()
     y = torch.randn(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     noise = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
@@ -224,18 +229,18 @@ def monte_carlo_labels_differ_between_ranks(rank: int, folder: Path) -> None:
     single.fit([(x, y)], generator=torch.Generator().manual_seed(0), distributed=False)
     ((_, one),) = [pair for pair in single.sums.curvature if pair[0].key.startswith("7.weight")]
     assert not torch.allclose(block.values, 2 * one.values)
-    many = lp.Native("ggn_mc", n_samples=2000)
+    many = lp.Native("ggn_mc", n_samples=500)
     estimate = lp.Diagonal(net, "classification", backend=many).fit(shard(rank, 4), generator=torch.Generator())
     exact = lp.Diagonal(net, "classification").fit(whole(), distributed=False)
     a = torch.cat([b.values.flatten() for _, b in estimate.sums.curvature])
     b = torch.cat([b.values.flatten() for _, b in exact.sums.curvature])
-    assert abs(a.sum() / b.sum() - 1) < 0.1  # the standard error is about 0.01
+    assert abs(a.sum() / b.sum() - 1) < 0.1  # the standard error is about 0.02
 
 
 def small_low_rank() -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
-    return lp.LowRank(net, "classification", rank=3, remainder_probes=2, remainder_depth=3, parameters=["1"])
+    return lp.LowRank(net, "classification", rank=3, remainder_probes=2, remainder_depth=3)
 
 
 @check
@@ -253,8 +258,7 @@ def low_rank(rank: int, folder: Path) -> None:
 def data_parallel(rank: int, folder: Path) -> None:
     inner = network()
     wrapped = DistributedDataParallel(inner)
-    ours = lp.KFAC(wrapped, "classification").fit(shard(rank, 9))
-    assert_same(ours, lp.KFAC(inner, "classification").fit(whole(), distributed=False))
+    assert_same(KINDS["kfac"](wrapped).fit(shard(rank, 9)), alone("kfac"))
     ours = lp.Full(wrapped, "classification", parameters=["module.7"]).fit(shard(rank, 9))
     assert ours.parameter_names == ("7.weight", "7.bias")
 
@@ -269,9 +273,10 @@ def fully_sharded(rank: int, folder: Path) -> None:
         names = {name: type(p) for name, p in sharded.named_parameters()}
         with torch.no_grad():
             sharded(data()[0])  # leaves the root's weights gathered, in the policy's type
-        for kind, n_first in (("kfac", 9), ("last layer", 14), ("diagonal", 0)):
+        kinds = {"kfac": 9, "last layer": 14, "diagonal": 0} if policy.param_dtype is None else {"diagonal": 9}
+        for kind, n_first in kinds.items():
             ours = KINDS[kind](sharded).fit(shard(rank, n_first))
-            assert_same(ours, KINDS[kind](plain).fit(whole(), distributed=False))
+            assert_same(ours, alone(kind))
         assert {name: type(p) for name, p in sharded.named_parameters()} == names
         if rank == 0:  # no rank has to wait for another one
             ours.predictive(data()[0])
