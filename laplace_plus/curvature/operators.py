@@ -134,7 +134,7 @@ class _RowOperator(NetworkOperator):
 
     @override
     def dense(self) -> Tensor:
-        """The rows ``[m, n]``: as each belongs to one example, by one pass for each row that an example has."""
+        """The rows ``[m, n]``: as each belongs to one example, by as many cotangents as an example has rows."""
         result = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         start = first_row = 0
         with exact_arithmetic(self.network):
@@ -143,13 +143,13 @@ class _RowOperator(NetworkOperator):
                     shape, raw = gradients.capture.output_shape, gradients.capture.outputs
                     root = self._output_root(part, raw.view(shape), first_row)
                     rows = result[start : start + root.size].view(shape[0], -1, self.shape[1])
-                    for number in range(rows.shape[1]):
-                        chosen = raw.new_zeros(rows.shape[:2])
-                        chosen[:, number] = 1
-                        cotangent = root.up(chosen.view(1, -1)).to(raw.dtype)
-                        values = gradients.whole(cotangent.reshape(1, *raw.shape))[1].dense(slice(0, len(raw)))
+                    unit = torch.eye(rows.shape[1], dtype=raw.dtype, device=raw.device)
+                    for some in gradients.cotangent_chunks(len(unit)):
+                        chosen = unit[some, None].expand(-1, len(rows), -1).flatten(1)
+                        cotangents = root.up(chosen).to(raw.dtype).view(-1, *raw.shape)
+                        values = gradients.whole(cotangents)[1].dense(slice(0, len(raw))).squeeze((2, 3))
                         # The sum is over positions that went as examples of their own.
-                        rows[:, number] = values.reshape(shape[0], -1, values.shape[-1]).sum(1)
+                        rows[:, some] = values.unflatten(1, (len(rows), -1)).sum(2).movedim(0, 1)
                     start += root.size
                     first_row += shape[:-1].numel()
         return result

@@ -16,7 +16,7 @@ from laplace_plus.network import Network
 
 def convolutional() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU()]
+    layers = [nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 16), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(16, 3)).double().eval()
 
 

@@ -164,7 +164,7 @@ def test_sampled_fisher_expects_the_ggn(likelihood, outputs):
     v = normal(4, len(wanted), seed=5)
     n_samples = 30
     draws = torch.stack(
-        [FisherOperator(model, likelihood, data, n_samples=n_samples, seed=seed)(v) for seed in range(30)]
+        [FisherOperator(model, likelihood, [(x, y)], n_samples=n_samples, seed=seed)(v) for seed in range(30)]
     )
     error = draws.mean(0) - v @ wanted
     standard = draws.std(0) / len(draws) ** 0.5
