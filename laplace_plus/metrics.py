@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
 
 from laplace_plus.batches import describe
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
@@ -187,11 +186,11 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
             raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
         if n_nan := int(scores.isnan().sum()):
             raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
-    scores = torch.cat([scores_in.detach(), scores_out.detach()])
-    # Scores outside [0, 1] would be taken for logits and squashed, which makes ties of large ones; ranks stay apart.
-    _, ranks = scores.unique(return_inverse=True)
-    is_out = torch.arange(len(scores), device=scores.device) >= len(scores_in)
-    return binary_auroc(ranks.double() / ranks.max().clamp(min=1), is_out.long(), validate_args=False)
+    inside, outside = torch.cat([scores_in.detach(), scores_out.detach()]).split([len(scores_in), len(scores_out)])
+    ordered = inside.sort().values
+    # Half of those below with and half of those below without ties: a tie counts one half.
+    below = torch.searchsorted(ordered, outside) + torch.searchsorted(ordered, outside, right=True)
+    return below.double().mean().float() / (2 * len(inside))
 
 
 # -- regression -------------------------------------------------------------------------------------------------------

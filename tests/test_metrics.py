@@ -1,4 +1,4 @@
-"""Scores against closed forms, direct sums, numerical integrals and torchmetrics."""
+"""Scores against closed forms, direct sums, numerical integrals and, among the peers, torchmetrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from laplace_plus import metrics
 from laplace_plus.errors import ConfigurationError, EmptyDataError, LabelError, NonFiniteError
@@ -63,18 +62,38 @@ def test_the_best_and_the_worst_predictions():
     close(metrics.expected_calibration_error(wrong, Y % 3), 1.0)
 
 
+def sum_over_bins(probabilities, targets, n_bins):
+    """The calibration error by its definition, one prediction after the other."""
+    gaps = [0.0] * n_bins
+    for p, target in zip(probabilities.tolist(), targets.tolist(), strict=True):
+        gaps[math.ceil(max(p) * n_bins) - 1] += (p.index(max(p)) == target) - max(p)
+    return sum(map(abs, gaps)) / len(targets)
+
+
 @pytest.mark.parametrize("n_bins", [1, 7, 15])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_calibration_error_is_that_of_torchmetrics_and_of_the_curve(seed, n_bins):
+def test_calibration_error_is_the_sum_over_bins_and_that_of_the_curve(seed, n_bins):
     probabilities, targets = random_predictions(seed)
     error = metrics.expected_calibration_error(probabilities, targets, n_bins)
-    close(error, multiclass_calibration_error(probabilities, targets, 4, n_bins), 1e-6)  # theirs is in float32
+    close(error, sum_over_bins(probabilities, targets, n_bins))
     curve = metrics.reliability_curve(probabilities, targets, n_bins)
     assert curve.counts.sum() == 200
     found = curve.counts > 0
     close(error, (((curve.accuracy - curve.confidence).abs() * curve.counts)[found]).sum() / 200)
     assert curve.confidence[~found].isnan().all()
     assert curve.accuracy[~found].isnan().all()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("n_bins", [1, 15])
+def test_calibration_error_and_auroc_are_those_of_torchmetrics(n_bins):
+    theirs = pytest.importorskip("torchmetrics.functional.classification")
+    probabilities, targets = random_predictions(0)
+    wanted = theirs.multiclass_calibration_error(probabilities, targets, 4, n_bins)
+    close(metrics.expected_calibration_error(probabilities, targets, n_bins), wanted, 1e-6)  # theirs is in float32
+    scores = (10 * probabilities[:, 0]).round() / 10  # with ties
+    wanted = theirs.binary_auroc(scores, targets == 0)
+    close(metrics.ood_auroc(scores[targets != 0], scores[targets == 0]), wanted, 1e-6)
 
 
 def test_bins_are_closed_on_the_right_and_full_confidence_is_in_the_last():

@@ -62,7 +62,7 @@ def test_binary_probit_is_near_the_integral():
 def test_probit_is_near_the_integral(scale, tolerance):
     mean = normal(20, 4)
     covariance = (scale * torch.eye(4, dtype=torch.float64)).expand(20, 4, 4)
-    truth = from_functional(Categorical(), mean, covariance, link="mc", n_samples=50_000, generator=generator()).mean
+    truth = from_functional(Categorical(), mean, covariance, link="mc", n_samples=12_000, generator=generator()).mean
     p = from_functional(Categorical(), mean, covariance, link="probit").mean
     assert (p - truth).abs().max() < tolerance
     torch.testing.assert_close(p.sum(-1), torch.ones(20, dtype=torch.float64))
@@ -275,7 +275,8 @@ def test_gradients_flow_to_mean_and_covariance(likelihood, link):
         return prediction.mean, prediction.variance, prediction.epistemic, prediction.samples, prediction.log_prob(y)
 
     inputs = (mean.requires_grad_(), covariance.requires_grad_())
-    assert torch.autograd.gradcheck(evaluate, inputs, rtol=1e-4, atol=1e-6)
+    fast = not isinstance(likelihood, Categorical)  # along random directions
+    assert torch.autograd.gradcheck(evaluate, inputs, rtol=1e-4, atol=1e-6, fast_mode=fast)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Gaussian(0.3)])
