@@ -268,7 +268,7 @@ class GaussianConformance(PosteriorConformance):
 
     def test_predictions_are_differentiable_in_x(self) -> None:
         posterior, _, data = self.fitted()
-        x = data[0][0][:3].clone()
+        x = data[0][0][:2].clone()
 
         def outputs(x: Tensor) -> tuple[Tensor, Tensor]:
             prediction = posterior.predictive(x, differentiable=True)

@@ -43,6 +43,13 @@ def deep(classes=3):
     return model, [(a, b) for a, b in zip(x.split(8), y.split(8), strict=True)]
 
 
+@pytest.fixture(scope="module")
+def fitted():
+    """A posterior that no test changes."""
+    model, data = deep()
+    return lp.SampledLaplace(model, "classification", n_samples=2).fit(data), data
+
+
 def dense(model, likelihood, data, **options):
     return lp.Full(model, likelihood, **options).fit(data)
 
@@ -55,7 +62,7 @@ def test_the_samples_covariance_is_the_inverse_precision(problem):
     model, data = linear() if problem == "linear" else deep()
     likelihood = lp.Gaussian(0.5) if problem == "linear" else "classification"
     options = {"prior_precision": torch.tensor([2.0] if problem == "linear" else [0.5, 3.0]), "temperature": 0.7}
-    k = 1500
+    k = 600
     posterior = lp.SampledLaplace(
         model, likelihood, n_samples=k, solver=lp.CGSolver(tolerance=1e-8), chunk_size=k, **options
     ).fit(data, generator=generator())
@@ -390,9 +397,8 @@ def test_equal_generators_give_equal_samples():
     assert not torch.allclose(samples(0), samples(1))
 
 
-def test_an_update_is_refused_by_name():
-    model, data = deep()
-    posterior = lp.SampledLaplace(model, "classification").fit(data)
+def test_an_update_is_refused_by_name(fitted):
+    posterior, data = fitted
     with pytest.raises(UnsupportedError, match="SampledLaplace cannot be updated"):
         posterior.update(data)
 
@@ -436,19 +442,16 @@ def test_other_curvatures_are_refused():
         {"tune_noise": True},
     ],
 )
-def test_bad_tuning_is_refused(options):
-    model, data = deep()
-    posterior = lp.SampledLaplace(model, "classification", n_samples=2).fit(data)
+def test_bad_tuning_is_refused(fitted, options):
     with pytest.raises(ConfigurationError):
-        posterior.fit_prior_precision(**options)
+        fitted[0].fit_prior_precision(**options)
 
 
-def test_what_is_not_finite_is_refused():
-    model, data = deep()
+def test_what_is_not_finite_is_refused(fitted):
+    posterior, data = fitted
     bad = [(torch.full_like(x, torch.nan), y) for x, y in data]
     with pytest.raises(NonFiniteError):
-        lp.SampledLaplace(model, "classification").fit(bad)
-    posterior = lp.SampledLaplace(model, "classification", n_samples=2).fit(data)
+        lp.SampledLaplace(deep()[0], "classification").fit(bad)
     with pytest.raises(UnsupportedError):
         posterior.functional_posterior(data[0][0], differentiable=True)
     with pytest.raises(ConfigurationError):

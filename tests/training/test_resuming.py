@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from functools import partial
+from shutil import copytree
 
 import pytest
 import torch
@@ -49,12 +50,20 @@ def run(path=None, *, resume=False, callback=None, task="classification", **opti
     torch.manual_seed(3)
     settings = {"epochs": 9, "frequency": 2, "hyper_steps": 5, "optimizer_options": {"lr": 1e-2}, **options}
     if task == "classification":
-        net, data, likelihood = classifier(dropout=0.3, norm=True), loader(*classes()), "classification"
+        net, data, likelihood = classifier(dropout=0.3, norm=True), loader(*classes(32)), "classification"
     else:
-        net, data, likelihood = TwoLayers(), loader(*linear_data()), lp.Gaussian(0.7)
+        net, data, likelihood = TwoLayers(), loader(*linear_data(32)), lp.Gaussian(0.7)
     return lp.train_marginal_likelihood(
         net, data, likelihood, checkpoint=path, resume=resume, callback=callback, **settings
     )
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of two epochs; not to be changed."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    run(path, epochs=2)
+    return path
 
 
 CASES = {
@@ -69,7 +78,7 @@ CASES = {
     "steps": {"scheduler": lambda optimizer: MultiStepLR(optimizer, [2, 5])},
     "plateau": {"scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, patience=1)},
     "a function": {"scheduler": lambda optimizer: LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))},
-    "batches": {"scheduler": lambda optimizer: OneCycleLR(optimizer, 0.02, 36), "schedule_by": "batch"},
+    "batches": {"scheduler": lambda optimizer: OneCycleLR(optimizer, 0.02, 18), "schedule_by": "batch"},
     "two schedules": {
         "scheduler": lambda optimizer: SequentialLR(
             optimizer, [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.9)], [3]
@@ -152,13 +161,11 @@ def test_a_run_may_be_ended_before_its_first_update(tmp_path):
     assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-5)
 
 
-def test_nothing_is_overwritten_unasked(tmp_path):
-    path = tmp_path / "run"
-    run(path, epochs=2)
-    before = (path / "posterior.json").read_bytes()
+def test_nothing_is_overwritten_unasked(begun):
+    before = (begun / "posterior.json").read_bytes()
     with pytest.raises(CheckpointError, match="resume=True"):
-        run(path, epochs=2)
-    assert (path / "posterior.json").read_bytes() == before
+        run(begun, epochs=2)
+    assert (begun / "posterior.json").read_bytes() == before
 
 
 def test_other_runs_are_refused(tmp_path):
@@ -181,9 +188,8 @@ def test_other_runs_are_refused(tmp_path):
         run(None, resume=True)
 
 
-def test_older_checkpoints_are_compared_by_what_they_hold(tmp_path):
-    path = tmp_path / "run"
-    run(path, epochs=2)
+def test_older_checkpoints_are_compared_by_what_they_hold(begun, tmp_path):
+    path = copytree(begun, tmp_path / "run")
     header, tensors = io.read(path)
     header["settings"] = {}
     io.write(path, header, tensors)
@@ -206,10 +212,9 @@ def test_older_checkpoints_are_compared_by_what_they_hold(tmp_path):
         ("scheduler", {"scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 9)}),
     ],
 )
-def test_another_argument_is_refused_by_name(tmp_path, name, options):
-    run(tmp_path / "run", epochs=2)
+def test_another_argument_is_refused_by_name(begun, name, options):
     with pytest.raises(CheckpointError, match=f"another {name}\\."):
-        run(tmp_path / "run", epochs=3, resume=True, **options)
+        run(begun, epochs=3, resume=True, **options)
 
 
 def with_data(path, inputs, targets, *, epochs=2, resume=False, shuffle=True):
@@ -230,7 +235,7 @@ def test_other_data_are_refused(tmp_path):
 
 @pytest.mark.parametrize("source", ["torch", "python"])
 def test_augmented_data_are_recognised_or_not_judged(tmp_path, source):
-    inputs, targets = classes()
+    inputs, targets = classes(32)
     own = random.Random(0)  # which training knows nothing of
 
     class Augmented:
@@ -260,9 +265,8 @@ def test_the_evidence_of_a_continued_run_is_its_posteriors(tmp_path, posterior):
     assert result.evidence == pytest.approx(result.posterior.log_marginal_likelihood().item(), rel=1e-12)
 
 
-def test_damage_is_noticed(tmp_path):
-    path = tmp_path / "run"
-    run(path, epochs=2)
+def test_damage_is_noticed(begun, tmp_path):
+    path = copytree(begun, tmp_path / "run")
     file = path / "posterior.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
