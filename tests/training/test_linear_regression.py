@@ -136,7 +136,8 @@ def test_the_prior_counts_as_much_as_the_curvature_data_say():
     x, y = linear_data(30)
     oracle = LinearOracle(x, y, TWO)
     net = TwoLayers()
-    result = train(net, [(x, y), (x, y)], "regression", structure="layerwise", curvature_loader=[(x, y)])
+    data = [(x, y), (x, y)]
+    result = train(net, data, "regression", structure="layerwise", curvature_loader=[(x, y)], epochs=150)
     precisions, level, mean, evidence = oracle.optimum()
     assert result.n_data == 30
     assert result.evidence == pytest.approx(evidence, abs=1e-5)
