@@ -420,14 +420,14 @@ def test_tensors_go_to_the_device_and_the_items_stay_as_they_were():
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(lambda shape, dtype: torch.ones(shape, dtype=dtype), shapes, dtypes)
-leaves = tensors | st.none() | st.integers() | st.text(max_size=3)
+leaves = tensors | st.none() | st.integers() | st.sampled_from(["", "a", "ab"])
 trees = st.recursive(
     leaves,
     lambda children: st.one_of(
         st.lists(children, max_size=3),
         st.lists(children, max_size=3).map(tuple),
         st.builds(Pair, children, children),
-        st.dictionaries(st.text(max_size=2), children, max_size=3),
+        st.dictionaries(st.sampled_from(["", "a", "b", "ab"]), children, max_size=3),
     ),
     max_leaves=8,
 )
@@ -445,7 +445,7 @@ def same(left, right) -> bool:
 
 
 @given(trees)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_flatten_and_rebuild(tree):
     found, rebuild = batches.flatten(tree)
     assert not any(isinstance(leaf, (list, tuple, dict)) for leaf in found)

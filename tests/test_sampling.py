@@ -246,7 +246,9 @@ def test_draws_written_in_place_are_those_of_the_factors(name, network):
 # -- sampled networks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name", ["Full", "KFAC", *(pytest.param(n, marks=pytest.mark.slow) for n in ("EKFAC", "Diagonal"))]
+)
 def test_sampled_networks_agree_where_the_network_is_linear(name):
     """There the linearised network is the network: both predictives estimate one distribution."""
     torch.manual_seed(0)
