@@ -80,6 +80,12 @@ def fitted(cls, task, **options):
     return cls(net, likelihood_of(task), **options).fit([(x[:12], y[:12]), (x[12:], y[12:])]), net, x, y
 
 
+@cache
+def once_fitted(name, task):
+    """For tests that only read the posterior."""
+    return fitted(CLASSES[name], task)[0]
+
+
 def dense_evidence(posterior, net, x, y, structure):
     """The evidence as a function of ``[log precisions…, log noise…]`` by dense linear algebra, and its dimensions."""
     model = posterior.laplace_model()
@@ -177,7 +183,7 @@ def test_evidence_is_concave_in_the_logarithms(data):
     """So no tuning can be caught in a second local optimum."""
     name = data.draw(st.sampled_from(["Full", "KFAC", "Diagonal"]))
     task = data.draw(st.sampled_from(["classification", "regression per output"]))
-    posterior = CONCAVE[name, task]
+    posterior = once_fitted(name, task)
     structure = data.draw(st.sampled_from(["scalar", "layerwise"] + (["diagonal"] if name != "KFAC" else [])))
     size = {"scalar": 1, "layerwise": 2, "diagonal": posterior.n_parameters}[structure]
     n_noise = 0 if task == "classification" else 2
@@ -192,13 +198,6 @@ def test_evidence_is_concave_in_the_logarithms(data):
 
     ends, middle = (value(a) + value(b)) / 2, value((a + b) / 2)
     assert middle >= ends - 1e-9 * (1 + abs(ends))  # rounding
-
-
-CONCAVE = {
-    (name, task): fitted(cls, task)[0]
-    for name, cls in CLASSES.items()
-    for task in ("classification", "regression per output")
-}
 
 
 @pytest.mark.parametrize("method", METHODS)

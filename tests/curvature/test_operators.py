@@ -198,6 +198,7 @@ def test_ggn_is_the_hessian_of_a_linear_model():
 @pytest.mark.parametrize("likelihood", [lp.Categorical(), lp.Gaussian(0.4)])
 def test_is_the_curvature_of_a_full_posterior(kind, likelihood):
     model, data = problem(likelihood, 3)
+    data = [whole(data)]
     posterior = lp.Full(model, likelihood, backend=lp.Native(kind=kind), prior_precision=50.0).fit(data)
     wanted = posterior.precision_matrix() - 50 * torch.eye(posterior.n_parameters)
     make: Callable[..., CurvatureOperator] = {
