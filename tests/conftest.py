@@ -6,7 +6,7 @@ import os
 
 import torch
 
-collect_ignore = ["distributed/worker.py"]  # run by processes of its own; it imports sharded models, which takes seconds
+collect_ignore = ["distributed/worker.py"]  # run in processes of its own; what it imports takes seconds
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each use every core only get in each other's way
     torch.set_num_threads(1)
