@@ -19,11 +19,6 @@ from laplace_plus.linalg.quadrature import divided_differences
 DTYPE = torch.float64
 
 
-def rotated(spectrum, seed=0):
-    """A symmetric matrix with this spectrum, and its eigenvectors as columns."""
-    return with_spectrum(spectrum, seed), basis(len(spectrum), seed)
-
-
 def dense_function(f, matrix):
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * f(values)) @ vectors.mT
@@ -77,7 +72,7 @@ class TestFunctions:
     @pytest.mark.parametrize("n", [1, 2, 7, 25])
     def test_exact_when_the_depth_covers_the_dimension(self, name, n):
         spectrum = torch.linspace(0.5, 2, n, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         v = normal(3, n, seed=1)
         f = FUNCTIONS[name]
         exact = v @ dense_function(f, matrix)
@@ -107,13 +102,13 @@ class TestFunctions:
         torch.testing.assert_close(value, exact, rtol=1e-8, atol=1e-8 * 3**depth)
 
     def test_krylov_spaces_of_different_dimensions_in_one_stack(self):
-        matrix, vectors = rotated(torch.arange(1, 9, dtype=DTYPE))
+        matrix, vectors = with_spectrum(torch.arange(1, 9, dtype=DTYPE)), basis(8)
         v = torch.stack([vectors[:, 0], vectors[:, 2] + vectors[:, 5], normal(8)])
         result = matrix_function(lambda x: x @ matrix, torch.log, v, depth=8)
         torch.testing.assert_close(result.value, v @ dense_function(torch.log, matrix), rtol=1e-9, atol=1e-9)
 
     def test_one_vector_reaches_the_operator_as_one_vector(self):
-        matrix, _ = rotated(torch.linspace(1, 3, 6, dtype=DTYPE))
+        matrix = with_spectrum(torch.linspace(1, 3, 6, dtype=DTYPE))
         v = normal(6)
         result = matrix_function(lambda x: matrix @ x, torch.sqrt, v)  # right for vectors only
         torch.testing.assert_close(result.value, v @ dense_function(torch.sqrt, matrix))
@@ -122,7 +117,7 @@ class TestFunctions:
     @pytest.mark.parametrize("function", [matrix_function, bilinear])
     def test_the_depth_grows_to_the_tolerance(self, function):
         spectrum = torch.logspace(-3, 0, 400, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         v = normal(2, 400, seed=3)
         exact = v @ dense_function(torch.log, matrix)
         exact = exact if function is matrix_function else (exact * v).sum(-1)
@@ -137,7 +132,7 @@ class TestFunctions:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_narrow_types(self, dtype):
         spectrum = torch.linspace(1, 2, 20, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         narrow = matrix.to(dtype)
         v = normal(2, 20).to(dtype)
         result = bilinear(lambda x: x @ narrow, torch.log, v)
@@ -180,7 +175,7 @@ class TestFunctionGradients:
     @pytest.mark.parametrize("function", [matrix_function, bilinear])
     def test_both_gradients_converge_to_the_dense_one(self, function):
         spectrum = torch.linspace(0.5, 3, 60, dtype=DTYPE)
-        base, _ = rotated(spectrum)
+        base = with_spectrum(spectrum)
         v0, weight = normal(2, 60, seed=7), normal(2, 60, seed=8)
 
         def gradients(evaluate):
@@ -211,7 +206,7 @@ class TestFunctionGradients:
         torch.testing.assert_close(gradient, torch.outer(v, v))
 
     def test_a_cotangent_of_zero_for_one_of_the_vectors(self):
-        matrix, _ = rotated(torch.linspace(1, 2, 6, dtype=DTYPE))
+        matrix = with_spectrum(torch.linspace(1, 2, 6, dtype=DTYPE))
         v = normal(2, 6).requires_grad_()
         value = matrix_function(lambda x: x @ matrix, torch.exp, v).value
         (gradient,) = torch.autograd.grad(value[0].sum(), v)

@@ -17,11 +17,6 @@ from laplace_plus.linalg.slq import QuadratureOptions
 DTYPE = torch.float64
 
 
-def rotated(spectrum, seed=0):
-    """A symmetric matrix with this spectrum, and its eigenvectors as columns."""
-    return with_spectrum(spectrum, seed), basis(len(spectrum), seed)
-
-
 def relative(x, y):
     return float((x - y).norm() / y.norm())
 
@@ -30,7 +25,7 @@ class TestLogDeterminants:
     @pytest.mark.parametrize("n", [1, 2, 9, 300])
     def test_exact_when_the_budget_covers_the_dimension(self, n):
         spectrum = torch.logspace(-3, 0, n, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         leaf = matrix.clone().requires_grad_()
         result = slq_logdet(lambda v: v @ leaf, n)
         assert float(result.value.detach()) == pytest.approx(float(spectrum.log().sum()), rel=1e-9)
@@ -40,7 +35,7 @@ class TestLogDeterminants:
 
     def test_a_determinant_below_one_has_a_negative_logarithm(self):
         spectrum = torch.linspace(0.1, 0.5, 500, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         exact = float(spectrum.log().sum())
         result = slq_logdet(lambda v: v @ matrix, 500, generator=generator())
         assert exact < -500
@@ -51,12 +46,12 @@ class TestLogDeterminants:
         n = 1000
         spectrum = torch.logspace(-3, 0, n, dtype=DTYPE)
         exact = float(spectrum.log().sum())
-        for seed in range(5):  # signs have no variance on a diagonal matrix, the normal distribution has
+        for seed in range(3):  # signs have no variance on a diagonal matrix, the normal distribution has
             options = {"distribution": "gaussian", "probes": 30, "depth": 30, "generator": generator(seed)}
             result = slq_logdet(lambda v: v * spectrum, n, **options)
             assert float(result.value) == pytest.approx(exact, rel=0.06)
             assert result.converged
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         result = slq_logdet(lambda v: v @ matrix, n, probes=30, depth=30, generator=generator())
         assert float(result.value) == pytest.approx(exact, rel=0.03)
         assert (result.probes, result.depth, result.matvecs) == (30, 30, 900)
@@ -64,11 +59,11 @@ class TestLogDeterminants:
     def test_unbiased_with_an_honest_standard_error(self):
         n = 60
         spectrum = torch.linspace(0.3, 4, n, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
-        results = [slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, generator=generator(s)) for s in range(150)]
+        matrix = with_spectrum(spectrum)
+        results = [slq_logdet(lambda v: v @ matrix, n, probes=4, depth=14, generator=generator(s)) for s in range(100)]
         values = torch.stack([x.value for x in results])
         spread = values.std()
-        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 150**0.5
+        assert abs(values.mean() - spectrum.log().sum()) < 4 * spread / 100**0.5
         sem = torch.stack([x.sem for x in results]).square().mean().sqrt()
         assert 0.8 < sem / spread < 1.25
 
@@ -76,7 +71,7 @@ class TestLogDeterminants:
     @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
     def test_the_gradient_times_the_operator_is_the_dimension(self, gradient, depth):
         n = 50
-        matrix, _ = rotated(torch.logspace(-2, 2, n, dtype=DTYPE))
+        matrix = with_spectrum(torch.logspace(-2, 2, n, dtype=DTYPE))
         leaf = matrix.clone().requires_grad_()
         options = {"probes": 3, "depth": depth, "generator": generator(), "gradient": gradient}
         result = slq_logdet(lambda v: v @ leaf, n, **options)
@@ -109,12 +104,12 @@ class TestLogDeterminants:
     @pytest.mark.parametrize("gradient", ["krylov", "adjoint"])
     def test_the_gradients_are_unbiased(self, gradient):
         n = 16
-        matrix, _ = rotated(torch.linspace(0.5, 2, n, dtype=DTYPE))
+        matrix = with_spectrum(torch.linspace(0.5, 2, n, dtype=DTYPE))
         leaf = matrix.clone().requires_grad_()
         exact = torch.linalg.inv(matrix.detach())
         found = []
         for seed in range(100):
-            options = {"probes": 2, "depth": 7, "generator": generator(seed), "gradient": gradient}
+            options = {"probes": 2, "depth": 5, "generator": generator(seed), "gradient": gradient}
             (new,) = torch.autograd.grad(slq_logdet(lambda v: v @ leaf, n, **options).value, leaf)
             found.append((new + new.mT) / 2)
         samples = torch.stack(found)
@@ -125,7 +120,7 @@ class TestLogDeterminants:
         n, rank = 300, 30
         spectrum = torch.ones(n, dtype=DTYPE)
         spectrum[:rank] += torch.logspace(0, 4, rank, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
 
         def gradient(dtype):
             leaf = matrix.to(dtype).requires_grad_()
@@ -141,7 +136,7 @@ class TestLogDeterminants:
         n, shift = 400, torch.tensor(1e-3, dtype=DTYPE, requires_grad=True)
         spectrum = torch.zeros(n, dtype=DTYPE)
         spectrum[:5] = torch.linspace(1, 2, 5, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         result = slq_logdet(lambda v: v @ matrix, n, shift=shift, generator=generator())
         exact = float((spectrum + 1e-3).log().sum())
         assert abs(float(result.value.detach()) - exact) < 4 * float(result.sem) < 0.02 * abs(exact)
@@ -164,7 +159,7 @@ class TestLogDeterminants:
 
     def test_determined_by_the_seed_and_close_for_every_batch(self):
         spectrum = torch.linspace(1, 2, 400, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         first, second, other = (
             slq_logdet(lambda v: v @ matrix, 400, probes=6, generator=generator(s)).value for s in (1, 1, 2)
         )
@@ -189,7 +184,7 @@ class TestLogDeterminants:
 
     def test_a_tolerance_that_costs_as_much_as_the_matrix_gives_the_exact_result(self):
         spectrum = torch.logspace(-2, 1, 200, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         result = slq_logdet(lambda v: v @ matrix, 200, probes=2, depth=20, tolerance=1e-9, generator=generator())
         assert float(result.value) == pytest.approx(float(spectrum.log().sum()), rel=1e-10)
         assert result.sem == 0 and result.converged
@@ -207,7 +202,7 @@ class TestLogDeterminants:
 def test_known_eigenpairs_are_deflated_by_the_caller(gradient):
     n = 600
     spectrum = torch.cat([torch.linspace(1, 2, 560, dtype=DTYPE), torch.logspace(1, 3, 40, dtype=DTYPE)])
-    matrix, vectors = rotated(spectrum)
+    matrix, vectors = with_spectrum(spectrum), basis(n)
     leaf, u, exact = matrix.clone().requires_grad_(), vectors[:, -40:], float(spectrum.log().sum())
 
     def deflated(v):
@@ -227,7 +222,7 @@ class TestTracesOfFunctions:
     def test_indefinite_operators(self):
         n = 500
         spectrum = torch.linspace(-1, 1, n, dtype=DTYPE)
-        matrix, _ = rotated(spectrum)
+        matrix = with_spectrum(spectrum)
         result = slq_trace(lambda v: v @ matrix, torch.exp, n, generator=generator())
         exact = float(spectrum.exp().sum())
         assert abs(float(result.value) - exact) < 4 * float(result.sem) < 0.1 * exact
