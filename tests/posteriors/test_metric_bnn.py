@@ -28,7 +28,7 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
 )
 
 SMALL = {"n_particles": 4, "n_steps": 6, "n_refinements": 3}
-LATENT = {"dimension": 4, "hidden": (16,), "epochs": 120, "learning_rate": 1e-2, "tolerance": 1.0, "plateau": 0.0}
+LATENT = {"dimension": 4, "hidden": (16,), "epochs": 60, "learning_rate": 1e-2, "tolerance": 1.0, "plateau": 0.0}
 
 
 @pytest.fixture

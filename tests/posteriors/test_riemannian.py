@@ -111,7 +111,7 @@ def test_the_surface_may_keep_the_prior_of_training():
     """Geodesics are those of a landscape with that precision; the tangent keeps its own."""
     net, data = problem()
     method = lp.ExponentialMap(training_prior_precision=0.7)
-    posterior = lp.Riemannian(net, "classification", method=method, n_samples=3).fit(data, generator=generator())
+    posterior = lp.Riemannian(net, "classification", method=method, n_samples=2).fit(data, generator=generator())
     same = posterior.samples
     posterior.prior_precision = 40.0
     posterior.draw(generator=torch.Generator().manual_seed(3))
@@ -123,7 +123,7 @@ def test_the_surface_may_keep_the_prior_of_training():
     assert posterior.report.decrement == pytest.approx(expected, rel=5 * (2 / 16) ** 0.5)
     assert (posterior.samples - posterior.mean).norm(dim=1).max() < (same - posterior.mean).norm(dim=1).min()
 
-    own = lp.Riemannian(net, "classification", n_samples=3, prior_precision=0.7).fit(data, generator=generator())
+    own = lp.Riemannian(net, "classification", n_samples=2, prior_precision=0.7).fit(data, generator=generator())
     posterior.prior_precision = 0.7
     posterior.fit(data, generator=generator())
     torch.testing.assert_close(posterior.samples, own.samples)
@@ -359,7 +359,7 @@ def test_unknown_methods_are_refused(method):
 
 def test_saved_statuses_and_lost_data(tmp_path):
     net, data = problem()
-    posterior = lp.Riemannian(net, "classification", n_samples=3).fit(data)
+    posterior = lp.Riemannian(net, "classification", n_samples=2).fit(data)
     posterior.save(tmp_path / "saved")
     loaded = lp.load(tmp_path / "saved", net)
     assert torch.equal(loaded.samples, posterior.samples)

@@ -10,7 +10,7 @@ class TestExponentialMap(PosteriorConformance):
     one_pass = False
 
     def make(self, model, likelihood, **options):
-        return lp.Riemannian(model, likelihood, n_samples=6, prior_precision=10.0, **options)
+        return lp.Riemannian(model, likelihood, n_samples=3, prior_precision=10.0, **options)
 
 
 class TestLinearizedExponentialMap(PosteriorConformance):
@@ -18,7 +18,7 @@ class TestLinearizedExponentialMap(PosteriorConformance):
 
     def make(self, model, likelihood, **options):
         method = lp.ExponentialMap(linearized=True, minibatch=12)
-        return lp.Riemannian(model, likelihood, tangent="KFAC", method=method, n_samples=6, prior_precision=10.0)
+        return lp.Riemannian(model, likelihood, tangent="KFAC", method=method, n_samples=3, prior_precision=10.0)
 
 
 class TestDiffusion(PosteriorConformance):
@@ -26,4 +26,4 @@ class TestDiffusion(PosteriorConformance):
 
     def make(self, model, likelihood, **options):
         method = lp.Diffusion(n_steps=2)
-        return lp.Riemannian(model, likelihood, tangent=lp.Diagonal, method=method, n_samples=6, **options)
+        return lp.Riemannian(model, likelihood, tangent=lp.Diagonal, method=method, n_samples=3, **options)
