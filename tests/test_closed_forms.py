@@ -225,14 +225,18 @@ def brute_force_optimum(posterior, problem):
     return -best.fun, math.exp(profile(best.x)[1]), math.exp(best.x)
 
 
+@pytest.fixture(scope="module", params=[{}, {"mean": 0.8, "outputs": 3}], ids=["plain", "mean"])
+def options_and_optimum(request):
+    problem = LinearRegression(**request.param)
+    return request.param, brute_force_optimum(problem.fit(lp.Full), problem)
+
+
 @pytest.mark.parametrize("method", ["marginal_likelihood", "mackay", "em"])
 @pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, ekfac], ids=["Full", "KFAC", "EKFAC"])
-@pytest.mark.parametrize("options", [{}, {"mean": 0.8, "outputs": 3}], ids=["plain", "mean"])
-def test_every_method_finds_the_optimum(method, cls, options):
+def test_every_method_finds_the_optimum(method, cls, options_and_optimum):
     """The weights stay where they are, so all methods climb the same evidence."""
-    problem = LinearRegression(**options)
-    posterior = problem.fit(cls)
-    value, precision, noise = brute_force_optimum(posterior, problem)
+    options, (value, precision, noise) = options_and_optimum
+    posterior = LinearRegression(**options).fit(cls)
     before = posterior.mean.clone()
     posterior.fit_prior_precision(method)
     assert posterior.tuning.converged
