@@ -33,13 +33,15 @@ def worker() -> ModuleType:
     return module
 
 
-def test_every_check_passes_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_wrappers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_check_passes_on_two_ranks(in_wrappers: bool, tmp_path: Path) -> None:
     """This process is rank 0, another one is rank 1."""
     here = worker()
-    command = [sys.executable, str(HERE / "worker.py"), "1", "2", str(tmp_path)]
+    names = [name for name in here.CHECKS if (name in here.WRAPPED) == in_wrappers]
+    command = [sys.executable, str(HERE / "worker.py"), "1", "2", str(tmp_path), *names]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as other:
         try:
-            here.take_part(0, 2, tmp_path)
+            here.take_part(0, 2, tmp_path, names)
             said = other.communicate(timeout=120)[1]
         finally:
             other.kill()
@@ -47,7 +49,7 @@ def test_every_check_passes_on_two_ranks(tmp_path: Path) -> None:
         outcomes = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
         failed = "\n".join(f"rank {rank}, {name}:\n{text}" for name, text in outcomes if text)
         assert not failed, failed
-        assert [name for name, _ in outcomes] == list(here.CHECKS), f"a rank ended early: {said}"
+        assert [name for name, _ in outcomes] == names, f"a rank ended early: {said}"
 
 
 @pytest.mark.slow

@@ -21,9 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import laplace_plus as lp
@@ -32,12 +29,22 @@ from laplace_plus.distributed import Group, Ranks, broadcast_, sum_
 
 Batches = list[tuple[Tensor, Tensor]]
 
-CHECKS: dict[str, Callable[[int, Path], None]] = {}
+Check = Callable[[int, Path], None]
+
+CHECKS: dict[str, Check] = {}
+
+WRAPPED: list[str] = []
+"""Checks of torch's parallel wrappers, whose import and set-up take longer than all other checks."""
 
 
-def check(function: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
+def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
+
+
+def wrapped(function: Check) -> Check:
+    WRAPPED.append(function.__name__)
+    return check(function)
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------
@@ -254,7 +261,7 @@ def low_rank(rank: int, folder: Path) -> None:
         assert ours.n_data == 14
 
 
-@check
+@wrapped
 def data_parallel(rank: int, folder: Path) -> None:
     inner = network()
     wrapped = DistributedDataParallel(inner)
@@ -263,8 +270,10 @@ def data_parallel(rank: int, folder: Path) -> None:
     assert ours.parameter_names == ("7.weight", "7.bias")
 
 
-@check
+@wrapped
 def fully_sharded(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         plain, sharded = network(), network()
         for layer in (0, 4):
@@ -294,8 +303,11 @@ def fully_sharded(rank: int, folder: Path) -> None:
         dist.barrier()
 
 
-@check
+@wrapped
 def tensor_parallel(rank: int, folder: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     split = copy.deepcopy(plain)
@@ -305,8 +317,10 @@ def tensor_parallel(rank: int, folder: Path) -> None:
     assert_same(ours, KINDS["kfac"](plain).fit(whole(), distributed=False))
 
 
-@check
+@wrapped
 def the_first_fsdp_is_refused(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
     assert "fully_shard" in raised(errors.UnsupportedError, lambda: lp.KFAC(old, "classification"))
 
@@ -442,8 +456,10 @@ def ranks_that_go_different_ways(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@check
+@wrapped
 def copies(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
     sharded = network()
     fully_shard(sharded)
     ours = KINDS["kfac"](sharded).fit(shard(rank, 9))
@@ -531,8 +547,8 @@ def execution_order_tells_the_last_layer(rank: int, folder: Path) -> None:
         assert_same(ours, make(net, "classification", parameters="last_layer").fit(whole(), distributed=False))
 
 
-def take_part(rank: int, size: int, folder: Path, names: Sequence[str] = ()) -> None:
-    """Run some checks, or all of them, up to the first that fails on this rank."""
+def take_part(rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
+    """Run some checks up to the first that fails on this rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     method = f"file://{folder / 'meeting'}"
@@ -540,7 +556,7 @@ def take_part(rank: int, size: int, folder: Path, names: Sequence[str] = ()) -> 
     try:
         with warnings.catch_warnings(), (folder / f"{rank}.jsonl").open("w", buffering=1) as file:
             warnings.simplefilter("error")
-            for name in names or CHECKS:
+            for name in names:
                 try:
                     CHECKS[name](rank, folder)
                     outcome = ""
@@ -555,4 +571,4 @@ def take_part(rank: int, size: int, folder: Path, names: Sequence[str] = ()) -> 
 
 
 if __name__ == "__main__":
-    take_part(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    take_part(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] or list(CHECKS))

@@ -15,7 +15,7 @@ TYPICAL = {
 """Between them they have every kind of layer and of use; the others are left to the slow checks."""
 
 PECULIAR = {
-    "gpt2", "volumes", "generator", "attention", "functional", "held_twice", "two_names", "declared_out_of_order",
+    "volumes", "generator", "attention", "functional", "held_twice", "two_names", "declared_out_of_order",
     "deep_set", "latent", "compiled_part",
 }  # fmt: skip
 """Those with something of their own that only a comparison of numbers tells."""
