@@ -14,6 +14,7 @@ caller's own objects never change.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import DataError, EmptyDataError, OutputError
+from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputError
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """The keys under which a mapping may hold its target; the first that is present is taken."""
+
+_ENOUGH_REPEATED = 8
+"""Targets that repeat their own tokens until data are refused; a masked language model's do so with odds of 1 to 9."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +100,7 @@ def iterate(
         EmptyDataError: No batch holds an example.
         DataError: ``data`` is not an iterable of batches (a bare batch, a dataset of single examples, ...), a batch is
             of no known form, or its structure differs from the first one's.
+        LabelError: Labels of a mapping repeat its ``"input_ids"``, as a transformers model's own loss would take them.
     """
     is_dataset = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
     is_batch = isinstance(data, (Tensor, Mapping)) or (
@@ -112,6 +117,7 @@ def iterate(
     if progress:
         data = progress_bar(data, enabled=True, description=description)
     first: Any = None
+    repeated = 0.0
     for index, item in enumerate(data):
         batch = split(item)
         inputs, target = batch.inputs, batch.target
@@ -133,10 +139,42 @@ def iterate(
                 got=structure.replace("torch.", ""),
                 fix="let the loader yield the same number, names and dtypes of inputs every time",
             )
+        if repeated >= 0 and isinstance(inputs, Mapping) and "input_ids" in inputs:
+            repeated += _repeated_tokens(inputs, target)
+            if repeated >= _ENOUGH_REPEATED:
+                raise _not_shifted(target)
         yield Batch(to_device(inputs, device), to_device(target, device))
+    if repeated > 0:
+        raise _not_shifted(target)
     if first is None:
         fix = "check the dataset and its sampler; an iterator or generator can be run over only once"
         raise EmptyDataError("The loader yielded no data.", expected="at least one example", got="none", fix=fix)
+
+
+def _repeated_tokens(inputs: Mapping[Any, Any], target: Tensor) -> float:
+    """How many targets repeat the token at their position and not the next one; −∞ if any differs from its own token.
+
+    Negative targets are ignored. Of a decoder with inputs of its own, targets may be what the encoder reads.
+    """
+    tokens = inputs["input_ids"]
+    is_text = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.shape == target.shape  # noqa: PLR2004
+    if not is_text or target.is_floating_point() or "decoder_input_ids" in inputs:
+        return -math.inf
+    kept, tokens = target >= 0, tokens.to(target.device)
+    if bool((kept & (target != tokens)).any()):
+        return -math.inf
+    return float((kept[:, :-1] & (target[:, :-1] != tokens[:, 1:])).sum())
+
+
+def _not_shifted(target: Tensor) -> LabelError:
+    return LabelError(
+        "The labels repeat 'input_ids', so that the network would be judged by how well it copies each token.",
+        expected="the target of the output at each position: for a causal language model, the next token",
+        got=f"{describe(target)} equal to 'input_ids' wherever they are not ignored. A transformers model shifts such "
+        "labels in the loss that it computes itself, which is not used here",
+        fix="Let the loader yield labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1). Where "
+        "copying is the task, yield (input_ids, labels)",
+    )
 
 
 # -- from a batch to the network --------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Network:
         self._seen: tuple[Any, ...] | None = None
 
     def select_last_layer(self, layer: str | None) -> None:
-        """Select the parameters; execution order may have shown which layer is last (None: the last one defined)."""
+        """Select the parameters; a batch may have shown which layer is last (None: the last one defined)."""
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))

@@ -1,8 +1,8 @@
 """Selection of the parameters that a posterior covers.
 
-A selection is given as ``"all"`` (everything that requires gradients), ``"last_layer"``, parameter or module names and
-globs, a predicate, or a mask. :func:`select` turns each into an ordered list of parameters, some with an element-wise
-mask.
+A selection is given as ``"all"`` (everything that requires gradients), ``"last_layer"`` (on the path to the outputs),
+parameter or module names and globs, a predicate, or a mask. :func:`select` turns each into an ordered list of
+parameters, some with an element-wise mask.
 """
 
 from __future__ import annotations
@@ -67,6 +67,14 @@ def layer_of(parameter_name: str) -> str:
     return (parametrized["layer"] or "") if parametrized else parameter_name.rpartition(".")[0]
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The further names of each parameter that has any, by its name in ``model.named_parameters()``."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
 def last_layer_of(model: nn.Module) -> str:
     """Name of the last layer, in order of definition, that has parameters.
 
@@ -88,7 +96,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
             below the module) and shell-style globs over either. A mask is a bool tensor over all parameter entries in
             ``model.parameters()`` order, or a mapping from parameter names to bool tensors of their shapes. Names
             without a match are also tried without the prefixes of compiled and data-parallel wrappers.
-        last_layer: Name of the last layer (see :func:`layer_of`) in execution order; by default the last one defined.
+        last_layer: Name of the last layer (see :func:`layer_of`), once that is known; by default the last one defined.
 
     Returns:
         The selected parameters in ``model.named_parameters()`` order.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -28,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
+from laplace_plus.curvature.last_layer import last_layer, reached
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
-from laplace_plus.selection import layer_of
 
 # glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
 # Freeing one untouched block of that size makes it keep the memory of one batch's gradients for the next batch. Without
@@ -72,7 +71,8 @@ class _Recorder(TorchFunctionMode):
 
     ``rows`` says by a tensor's id what it is of which parameter. As ids are only unique among living tensors, ``alive``
     holds on to them. Parameters are ``switched_off`` that are used detached, or while gradients were switched off.
-    ``latest`` is the output of the latest recorded call, for an identity test.
+    ``latest`` is the output of the latest recorded call, for an identity test; ``uses`` are the names of all parameters
+    in the order of their use.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
@@ -89,7 +89,7 @@ class _Recorder(TorchFunctionMode):
         self.uncovered: set[str] = set()
         self.switched_off: set[str] = set()
         self.may_be_cut_off = self.packed = False
-        self.last_used: str | None = None
+        self.uses: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,7 +112,7 @@ class _Recorder(TorchFunctionMode):
             if call is not None and not set(map(_NAME, call.rows)).issuperset(map(_NAME, used)):
                 call = None
         if call is not None:
-            self.last_used = used[-1].name
+            self.uses += map(_NAME, used)
             if call.weight is not None and call.weight.name not in self.wanted:
                 call.weight = None
             if call.bias is not None and call.bias.name not in self.wanted:
@@ -123,7 +123,7 @@ class _Recorder(TorchFunctionMode):
             output = self._record(call, output) if call.rows else output
         elif used:
             self._note_other_use(func, used, output)
-        elif func in _DETACHING and self.last_used is not None:
+        elif func in _DETACHING and self.uses:
             self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
         elif func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
             # The derivative depends on the weights of all calls so far, past the outputs of these calls.
@@ -175,7 +175,7 @@ class _Recorder(TorchFunctionMode):
                 self.alive.append(rows)
                 start += rows.shape[0]
         elif _tensors(output):  # queries such as .shape return none
-            self.last_used = used[-1].name
+            self.uses += map(_NAME, used)
             names = self.wanted.intersection(map(_NAME, used))
             if func in _DETACHING or not torch.is_grad_enabled():
                 self.switched_off |= names
@@ -226,7 +226,8 @@ class Capture:
         unused: Selected parameters that the forward pass did not use, or whose use no gradient reaches.
         pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
             backward pass is needed and positions do not depend on each other.
-        last_used: Name of the last parameter used; None where uses are hidden (scripted modules) and it is not known.
+        last_used: Name of the last parameter used, except for those known to have no influence on the outputs; None
+            where uses are hidden (scripted modules) and it is not known.
         n_bytes, cotangent_bytes: About the memory of the forward pass, and of one cotangent's backward pass.
 
     Raises:
@@ -234,13 +235,22 @@ class Capture:
             none reaches some of them, there is a warning.
     """
 
-    def __init__(self, network: Network, inputs: Any, *, differentiable: bool = False):
-        parameters, wanted = network.parameters, frozenset(network.parameter_names)
-        recorder = _Recorder(parameters, wanted, differentiable)
-        with torch.enable_grad():
-            with recorder:
-                raw = batches.output_tensor(network.raw(inputs, parameters))
-            arranged = network.arrange(raw)
+    def __init__(
+        self, network: Network, inputs: Any, *, differentiable: bool = False, settles_last_layer: bool = False
+    ):
+        while True:
+            parameters, wanted = network.parameters, frozenset(network.parameter_names)
+            recorder = _Recorder(parameters, wanted, differentiable)
+            with torch.enable_grad():
+                with recorder:
+                    raw = batches.output_tensor(network.raw(inputs, parameters))
+                arranged = network.arrange(raw)
+            layer = network.layers[0]
+            if settles_last_layer:
+                layer = last_layer(network, inputs, recorder.uses, recorder.calls, raw)
+            if layer in network.layers:
+                break
+            network.select_last_layer(layer)
         self.inputs, self.differentiable, self.n_bytes = inputs, differentiable, recorder.n_bytes
         touched, hidden = recorder.covered | recorder.uncovered, frozenset[str]()
         if recorder.may_be_cut_off or len(touched) < len(wanted):
@@ -248,7 +258,10 @@ class Capture:
         # A parameter that some call uses in an unknown way takes the general path altogether.
         uncovered = hidden | recorder.uncovered
         self.unused = wanted - touched - hidden
-        self.last_used = None if hidden else recorder.last_used
+        self.last_used: str | None = None
+        for name in () if hidden else recorder.uses:
+            if network.reached.get(name) is not False:
+                self.last_used = name
         self.calls: list[Call] = []
         self.cotangent_bytes = 0
         for call in recorder.calls:
@@ -324,18 +337,11 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
     unseen = wanted - touched
     new = (wanted if recorder.may_be_cut_off else unseen) - known.keys()
     if new:
-        leaves = {name: network.parameters[name].clone().requires_grad_() for name in new}
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the passes that count give the same warnings
-            outputs = network(inputs, leaves)
-            found: Sequence[Tensor | None] = [None] * len(new)
-            if outputs.requires_grad:
-                found = torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
-        reached = {name: gradient is not None for name, gradient in zip(leaves, found, strict=True)}
+        answers = reached(network, inputs, new)
         used = (touched | recorder.switched_off) & new
-        lost = [repr(name) for name in network.parameter_names if name in used and not reached[name]]
+        lost = [repr(name) for name in network.parameter_names if name in used and not answers[name]]
         listed = ", ".join(lost[:4]) + (" …" if len(lost) > 4 else "")
-        if recorder.may_be_cut_off and lost and not any((*reached.values(), *known.values())):
+        if recorder.may_be_cut_off and lost and not any((*answers.values(), *known.values())):
             raise UnsupportedError(
                 "No gradient of the outputs reaches the selected parameters.",
                 expected="a forward pass that can be differentiated in evaluation mode",
@@ -349,7 +355,7 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
                 "detaches tensors. These parameters keep the prior.",
                 stacklevel=3,
             )
-        known.update(reached)
+        known.update(answers)
     return frozenset(name for name in unseen if known[name])
 
 
@@ -362,16 +368,12 @@ def _feature_axis(network: Network, raw: Tensor) -> int:
 
 
 def capture_batch(network: Network, batch: Batch) -> Capture:
-    """Capture a batch, correcting which layer is the last one if execution order says so.
+    """Capture a batch, correcting which layer is the last one on the path to the outputs.
 
     The network remembers the memory of one example and one cotangent.
     """
-    capture = Capture(network, batch.inputs)
-    if isinstance(network.selection, str) and network.selection == "last_layer" and capture.last_used is not None:
-        actual = layer_of(capture.last_used)
-        if actual not in network.layers:
-            network.select_last_layer(actual)
-            capture = Capture(network, batch.inputs)
+    is_last = isinstance(network.selection, str) and network.selection == "last_layer"
+    capture = Capture(network, batch.inputs, settles_last_layer=is_last)
     if not capture.pointwise:
         each = -(-(capture.n_bytes + capture.cotangent_bytes) // max(1, capture.output_shape[0]))
         network.bytes_per_example = max(each, network.bytes_per_example or 0)

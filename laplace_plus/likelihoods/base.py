@@ -14,6 +14,8 @@ differentiation and Monte Carlo.
 
 from __future__ import annotations
 
+import math
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
@@ -24,6 +26,9 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from laplace_plus.errors import ConfigurationError, LabelError, NonFiniteError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.sampling import global_randomness
+
+_STRONG_EVIDENCE = 5.0
+"""Nats, odds of 150 to 1, by which outputs fit better as probabilities before a warning says so."""
 
 
 def widen(values: Tensor) -> Tensor:
@@ -260,6 +265,10 @@ class Likelihood(ABC):
         log_density = checked_log_density(self, flat, targets).double()
         return log_density.where(weight > 0, 0.0).sum().reshape(1)
 
+    def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
+        """Nats by which a batch's outputs fit better as probabilities than as logits; −∞ if they cannot be any."""
+        return -math.inf
+
     def log_likelihood(self, statistics: Tensor, noise_std: float | Tensor | None = None) -> Tensor:
         """The log-likelihood of the data with these statistics: 0-d ``float64`` in nats, constants included.
 
@@ -337,6 +346,24 @@ class Likelihood(ABC):
         if self.config_name and is_dataclass(self):
             return {"name": self.config_name, **asdict(self)}
         return {"name": "custom", "class": f"{type(self).__module__}.{type(self).__qualname__}"}
+
+
+def doubt_logits(likelihood: Likelihood, evidence: float) -> None:
+    """Refuse, or warn of, a network that seems to return probabilities where the likelihood takes logits.
+
+    ``evidence`` is the sum of :meth:`Likelihood.evidence_for_probabilities` over all data.
+    """
+    rows = ", in rows that sum to one" if evidence == math.inf else f", {evidence:.0f} nats better as probabilities"
+    found = OutputError(
+        f"The network returns probabilities, and {type(likelihood).__name__} takes logits.",
+        expected="what goes into the softmax or sigmoid, or its logarithm: any real numbers",
+        got=f"outputs between 0 and 1 for all of the data{rows}",
+        fix="Take the last softmax or sigmoid out of the network; torch.log_softmax is fine as its last operation.",
+    )
+    if evidence == math.inf:
+        raise found
+    if evidence > _STRONG_EVIDENCE:
+        warnings.warn(str(found), stacklevel=7)
 
 
 def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:

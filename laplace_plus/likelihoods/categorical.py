@@ -92,6 +92,11 @@ class Categorical(Likelihood):
         kept = labels != self.ignore_index
         return flat, torch.where(kept, labels, torch.zeros_like(labels)), kept.to(flat.dtype)
 
+    def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
+        """∞ where no entry is negative and every row sums to one, up to rounding."""
+        error = (widen(outputs).sum(-1) - 1).abs().max()
+        return math.inf if outputs.min() >= 0 and error <= torch.finfo(outputs.dtype).eps ** 0.5 else -math.inf
+
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log softmax(f)_y``, ``[N]``."""
         return widen(outputs).log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Distribution, NegativeBinomial
 from torch.distributions import Poisson as PoissonDistribution
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy, logsigmoid
 
 from laplace_plus.errors import LabelError
 from laplace_plus.likelihoods.base import (
@@ -147,6 +147,19 @@ class Bernoulli(Elementwise):
         """``Σ_c log sigmoid(±f_c)``, ``[N]``; unlike a cross-entropy without cancellation where p is close to y."""
         outputs = widen(outputs)
         return logsigmoid((2 * targets.to(outputs.dtype) - 1) * outputs).sum(-1)
+
+    def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
+        """The log-likelihood of outputs in [0, 1] as probabilities, less that as logits, or as the best constant.
+
+        Logits of a trained network may all lie in [0, 1] where one class is a little more frequent. As probabilities
+        they then fit worse than a constant, while those of a trained network fit better.
+        """
+        flat, targets, _ = self.rows(outputs, targets)
+        if flat.min() < 0 or flat.max() > 1:
+            return -math.inf
+        constant = binary_cross_entropy(targets.mean().expand_as(flat), targets, reduction="sum")
+        loss = torch.minimum(constant, -self.log_density(flat, targets).sum())
+        return float(loss - binary_cross_entropy(flat, targets, reduction="sum"))
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``sigmoid(f) - y``, ``[N, C]``."""

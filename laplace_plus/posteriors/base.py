@@ -56,8 +56,8 @@ class Posterior(Stored, ABC):
         model: The trained ``nn.Module``.
         likelihood: ``"classification"``, ``"regression"``, ``"binary"``, a :class:`~laplace_plus.Likelihood`, or a
             callable ``(outputs, targets) -> log densities``.
-        parameters: ``"all"`` (everything that requires gradients), ``"last_layer"``, parameter or module names or
-            globs, a predicate ``(name, parameter) -> bool``, or a mask.
+        parameters: ``"all"`` (everything that requires gradients), ``"last_layer"`` (on the path to the outputs),
+            parameter or module names or globs, a predicate ``(name, parameter) -> bool``, or a mask.
         prior_precision: Inverse prior variance: a scalar, one for each layer, or one for each entry.
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.
@@ -180,9 +180,10 @@ class Posterior(Stored, ABC):
             DistributedError: Another rank failed, or disagrees on the network or on settings.
             EmptyDataError: No data came.
             DataError: A batch of a form that cannot be used.
-            LabelError: Targets that do not fit the likelihood.
-            OutputError: Network outputs that do not fit it.
+            LabelError: Targets that do not fit the likelihood, or that repeat ``"input_ids"`` unshifted.
+            OutputError: Network outputs that do not fit it, such as probabilities in place of logits.
             NonFiniteError: NaN or Inf in parameters or outputs.
+            SelectionError: The selected parameters have no influence on the likelihood of the data.
             UnsupportedError: A curvature that the backend cannot compute.
         """
         is_alone = distributed is None and not (dist.is_available() and dist.is_initialized())

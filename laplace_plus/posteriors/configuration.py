@@ -15,7 +15,7 @@ from laplace_plus import io
 from laplace_plus._memory import parse_bytes
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
-from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError
+from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError, SelectionError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
@@ -346,6 +346,17 @@ class Configured:
                     fix="Call fit() again after training, or give the posterior a copy of the model.",
                 ) from error
             self._weights = self.network.state()
+
+    def zero_curvature(self) -> SelectionError:
+        """The error where the data say nothing at all about the selected parameters."""
+        names = self.parameter_names
+        return SelectionError(
+            f"The curvature of all selected parameters is zero: {', '.join(names[:4])}{' …' * (len(names) > 4)}.",
+            expected="parameters that the outputs depend on, and some target that is not ignored",
+            got=f"{len(names)} parameters without influence on the likelihood of the data",
+            fix="Select parameters on the path to the outputs. If these are, look for ignored targets, units that are "
+            "never active, detached or rounded outputs, and logits so large that every probability is exactly 0 or 1.",
+        )
 
     def remember_weights(self) -> None:
         """Note the network's present weights as those of the fit."""

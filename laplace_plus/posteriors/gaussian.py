@@ -17,6 +17,7 @@ from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_counts
+from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
@@ -30,6 +31,7 @@ from laplace_plus.posteriors.sums import (
 )
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, output_indices
+from laplace_plus.selection import tied_names
 from laplace_plus.structured import Factor
 from laplace_plus.structured.sampling import add_draws_
 
@@ -73,9 +75,12 @@ class GaussianPosterior(Posterior):
             sums = replace(sums, curvature=sums.curvature.corrected(weights))
         if corrected:
             self._correct(data, sums.curvature, seen, progress=progress, generator=generator)
+        may_be_zero = True
         for layout, block in sums.curvature.blocks:
+            totals = []
             for part in block.parts():
-                if math.isfinite(float(part.sum())):  # NaNs and infinities reach the sum
+                totals.append(float(part.sum()))
+                if math.isfinite(totals[-1]):  # NaNs and infinities reach the sum
                     continue
                 raise NonFiniteError(
                     f"The curvature of {', '.join(layout.names)} is not finite.",
@@ -83,8 +88,11 @@ class GaussianPosterior(Posterior):
                     got="NaN or Inf",
                     fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
                 )
+            may_be_zero = may_be_zero and 0 in totals
         if self.group is not None:
             diagonalise_over_ranks(self.group, sums.curvature, self._component_weights())
+        if may_be_zero and all(block.is_zero() for _, block in sums.curvature):
+            raise self.zero_curvature()
         self.adopt(sums, self.network.vector())
 
     def _total(
@@ -101,6 +109,7 @@ class GaussianPosterior(Posterior):
         ``accumulate`` takes the place of the backend's.
         """
         sums: FitSums | None = None
+        doubt = 0.0
         accumulate = self.backend.accumulate if accumulate is None else accumulate
         for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
             total = None if sums is None else sums.curvature
@@ -108,6 +117,8 @@ class GaussianPosterior(Posterior):
                 total, self.network, self.likelihood, batch, self.structure, generator=generator
             )
             statistics = self.likelihood.statistics(outputs, batch.target).cpu()
+            in_range = doubt > -math.inf and outputs.min() >= 0 and outputs.max() <= 1
+            doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target) if in_range else -math.inf
             n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
             if sums is not None:
                 if sums.n_outputs != n_outputs:
@@ -119,6 +130,8 @@ class GaussianPosterior(Posterior):
                     )
                 statistics, n_data = sums.statistics + statistics, sums.n_data + n_data
             sums = FitSums(curvature, statistics, n_data, n_outputs)
+        if doubt > 0:
+            doubt_logits(self.likelihood, doubt)
         seen = 0 if sums is None else sums.n_data
         if self.group is not None:
             return sum_over_ranks(self.group, sums, self.network, None if before is None else before.curvature), seen
@@ -421,9 +434,12 @@ class GaussianPosterior(Posterior):
         for layout, block in curvature:
             groups = f"{layout.shape[0]} × " if layout.shape[0] > 1 else ""
             text = f"{block.kind}, {groups}{layout.shape[1]} × {layout.shape[2]} ({layout.rule})"
+            text += ", zero: keeps the prior" if block.is_zero() else ""
             for name in layout.names:
                 if text not in treatment.setdefault(name, []):
                     treatment[name].append(text)
+        for name, others in tied_names(self.network.model).items():
+            treatment.get(name, []).append(f"tied to {', '.join(others)}")
         rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
         title = f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature"
         return Summary(title, tuple(rows), self.describe_groups())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from laplace_plus import io
 from laplace_plus.batches import DataSums
 from laplace_plus.distributed import Distributed
 from laplace_plus.errors import CheckpointError
+from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.training_data import require_restartable
@@ -136,12 +138,16 @@ def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
 
 def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:
     """Number of examples, number of outputs, and sums that differ for other data or another order."""
-    sums, n_outputs = DataSums(posterior.network.device), 0
+    sums, n_outputs, doubt = DataSums(posterior.network.device), 0, 0.0
     for batch in posterior.batches(data):
         outputs = posterior.network.forward(batch.inputs)
         posterior.likelihood.validate(outputs, batch.target)
+        if doubt > -math.inf:
+            doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)
         sums.add(batch, len(outputs))
         n_outputs = outputs.shape[-1]
+    if doubt > 0:
+        doubt_logits(posterior.likelihood, doubt)
     return sums.count, n_outputs, [f"{value:.6e}" for value in sums.values()]
 
 

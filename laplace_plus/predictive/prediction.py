@@ -125,7 +125,7 @@ class Prediction:
 
     @cached_property
     def variance(self) -> Tensor:
-        """``Var[y]``, ``[B, *, C]``: epistemic plus aleatoric; for classes ``p (1 - p)``."""
+        """``Var[y]``, ``[B, *, C]``: epistemic plus aleatoric; for classes ``p (1 - p)``, whatever the posterior."""
         return self.epistemic + self.aleatoric if self.marginal is None else self.marginal.variance
 
     @property

@@ -176,6 +176,10 @@ class Block(ABC):
         """The tensors that hold the block as it is now, whatever their form."""
         return list(self.tensors().values())
 
+    def is_zero(self) -> bool:
+        """Whether ``H(w)`` is zero, whatever the weights."""
+        return not any(bool(part.any()) for part in self.parts())
+
     def changed(self) -> None:  # noqa: B027  -- most blocks keep nothing
         """Forget what was computed from the sums, after something was added to them."""
 

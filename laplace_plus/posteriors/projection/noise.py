@@ -212,6 +212,8 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
 
     def _take_noise(self, noise: ProjectedNoise, mean: Tensor, start: FitStart) -> None:
         """Make the results of a fit the posterior's own."""
+        if not float(noise.report.rank.value) > 0:
+            raise self.zero_curvature()
         self._noise, self._vector, self._ad_modes = noise, mean, ADModes()
         self.n_data, self.n_outputs = start.n_data, start.n_outputs
 

@@ -21,6 +21,7 @@ depend on the prior, and serve for any other one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.curvature import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.likelihoods import Likelihood
+from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network, exact_arithmetic
 
@@ -67,15 +69,20 @@ class TangentCurvature(GGNOperator):
 
     n_batches = 0
     n_classes = 0
+    _doubt = 0.0
 
     def __init__(self, network: Network, likelihood: Likelihood, data: Iterable[Any], *, chunk_size: int = CHUNK_SIZE):
         noise = likelihood.noise_std
         unit = likelihood if noise is None else likelihood.with_noise(torch.ones_like(noise))
         super().__init__(network, unit, data, chunk_size=chunk_size)
+        if self._doubt > 0:
+            doubt_logits(likelihood, self._doubt)
 
     @override
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
         super()._look_at(batch, outputs, n_seen)
+        if self._doubt > -math.inf:
+            self._doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target)
         self.n_batches += 1
         self.n_classes = outputs.shape[-1]
 

@@ -138,6 +138,8 @@ class SampledLaplace(SampleBased, ResumableFit):
         self.prior()  # refuses a prior of another shape: the selection is final by now
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)
         draws = self._drawn(problem, checkpoint, generator)
+        if not bool(draws.data.any()):
+            raise self.zero_curvature()
         vector = self.network.vector()
         solved = self._solve(problem, draws, None, checkpoint, progress=progress)
         self._draws, self._problem, self._vector, self._tangent_mean = draws, problem, vector, None
