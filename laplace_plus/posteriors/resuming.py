@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -142,8 +141,7 @@ def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[st
     for batch in posterior.batches(data):
         outputs = posterior.network.forward(batch.inputs)
         posterior.likelihood.validate(outputs, batch.target)
-        if doubt > -math.inf:
-            doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)
+        doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)
         sums.add(batch, len(outputs))
         n_outputs = outputs.shape[-1]
     if doubt > 0:

@@ -20,8 +20,6 @@ depend on the prior, and serve for any other one.
 """
 
 from __future__ import annotations
-
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -81,8 +79,7 @@ class TangentCurvature(GGNOperator):
     @override
     def _look_at(self, batch: Batch, outputs: Tensor, n_seen: int) -> None:
         super()._look_at(batch, outputs, n_seen)
-        if self._doubt > -math.inf:
-            self._doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target)
+        self._doubt += self.likelihood.evidence_for_probabilities(outputs, batch.target)
         self.n_batches += 1
         self.n_classes = outputs.shape[-1]
 
