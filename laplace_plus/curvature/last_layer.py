@@ -19,7 +19,7 @@ from laplace_plus.network import Network
 from laplace_plus.selection import layer_of
 
 _ASKED = ((0, 8), (8, 32), (32, None))
-"""Which parameters autograd is asked about together, counted from the end: an auxiliary head usually has fewer than 8."""
+"""Which parameters autograd is asked about together, counted from the end. An auxiliary head often has fewer than 8."""
 
 
 def reached(network: Network, inputs: Any, names: Collection[str]) -> dict[str, bool]:

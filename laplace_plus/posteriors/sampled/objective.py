@@ -20,6 +20,7 @@ depend on the prior, and serve for any other one.
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
