@@ -96,7 +96,7 @@ class Validation:
         factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], temperature)
         link = self.link or likelihood.links[0]
         # The probit link only looks at variances, and with many outputs covariances cost many times as much.
-        outputs: Outputs = "diagonal" if model.n_outputs > MANY_OUTPUTS and link == "probit" else None
+        outputs: Outputs = "diagonal" if model.n_outputs > MANY_OUTPUTS and link in ("gumbel", "probit") else None
         # A loss of the user's own may look at samples, whatever the link.
         draws, loss = link == "mc" or self.loss is not None, self.loss or _negative_log_density
         totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0

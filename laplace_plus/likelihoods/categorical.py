@@ -2,6 +2,11 @@
 
 Links from a Gaussian over the logits to class probabilities:
 
+* ``"gumbel"``: ``E[softmax(f)_k]`` is the probability that ``f_k`` plus standard Gumbel noise is the largest of all
+  (Gumbel, 1954). Softmax depends on differences of logits alone, so the covariance is replaced by independent variances
+  whose sums match the variances of those differences: :func:`independent_variances`. One integral over a line is left,
+  ``p_k = ∫ F_k'(t) ∏_{j≠k} F_j(t) dt``, with F the distribution functions of Gaussian plus Gumbel. Exact for
+  independent logits, for two classes, and for what all logits share.
 * ``"probit"``: ``softmax(m / √(1 + π/8 diag V))``, the multi-class form of MacKay's (1992, "The evidence framework
   applied to classification networks") approximation; see Gibbs (1997, PhD thesis) and Lu, Ie & Sha (2020,
   arXiv:2006.07584).
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
+from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods.base import (
     Likelihood,
@@ -38,6 +44,23 @@ from laplace_plus.likelihoods.base import (
 from laplace_plus.likelihoods.elementwise import refuse_targets
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.likelihoods.sampling import draw_by
+
+_REACH = 5.5
+"""How many deviations of a logit the integrals of the link ``"gumbel"`` reach."""
+
+
+def _nodes(count: int) -> Tensor:
+    """For equidistant τ from 0 to 1: ``τ``, ``τ⁵`` and the trapezoidal rule's weights for either, ``[4, n]``."""
+    tau = torch.linspace(0, 1, count, dtype=torch.float64, device="cpu")
+    return torch.stack([tau, tau**5, torch.full_like(tau, 1 / (count - 1)), 5 * tau**4 / (count - 1)])
+
+
+_TIMES, _NODES = _nodes(24), _nodes(20)
+"""Nodes of the outer and of the inner integral. Against quadrature with 50 times as many, the largest error of a
+probability was 3e-4 for variances up to 100, 6e-4 up to 1000, and 2e-2 beyond."""
+
+_LARGEST_WEIGHT = 0.45
+"""Bound of a class's weight in the fit of independent variances. Mean KL to the truth was .0027, without it .0032."""
 
 
 @final
@@ -59,7 +82,7 @@ class Categorical(Likelihood):
     ignore_index: int = -100
     output_axis: int = -1
     config_name = "categorical"
-    links = ("probit", "mc", "bridge")
+    links = ("gumbel", "probit", "mc", "bridge")
     is_classifier = True
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
@@ -150,8 +173,10 @@ class Categorical(Likelihood):
         return CategoricalDistribution(logits=log_probabilities.logsumexp(0), validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
-        """``"probit"`` (needs variances only) or ``"bridge"`` (needs the full covariance)."""
-        if link == "probit":
+        """``"gumbel"`` (takes variances alone for independent logits), ``"probit"`` (needs no more) or ``"bridge"``."""
+        if link == "gumbel":
+            logits = _gumbel_logits(mean, covariance)
+        elif link == "probit":
             logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         elif link == "bridge":
             logits = _bridge_log_concentration(mean, covariance)
@@ -166,6 +191,94 @@ def _probabilities(outputs: Tensor) -> tuple[Tensor, Tensor]:
     p = widen(outputs).softmax(-1)
     top = p.argmax(-1, keepdim=True)
     return p, (1 - p).scatter(-1, top, p.scatter(-1, top, 0.0).sum(-1, keepdim=True))
+
+
+def centring_weights(mean: Tensor) -> Tensor:
+    """Weights ``w [..., C]`` of the classes for :func:`independent_variances`: more for those that may win.
+
+    They sum to one. None of three or more classes reaches ½, where that problem has no stable solution in O(C).
+    """
+    size = mean.shape[-1]
+    share = max(0.0, (_LARGEST_WEIGHT - 1 / size) / (1 - 1 / size)) if size > 1 else 0.0
+    return share * (mean / 2).softmax(-1) + (1 - share) / size
+
+
+def independent_variances(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Variances ``d [..., C]`` of independent logits whose differences vary as nearly as can be as the given ones do.
+
+    They minimise ``Σ_{k≠j} w_k w_j (d_k + d_j − V_kj)²`` for ``V_kj = Var(f_k − f_j)``, and are then clamped at zero:
+    ``d_k = (r_k − A) / (1 − 2w_k)`` with ``r = V w`` and ``A = wᵀd``.
+
+    Args:
+        mean: ``[..., C]``; w are its :func:`centring_weights`.
+        covariance: ``[..., C, C]``, or variances ``[..., C]`` of the centred logits ``f_k − wᵀf``, which determine r.
+    """
+    w, centred = centring_weights(mean), covariance
+    if covariance.dim() > mean.dim():
+        shared = (covariance @ w.unsqueeze(-1)).squeeze(-1)
+        centred = covariance.diagonal(dim1=-2, dim2=-1) - 2 * shared + (w * shared).sum(-1, keepdim=True)
+    r = centred + (w * centred).sum(-1, keepdim=True)
+    if mean.shape[-1] < 3:  # noqa: PLR2004 - only the sum V_12 of two matters
+        return (r.sum(-1, keepdim=True) / 2).clamp_min(0.0).expand_as(mean)
+    slope = (1 - 2 * w).reciprocal()
+    weight = w * slope
+    total = (weight * r).sum(-1, keepdim=True) / (1 + weight.sum(-1, keepdim=True))
+    fitted = slope * (r - total)
+    return torch.where(fitted < 0, 0.0, fitted)  # unlike clamp, differentiable at zero
+
+
+def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Logarithms of the probabilities that each logit is the largest after Gumbel noise, ``[..., C]``.
+
+    The trapezoidal rule converges geometrically here. Nodes are equidistant at first and then farther and farther
+    apart: steps that are narrow beside others lie near the end from which they are counted, because they cut the
+    others off. So the number of nodes depends on the variances' ratios hardly at all.
+    """
+    variance = independent_variances(mean, covariance) if is_full(mean, covariance) else covariance
+    # The square root has no derivative at zero; the shift is rounding beside the Gumbel noise's variance.
+    rounding = torch.finfo(mean.dtype).eps
+    deviation = (variance + rounding).clamp_min(rounding / 2).sqrt()
+    size, limit = mean.shape[-1], chunk_bytes(mean.device)
+    times, nodes = _TIMES.to(mean), _NODES.to(mean)
+    means, deviations = mean.reshape(-1, size), deviation.reshape(-1, size)
+    parts, each = [], 2 * nodes.shape[1] * size * mean.element_size()
+    for part in slices(len(means), times.shape[1] * each, limit):
+        m, s = means[part], deviations[part]
+        m = m - m.detach().amax(-1, keepdim=True)
+        # From the time that the largest surely passes, by the class that tells, to the time that none does.
+        reach = _REACH * s
+        start, surest = (m - reach).max(-1, keepdim=True)
+        width = (m + reach).amax(-1, keepdim=True) - start + (12 + math.log(size))
+        near = torch.minimum(width, 0.9 * times.shape[1] * (1 + s.gather(-1, surest)))
+        sides = torch.cat([near, width - near], -1)
+        t = (sides @ times[:2] + (start - 3.5)).unsqueeze(-1)  # [N, T, 1]
+        s, m, found = s.unsqueeze(1), m.unsqueeze(1), []
+        for some in slices(times.shape[1], len(m) * each, limit):
+            found.append(_noisy_maximum(t[:, some] - m, s, nodes))
+        log_cdf, log_hazard = found[0] if len(found) == 1 else [torch.cat(own, 1) for own in zip(*found, strict=True)]
+        both = log_cdf.sum(-1) + (sides @ times[2:]).log()
+        parts.append((log_hazard + both.unsqueeze(-1)).logsumexp(1))
+    return torch.cat(parts).log_softmax(-1).view_as(mean) if parts else mean
+
+
+def _noisy_maximum(x: Tensor, s: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """``log F(x)`` and ``log F'(x)/F(x)`` for ``s`` times a standard normal ε plus standard Gumbel noise.
+
+    ``F(x) = ∫ φ(ε) exp(−exp(−u)) dε`` with ``u = x − s ε``, which vanishes where u < −4; nodes count down from there.
+    """
+    last = ((x + 4) / s).clamp_max(_REACH)
+    span = (last + _REACH).clamp_min(4.0)
+    near = torch.minimum(span, 0.8 * nodes.shape[1] / s)
+    sides = torch.stack([near, span - near], -1)
+    before = sides @ nodes[:2]  # last − ε, [..., Q]
+    lowest = x - s * last
+    falling = torch.exp(before * -s.unsqueeze(-1))  # exp(lowest − u)
+    gumbel = torch.exp(-lowest).unsqueeze(-1) * falling
+    values = torch.exp(-0.5 * (before - last.unsqueeze(-1)).square() - gumbel)
+    cdf = ((values @ nodes[2:].mT) * sides).sum(-1)
+    density = ((values * falling) @ nodes[2:].mT * sides).sum(-1)
+    log_cdf = cdf.log()
+    return log_cdf - 0.5 * math.log(2 * math.pi), density.log() - log_cdf - lowest
 
 
 def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:

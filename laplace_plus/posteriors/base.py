@@ -341,7 +341,7 @@ class Posterior(Stored, ABC):
             if samples is not None:
                 return from_samples(self.likelihood, samples, generator=generator, joint=joint)
         # The probit link only looks at variances, and with many outputs covariances cost many times as much.
-        variances = many and not joint and first == "probit"
+        variances = many and not joint and first in ("gumbel", "probit")
         options: dict[str, Any] = {"outputs": "diagonal" if variances else None, "differentiable": differentiable}
         if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
             options["generator"] = generator
