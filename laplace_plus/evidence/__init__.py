@@ -2,6 +2,7 @@
 
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
+from laplace_plus.evidence.noise import NoiseEstimate, noise_from_residuals
 from laplace_plus.evidence.tangent import Tangent, TangentResult
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, TuningResult
@@ -21,6 +22,7 @@ __all__ = [
     "LaplaceModel",
     "MacKay",
     "MarginalLikelihood",
+    "NoiseEstimate",
     "Tangent",
     "TangentModel",
     "TangentOptimum",
@@ -28,5 +30,6 @@ __all__ = [
     "Tuner",
     "TuningResult",
     "Validation",
+    "noise_from_residuals",
     "tangent_optimum",
 ]

@@ -12,6 +12,7 @@ import torch
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.groups import check_structure
+from laplace_plus.evidence.noise import warn_of_noise
 from laplace_plus.evidence.normalized_groups import NAME as NORMALISED
 from laplace_plus.evidence.objective import Objective
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, check_counts, check_positive
@@ -54,7 +55,8 @@ class EvidenceTuner:
             DataError: Data are needed, and not at hand.
 
         Warns:
-            ConvergenceWarning: The tolerance was not met, or only at the limits of the search.
+            ConvergenceWarning: The tolerance was not met, or only at the limits of the search; or the tuned noise is
+                more than twice the training residuals, as γ takes more than three quarters of the data.
         """
         objective = Objective.create(posterior, self.structure, self.data, self.tune_noise, self.scaling)
         ticks = iter(progress_bar(itertools.count(1), enabled=progress, description=f"tuning by {self.name}"))
@@ -67,6 +69,7 @@ class EvidenceTuner:
         advice = f"after {count} evaluations; raise max_iterations, or use lp.MarginalLikelihood"
         converged = now.has_converged(self.tolerance, f"Tuning by {self.name}", advice)
         precision, noise = objective.split(now.logarithms)
+        warn_of_noise(objective.model, objective.temperature, noise)
         precision, groups = precision.to(objective.model.vector.dtype), objective.groups
         return TuningResult(self.name, precision, noise, now.value, converged, now.norm, count, groups=groups)
 

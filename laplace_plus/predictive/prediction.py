@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, MixtureSameFamily, Normal
 
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
@@ -23,6 +23,10 @@ from laplace_plus.likelihoods.sampling import draw_seed
 
 _MAX_ENTROPY_DRAWS = 128
 """Draws for a sampled entropy: the standard error is then below a tenth of the spread of log p, at S·128 densities."""
+
+
+_HALVINGS = 60
+"""Steps of the bisection for a mixture's quantile, which leave 1e-18 of the distance between its components."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,81 @@ class Prediction:
         share = torch.where(total > 0, epistemic / torch.where(total > 0, total, torch.ones_like(total)), total)
         return self.marginal.variance * share, self.marginal.variance * (1 - share)
 
+    # Intervals -------------------------------------------------------------------------------------------------------
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation ``√Var[y]``, ``[B, *, C]``, in the targets' unit: of a new observation, noise included.
+
+        ``epistemic.sqrt()`` is that of ``E[y|f]`` alone.
+
+        Raises:
+            UnsupportedError: For classes, or if the likelihood does not define its variance.
+        """
+        self._require_numbers("standard deviation")
+        return self.variance.sqrt()
+
+    def quantile(self, q: float | Tensor) -> Tensor:
+        """The numbers below which each entry of ``y`` lies with probability ``q``, noise included.
+
+        Exact for normal distributions and mixtures of them (Monte Carlo, sampled networks); these by bisection.
+        Differentiable where mean and variance are. Networks that predict their noise have, in closed form, the
+        quantiles of the normal with the exact mean and variance.
+
+        Args:
+            q: Strictly between 0 and 1: a number, or ``[Q]``.
+
+        Returns:
+            ``[B, *, C]`` for a number, otherwise ``[Q, B, *, C]``.
+
+        Raises:
+            ConfigurationError: Another ``q``.
+            UnsupportedError: For classes, counts and other distributions without a quantile function.
+
+        Example:
+            >>> from laplace_plus.likelihoods import Gaussian
+            >>> samples = torch.tensor([[[-1.0]], [[1.0]]])
+            >>> from_samples(Gaussian(0.1), samples).quantile(torch.tensor([0.25, 0.75])).flatten()
+            tensor([-1.,  1.])
+        """
+        self._require_numbers("quantile")
+        levels = _checked_levels(q, "q")
+        distribution = self._marginal_distribution
+        found = _quantiles(distribution, levels.reshape(-1, *[1] * len(distribution.batch_shape)))
+        if found is None:
+            raise UnsupportedError(
+                f"The predictive distribution {type(distribution).__name__} has no quantile function.",
+                expected="real targets, of lp.Gaussian or lp.HeteroscedasticGaussian",
+                got=type(self.likelihood).__name__,
+                fix="Draw targets: prediction.distribution.sample((1000,)).quantile(q, dim=0).",
+            )
+        return found if levels.ndim else found[0]
+
+    def interval(self, level: float | Tensor = 0.95) -> tuple[Tensor, Tensor]:
+        """Ends of the central interval that contains a new ``y`` with probability ``level``, of each entry by itself.
+
+        These are ``quantile((1 − level) / 2)`` and ``quantile((1 + level) / 2)``; shapes and errors as there.
+
+        Example:
+            >>> from laplace_plus.likelihoods import Gaussian
+            >>> from laplace_plus.predictive import from_functional
+            >>> prediction = from_functional(Gaussian(0.6), torch.zeros(1, 1), torch.full((1, 1, 1), 0.64))
+            >>> prediction.interval(0.95)
+            (tensor([[-1.9600]]), tensor([[1.9600]]))
+        """
+        tail = (1 - _checked_levels(level, "level")) / 2
+        return self.quantile(tail), self.quantile(1 - tail)
+
+    def _require_numbers(self, what: str) -> None:
+        if self.likelihood.is_classifier:
+            raise UnsupportedError(
+                f"A class has no {what}.",
+                expected="targets that are numbers",
+                got=type(self.likelihood).__name__,
+                fix="Use prediction.mean, the probabilities of the classes. How far they differ from network to "
+                "network say prediction.epistemic.sqrt() and prediction.samples.quantile(q, dim=0).",
+            )
+
     # Distributions ---------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -293,6 +372,47 @@ class Prediction:
             information.append(conditional[index] - marginal)
         shape = self.functional_mean.shape[:-1]
         return torch.stack(entropy).mean(0).reshape(shape), torch.stack(information).mean(0).reshape(shape)
+
+
+def _checked_levels(value: float | Tensor, name: str) -> Tensor:
+    """Probabilities strictly between 0 and 1, 0-d or ``[Q]`` float64."""
+    if isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        levels = torch.as_tensor(value, dtype=torch.float64).detach()
+        if levels.ndim <= 1 and levels.numel() and bool(((levels > 0) & (levels < 1)).all()):
+            return levels
+    what = f"{name} must be a probability."
+    raise ConfigurationError(what, expected=f"0 < {name} < 1, a number or [Q]", got=repr(value))
+
+
+def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:
+    """Quantiles ``[Q, *batch]`` at float64 levels ``[Q, 1, …]``; None unless these are normals or mixtures of them."""
+    if isinstance(distribution, Normal):
+        return distribution.loc + distribution.scale * torch.special.ndtri(levels).to(distribution.loc)
+    if not isinstance(distribution, MixtureSameFamily) or not isinstance(distribution.component_distribution, Normal):
+        return None
+    components, weights = distribution.component_distribution, distribution.mixture_distribution.probs
+    loc, scale, weights = components.loc.double(), components.scale.double(), weights.to(components.loc).double()
+
+    def probability(values: Tensor) -> Tensor:
+        return (weights * torch.special.ndtr((values[..., None] - loc) / scale)).sum(-1)
+
+    with torch.no_grad():
+        levels = levels.to(loc)
+        each = loc + scale * torch.special.ndtri(levels)[..., None]  # the mixture's quantile lies among its components'
+        low, high = each.amin(-1), each.amax(-1)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            below = probability(middle) < levels
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        root = (low + high) / 2
+        density = (weights * (-((root[..., None] - loc) / scale).square() / 2).exp() / scale).sum(-1)
+        slope = density / math.sqrt(2 * math.pi)
+    # The root's derivative is that of −P(y ≤ root) over the density; in value the difference is zero.
+    result = root
+    if loc.requires_grad or scale.requires_grad:
+        change = probability(root)
+        result = root - (change - change.detach()) / slope
+    return result.to(components.loc)
 
 
 def _sum_extra(values: Tensor, n_lead: int) -> Tensor:

@@ -1,0 +1,235 @@
+"""Noise levels of regression from the training data, where the evidence's own cannot be relied on.
+
+At the evidence's optimum ``σ² = RSS / (R − T γ)``, with R numbers in the targets, of which γ count as spent on fitting
+weights. Blocks of the curvature (KFAC, Diagonal) count more of them than there are, and σ runs away. A network that
+interpolates leaves neither residuals nor R − γ.
+
+Leave-one-out residuals need no γ. The network's tangent ``f + J (θ − θ̃)`` is a linear model of ``y' = y − f + J θ̃``.
+With the ridge λ and ``M = λ (J Jᵀ + λ)⁻¹`` its residuals are ``q = M y'``, and those of refits without the outputs b of
+one row are exactly ``M_bb⁻¹ q_b`` (Allen, 1974). They have a limit where a model interpolates. The ridge is the one
+that makes them smallest. What they measure is the error on new data, ``σ²`` and what the data leave open together.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_plus._memory import budget
+from laplace_plus.batches import iterate
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError
+from laplace_plus.evidence.fitted_data import FittedData
+from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.evidence.tangent_model import batch_jacobian
+from laplace_plus.evidence.tuning import Tunable
+from laplace_plus.network import Network, exact_arithmetic
+
+RUNAWAY = 2.0
+"""Ratio of a tuned noise to the training residuals from which tuning warns: then γ is more than ¾ of R."""
+
+INTERPOLATED = 0.01
+"""Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
+
+_MANY = 4
+"""Numbers for each weight from which ``R − P`` is good enough: σ is then known within 1/√(1 − ¼), or 15 %."""
+
+_OPERATIONS = 5e10
+"""Most multiplications ``R P min(R, P)``: at worst some twenty seconds on one core."""
+
+_LEVELS = 33
+"""Ridges that are tried, over 16 decades at most: two for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseEstimate:
+    """A noise level for regression, and what it was taken from; tensors are 0-d, or ``[C]`` for one level per output.
+
+    Attributes:
+        noise_std: Between the deviation of the training residuals and that of the targets.
+        residual_std: Root mean square of the training residuals.
+        target_std: Standard deviation of the training targets.
+        effective_parameters: How many of the targets' numbers count as spent on fitting weights.
+        route: ``"parameters"`` (there are at least four times as many numbers as weights), ``"tangent"`` (leave-one-out
+            of the network's tangent), ``"last_layer"`` (of its last layer alone, a lower bound), or ``"capped"`` (half
+            the numbers count as spent, as nothing better was affordable).
+        problem: What is wrong, in a sentence; empty if nothing is.
+    """
+
+    noise_std: Tensor
+    residual_std: Tensor
+    target_std: Tensor
+    effective_parameters: Tensor
+    route: str
+    problem: str
+
+
+def noise_from_residuals(
+    posterior: Tunable, data: Iterable[Any] | None = None, *, progress: bool = False
+) -> NoiseEstimate:
+    """A noise level from training data alone that cannot run away; see :mod:`laplace_plus.evidence.noise`.
+
+    It depends on the network and the data, not on the posterior's curvature or prior. One pass over the data, with the
+    Jacobian by all trainable weights where that and a matrix of ``min(R, P)²`` numbers are affordable. Positions of an
+    example count as rows of their own.
+
+    Args:
+        posterior: A fitted Gaussian posterior of a regression, which is not changed.
+        data: The training data; by default the loaders of the fit.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        UnsupportedError: A likelihood without Gaussian noise.
+        DataError: Other data than were fitted to, or none.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> net = torch.nn.Linear(1, 1)
+        >>> posterior = lp.KFAC(net, "regression").fit([(x, net(x).detach() + 0.01 * torch.sin(20 * x))])
+        >>> estimate = noise_from_residuals(posterior)
+        >>> posterior.noise_std = estimate.noise_std
+        >>> estimate.route, estimate.problem
+        ('parameters', '')
+    """
+    model, network = posterior.laplace_model(), posterior.network
+    likelihood = model.likelihood
+    if not likelihood.is_gaussian:
+        what, expected = "There is no noise to estimate.", "lp.Gaussian"
+        raise UnsupportedError(what, expected=expected, got=type(likelihood).__name__)
+    data = posterior.training_data.again(data, "Noise from residuals passes over the training data.")
+    errors, counts = model.statistics.double().chunk(2)
+    with exact_arithmetic(network, posterior.memory_budget):
+        chosen, route = _affordable(model, network, data, round(float(counts.sum())))
+        fitted, jacobians, parts = FittedData(model, network, posterior.n_data), [], []
+        for batch in iterate(data, device=network.device, progress=progress, description="noise"):
+            if chosen is None:
+                linear = outputs = network.forward(batch.inputs)
+            else:
+                outputs, jacobian = batch_jacobian(chosen, batch.inputs)
+                linear = (jacobian.double() @ chosen.vector().double()).view_as(outputs)
+                jacobians.append(jacobian)
+            likelihood.validate(outputs, batch.target)
+            fitted.add(outputs, batch.target)
+            flat, target, _ = likelihood.rows(outputs.double(), batch.target)
+            parts.append((flat, target, linear.double().view_as(flat)))
+        fitted.check()
+        outputs, targets, linear = (torch.cat(column) for column in zip(*parts, strict=True))  # [n, C]
+        groups = likelihood.output_groups(outputs.shape[1]).to(outputs.device)
+
+        def by_group(values: Tensor) -> Tensor:
+            """Sums over rows, and over the outputs that share a level, ``[K]``."""
+            zeros = torch.zeros(likelihood.n_noise, dtype=torch.float64, device=values.device)
+            return zeros.index_add(0, groups, values.double().sum(0)).cpu()
+
+        residual = (errors / counts).sqrt()
+        spread = (by_group((targets - targets.mean(0)).square()) / (counts - counts / len(targets)).clamp_min(1)).sqrt()
+        if chosen is None:
+            n_weights = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
+            share = n_weights / float(counts.sum()) if route == "parameters" else 0.5
+            spent, error = share * counts, residual / math.sqrt(1 - share)
+        else:
+            # Outputs on a common scale, so that one ridge suits all of them.
+            scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
+            each = scale.to(outputs)[groups]
+            jacobian = torch.cat(jacobians)
+            del jacobians
+            jacobian /= each.repeat(len(outputs))[:, None].to(jacobian)
+            left_out, leverages = _left_out(jacobian, (targets - outputs + linear) / each, likelihood.n_noise > 1)
+            error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)
+    noise = torch.minimum(torch.maximum(error, residual), torch.maximum(spread, residual))
+    problem = _problem(residual, spread, error)
+    shape = likelihood.noise_std.shape  # type: ignore[union-attr]
+    values = {"noise_std": noise, "residual_std": residual, "target_std": spread, "effective_parameters": spent}
+    return NoiseEstimate(**{key: value.reshape(shape) for key, value in values.items()}, route=route, problem=problem)
+
+
+def _problem(residual: Tensor, spread: Tensor, error: Tensor) -> str:
+    """What is wrong with residuals, in a sentence."""
+    if bool((residual < INTERPOLATED * spread).any()):
+        ratio = float((residual / spread).min())
+        return f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
+    if bool((torch.maximum(error, residual) > spread).any()):
+        return "The network predicts left-out targets no better than their mean does."
+    return ""
+
+
+def _affordable(model: LaplaceModel, whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
+    """The parameters whose tangent is affordable, or None, and the route."""
+    size = sum(parameter.numel() for parameter in whole.model.parameters() if parameter.requires_grad)
+    if n_rows >= _MANY * size:
+        return None, "parameters"
+    allowed = budget(whole.device)
+    for selection, route in (("all", "tangent"), ("last_layer", "last_layer")):
+        network = Network(whole.model, selection, model.likelihood.arrange)
+        network.ambient_autocast = whole.ambient_autocast
+        if selection == "last_layer":  # which is known once a batch has gone through the network
+            batch_jacobian(network, next(iter(iterate(data, device=whole.device, progress=False))).inputs)
+        size = network.n_parameters
+        small = min(n_rows, size)
+        n_bytes = 3 * n_rows * size * network.dtype.itemsize + 8 * (3 * small**2 + n_rows * small)
+        if n_bytes <= allowed and n_rows * size * small <= _OPERATIONS:
+            return network, route
+    return None, "capped"
+
+
+def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor, Tensor]:
+    """Leave-one-out residuals and leverages, both ``[n, C]``, of ridge regression on ``J [n·C, P]`` and ``[n, C]``.
+
+    At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms.
+    """
+    (n, size), (n_rows, n_columns) = targets.shape, jacobian.shape
+    wide = n_rows <= n_columns
+    gram = torch.zeros(min(n_rows, n_columns), min(n_rows, n_columns), dtype=torch.float64, device=jacobian.device)
+    for part in jacobian.split(max(1, len(gram)), 1 if wide else 0):
+        gram.addmm_(part.double(), part.double().T) if wide else gram.addmm_(part.double().T, part.double())
+    values, basis = torch.linalg.eigh(gram)
+    largest = float(values[-1])
+    values = values.clamp_min(0.0)
+    rounding = max(1e-12, 100 * torch.finfo(jacobian.dtype).eps) * largest
+    if wide:
+        rest, beyond = torch.zeros_like(targets).flatten(), 0.0
+    else:  # what no weights can fit
+        kept = values > rounding
+        values, basis = values[kept], jacobian.double() @ (basis[:, kept] / values[kept].sqrt())
+        rest = targets.flatten() - basis @ (basis.T @ targets.flatten())
+        own = basis.view(n, size, -1)
+        beyond = torch.eye(size, dtype=basis.dtype, device=basis.device) - own @ own.mT
+    top = math.log10(max(10 * float(values.sum()), 1e-30))
+    levels = torch.logspace(math.log10(max(rounding, 1e-36)), top, _LEVELS, dtype=torch.float64).to(values)
+    shrunk = levels / (values[:, None] + levels)  # [k, L]
+    residual = rest[:, None] + basis @ (shrunk * (basis.T @ targets.flatten())[:, None])
+    residual, rows = residual.view(n, size, -1).movedim(-1, 0), basis.view(n, size, -1)  # [L, n, C], [n, C, k]
+    products = [(rows[:, c, None] * rows).flatten(0, 1) @ shrunk for c in range(size)]
+    block = torch.stack(products).view(size, n, size, -1).permute(3, 1, 0, 2) + beyond  # M_bb [L, n, C, C]
+    left = torch.linalg.solve(block, residual[..., None])[..., 0]
+    squares = left.square().mean(1)
+    best = int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())
+    return left[best], 1 - block[best].diagonal(dim1=-2, dim2=-1)
+
+
+def warn_of_noise(model: LaplaceModel, temperature: Tensor, noise: Tensor | None) -> None:
+    """Warn where a noise that maximises an evidence is far above the residuals, so that γ takes most of the data."""
+    if noise is None:
+        return
+    errors, counts = model.statistics.double().chunk(2)
+    residual = (errors / counts).sqrt()
+    noise = noise.detach().double().cpu().reshape(-1)
+    worst = int((noise / residual.clamp_min(1e-30)).argmax())
+    own, left = float(noise[worst]), float(residual[worst])
+    if own <= RUNAWAY * left:
+        return
+    spent = float(counts[worst] / temperature.double().cpu()) * (1 - (left / own) ** 2)
+    warnings.warn(
+        f"The tuned noise of {own:.3g} is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the "
+        f"curvature counts {spent:.4g} of {int(counts[worst])} targets as spent on weights. It counts too many, "
+        "as block structures do, or the network interpolates. Take the noise from "
+        "lp.evidence.noise_from_residuals(posterior), or tune on held-out data.",
+        ConvergenceWarning,
+        stacklevel=5,
+    )

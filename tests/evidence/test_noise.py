@@ -1,0 +1,144 @@
+"""Noise from leave-one-out residuals, against refits, and the warnings of noise that runs away."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from problems import generator, normal
+from scipy.optimize import minimize_scalar
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.evidence import noise_from_residuals
+
+
+def linear(n, size, outputs=1, noise=0.3, seed=0):
+    """A linear network at a rough fit, and its data."""
+    x = normal(n, size, seed=seed)
+    y = x @ normal(size, outputs, seed=seed + 1) / size**0.5 + noise * normal(n, outputs, seed=seed + 2)
+    net = nn.Linear(size, outputs, bias=False).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.linalg.solve(x.T @ x + torch.eye(size), x.T @ y).T)
+    return net, x, y
+
+
+def refitted(x, y, ridge):
+    """Residuals of each datum under the ridge regression on the others, ``[n, C]``."""
+    left = []
+    for n in range(len(x)):
+        kept = torch.arange(len(x)) != n
+        a, b = x[kept], y[kept]
+        weights = torch.linalg.solve(a.T @ a + ridge * torch.eye(x.shape[1]), a.T @ b)
+        left.append(y[n] - x[n] @ weights)
+    return torch.stack(left)
+
+
+@pytest.mark.parametrize(("n", "size"), [(15, 6), (9, 14)], ids=["more data", "more weights"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_ridge_regression_left_out_exactly(n, size, outputs):
+    net, x, y = linear(n, size, outputs)
+    estimate = noise_from_residuals(lp.Diagonal(net, lp.Gaussian(1.0)).fit([(x[:4], y[:4]), (x[4:], y[4:])]))
+    found = minimize_scalar(
+        lambda level: float(refitted(x, y, 10**level).square().mean()), bounds=(-8, 4), method="bounded"
+    )
+    assert estimate.route == "tangent" and estimate.problem == ""
+    assert found.fun <= float(estimate.noise_std.square()) * (1 + 1e-6) <= 1.05 * found.fun  # two ridges a decade
+    torch.testing.assert_close(estimate.residual_std, (net(x) - y).detach().square().mean().sqrt())
+    torch.testing.assert_close(estimate.target_std, y.var(0).mean().sqrt())
+    assert 0 < estimate.effective_parameters <= outputs * min(n, size)
+
+
+def test_one_level_for_each_output():
+    net, x, y = linear(12, 4, 2)
+    y = y.clone()
+    y[:, 1] += 3 * normal(12, seed=9)
+    posterior = lp.Full(net, lp.Gaussian(torch.ones(2))).fit([(x, y)])
+    estimate = noise_from_residuals(posterior)
+    alone = [refitted(x, y[:, [c]], ridge).square().mean().sqrt() for c in (0, 1) for ridge in (1e-3, 1e3)]
+    assert estimate.noise_std.shape == (2,) and 3 * estimate.noise_std[0] < estimate.noise_std[1]
+    assert estimate.noise_std[0] < 1.2 * min(alone[:2]) and estimate.noise_std[1] < 1.2 * max(alone[2:])
+    posterior.noise_std = estimate.noise_std
+
+
+def test_many_data_need_no_leverages():
+    net, x, y = linear(40, 4)
+    with torch.no_grad():
+        net.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+    estimate = noise_from_residuals(lp.KFAC(net, "regression").fit([(x, y)]))
+    squares = (net(x) - y).detach().square().sum()
+    assert estimate.route == "parameters" and float(estimate.effective_parameters) == 4
+    torch.testing.assert_close(estimate.noise_std, (squares / 36).sqrt())  # the unbiased estimate of least squares
+
+
+def trained(n=100, noise=0.2, hidden=40, steps=400):
+    source = generator(3)
+    x = torch.rand(n + 500, 2, generator=source) * 4 - 2
+    y = torch.sin(2 * x[:, :1]) + x[:, 1:] + noise * torch.randn(n + 500, 1, generator=source)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x[:n]), y[:n]).backward()
+        optimizer.step()
+    held_out = float((net(x[n:]) - y[n:]).detach().square().mean().sqrt())
+    return net, x[:n], y[:n], held_out
+
+
+def test_noise_that_runs_away_is_named_and_replaced():
+    net, x, y, held_out = trained()
+    for make in (lp.KFAC, lp.Diagonal):
+        posterior = make(net, "regression").fit([(x, y)])
+        with pytest.warns(ConvergenceWarning, match="times the training residuals"):
+            posterior.fit_prior_precision("marginal_likelihood")
+        assert posterior.noise_std > 2 * held_out
+        estimate = noise_from_residuals(posterior)
+        assert held_out / 1.5 < float(estimate.noise_std) < 1.5 * held_out
+        posterior.noise_std = estimate.noise_std
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            posterior.fit_prior_precision("marginal_likelihood", tune_noise=False)
+
+
+def test_what_is_affordable():
+    net, x, y, held_out = trained(steps=20)
+    posterior = lp.KFAC(net, "regression").fit([(x, y)])
+    residual = (net(x) - y).detach().square().mean().sqrt().double()
+    for n_bytes, route in ((300_000, "last_layer"), (10_000, "capped")):
+        posterior.memory_budget = n_bytes
+        estimate = noise_from_residuals(posterior)
+        assert estimate.route == route
+        assert 0.999 * residual <= estimate.noise_std <= 1.42 * residual
+    torch.testing.assert_close(estimate.noise_std, 2**0.5 * residual, rtol=1e-5, atol=0)
+
+
+def test_interpolation_is_named():
+    net, x, y = linear(8, 20)
+    with torch.no_grad():
+        net.weight.copy_(torch.linalg.lstsq(x, y, driver="gelsd").solution.T)
+    posterior = lp.Full(net, "regression", parameters="all").fit([(x, y)])
+    estimate = noise_from_residuals(posterior)
+    assert "interpolates" in estimate.problem
+    assert estimate.residual_std < 1e-6 < 0.1 < estimate.noise_std <= estimate.target_std
+    with pytest.warns(ConvergenceWarning):
+        posterior.fit_prior_precision("marginal_likelihood")
+
+
+def test_a_network_that_learned_nothing_is_named():
+    net, x, _ = linear(12, 5)
+    y = normal(12, 1, seed=20)
+    estimate = noise_from_residuals(lp.Full(net, "regression").fit([(x, y)]))
+    assert "no better than their mean" in estimate.problem
+
+
+def test_other_data_and_other_likelihoods_are_refused():
+    net, x, y = linear(12, 4)
+    posterior = lp.Full(net, "regression").fit([(x, y)])
+    with pytest.raises(DataError, match="not the data"):
+        noise_from_residuals(posterior, [(x, y + 1)])
+    labels = torch.zeros(12, dtype=torch.long)
+    with pytest.raises(UnsupportedError, match="no noise"):
+        noise_from_residuals(lp.Full(nn.Linear(4, 2).double(), "classification").fit([(x, labels)]))
