@@ -69,7 +69,8 @@ class EvidenceTuner:
         advice = f"after {count} evaluations; raise max_iterations, or use lp.MarginalLikelihood"
         converged = now.has_converged(self.tolerance, f"Tuning by {self.name}", advice)
         precision, noise = objective.split(now.logarithms)
-        warn_of_noise(objective.model, objective.temperature, noise)
+        if now.pressing <= self.tolerance:  # of which there was a warning
+            warn_of_noise(objective.model, objective.temperature, noise)
         precision, groups = precision.to(objective.model.vector.dtype), objective.groups
         return TuningResult(self.name, precision, noise, now.value, converged, now.norm, count, groups=groups)
 

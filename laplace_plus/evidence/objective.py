@@ -158,7 +158,8 @@ class Objective:
         quick = replace(self, structure="scalar") if self.structure == "diagonal" else self
         # A stationary precision is at most the scale, as γ ≤ d; it is e⁻¹⁵ of that for weights of 1e-7.
         levels = torch.linspace(-20.0, 5.0, 26, dtype=torch.float64, device="cpu")
-        pairs = [(level, noise) for level in levels for noise in self.noise_grid()]
+        # Where outputs have noise levels of their own, blocks keep the decomposition at the last ones.
+        pairs = [(level, noise) for noise in self.noise_grid() for level in levels]
         own = self.scales[: quick.n_precisions]
         with torch.no_grad():
             values = [quick.value(torch.cat([own + level, noise])) for level, noise in pairs]

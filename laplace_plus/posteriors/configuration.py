@@ -111,6 +111,10 @@ class Configured:
     Arguments as for :class:`~laplace_plus.Posterior`.
     """
 
+    noise_per_output: bool = False
+    """Whether the fit gives each of several outputs a noise level of its own: so for ``"regression"``, by its name,
+    until a noise is set. Gaussian posteriors whose curvature stays affordable do so."""
+
     one_precision: ClassVar[bool] = False
     """Whether a single prior precision scales all entries, so that several are refused."""
 
@@ -137,6 +141,7 @@ class Configured:
         memory_budget: int | str | None = None,
     ):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
+        self.noise_per_output = isinstance(likelihood, str) and likelihood == "regression"
         self.network = Network(model, parameters, self.likelihood.arrange)
         self.backend = resolve_backend(backend)
         self.memory_budget = memory_budget
@@ -219,12 +224,17 @@ class Configured:
 
     @property
     def noise_std(self) -> Tensor | None:
-        """The Gaussian likelihood's noise level: 0-d or ``[C]``; None for other likelihoods."""
+        """The Gaussian likelihood's noise level: 0-d or ``[C]``; None for other likelihoods.
+
+        A number that is set after a fit with several levels becomes each of them.
+        """
         return self.likelihood.noise_std
 
     @noise_std.setter
     def noise_std(self, value: float | Tensor) -> None:
-        changed = self.likelihood.with_noise(value)
+        changed, several = self.likelihood.with_noise(value), self.likelihood.n_noise
+        if self._vector is not None and changed.noise_std is not None and changed.noise_std.ndim == 0 and several > 1:
+            changed = changed.with_noise(changed.noise_std.expand(several))
         if self._vector is not None and changed.n_noise != self.likelihood.n_noise:
             raise ConfigurationError(
                 "The curvature was fitted with another number of noise levels.",
@@ -232,7 +242,7 @@ class Configured:
                 got=f"{changed.n_noise}",
                 fix="Fit a posterior with lp.Gaussian(noise_std=...) of that shape.",
             )
-        self.likelihood = changed
+        self.likelihood, self.noise_per_output = changed, False
 
     def share_hyperparameters(self, other: Configured) -> None:
         """Take over another posterior's prior, temperature and likelihood, and its network."""

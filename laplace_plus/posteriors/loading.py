@@ -97,6 +97,9 @@ def _likelihood(stored: Mapping[str, Any], given: Any) -> Likelihood:
             )
         return likelihood_from_config(stored)
     likelihood = resolve_likelihood(given)
+    own, noise = stored.get("noise_std"), likelihood.noise_std
+    if isinstance(given, str) and isinstance(own, list) and noise is not None:  # "regression" with several outputs
+        likelihood = likelihood.with_noise(noise.expand(len(own)))
     if stored.get("name") != "custom" and _without_noise(likelihood.config()) != _without_noise(stored):
         raise CheckpointError(
             "The posterior was fitted with another likelihood.",

@@ -167,9 +167,9 @@ class Subnetwork(GaussianPosterior):
             inner = self._over(refine(self._candidates.selected, choice.mask))
             if self._is_layerwise():
                 precision = self._precision_of(inner.layer_names)
-        inner.group = self.group
+        inner.group, inner.noise_per_output = self.group, self.noise_per_output
         inner.fit_batches(data, update=update, progress=progress, generator=generator)
-        self.network, self._prior_precision = inner.network, precision
+        self.network, self._prior_precision, self.likelihood = inner.network, precision, inner.likelihood
         self._inner, self._choice = inner, choice
         self.adopt(inner.sums, self.network.vector())
 
