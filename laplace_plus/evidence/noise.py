@@ -26,6 +26,7 @@ from laplace_plus.batches import iterate
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.evidence.objective import EvidencePoint
 from laplace_plus.evidence.tangent_model import batch_jacobian
 from laplace_plus.evidence.tuning import Tunable
 from laplace_plus.network import Network, exact_arithmetic
@@ -34,7 +35,8 @@ RUNAWAY = 2.0
 """Ratio of a tuned noise to the training residuals from which tuning warns: then γ is more than ¾ of R."""
 
 INTERPOLATED = 0.01
-"""Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
+"""Ratio of training residuals to the targets' deviation below which they say nothing of the noise. In tuning, that of
+the noise to the outputs' deviation under the prior, which was 0.5 to 2 times the targets' on six networks."""
 
 _MANY = 4
 """Numbers for each weight from which ``R − P`` is good enough: σ is then known within 1/√(1 − ¼), or 15 %."""
@@ -130,8 +132,7 @@ def noise_from_residuals(
         residual = (errors / counts).sqrt()
         spread = (by_group((targets - targets.mean(0)).square()) / (counts - counts / len(targets)).clamp_min(1)).sqrt()
         if chosen is None:
-            n_weights = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
-            share = n_weights / float(counts.sum()) if route == "parameters" else 0.5
+            share = trained_size(network) / float(counts.sum()) if route == "parameters" else 0.5
             spent, error = share * counts, residual / math.sqrt(1 - share)
         else:
             # Outputs on a common scale, so that one ridge suits all of them.
@@ -161,8 +162,7 @@ def _problem(residual: Tensor, spread: Tensor, error: Tensor) -> str:
 
 def _affordable(model: LaplaceModel, whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
     """The parameters whose tangent is affordable, or None, and the route."""
-    size = sum(parameter.numel() for parameter in whole.model.parameters() if parameter.requires_grad)
-    if n_rows >= _MANY * size:
+    if n_rows >= _MANY * trained_size(whole):
         return None, "parameters"
     allowed = budget(whole.device)
     for selection, route in (("all", "tangent"), ("last_layer", "last_layer")):
@@ -213,23 +213,40 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
     return left[best], 1 - block[best].diagonal(dim1=-2, dim2=-1)
 
 
-def warn_of_noise(model: LaplaceModel, temperature: Tensor, noise: Tensor | None) -> None:
-    """Warn where a noise that maximises an evidence is far above the residuals, so that γ takes most of the data."""
-    if noise is None:
+def warn_of_noise(now: EvidencePoint, network: Network) -> None:
+    """Warn where a noise that maximises an evidence says nothing of the data's.
+
+    It is far above the residuals, so that γ takes most of the data. Or it all but vanishes beside the deviation of the
+    outputs under the prior, ``tr(H)/(R λ)`` at unit noise, in a network with enough weights to interpolate.
+    """
+    objective = now.objective
+    if not objective.tune_noise:
         return
-    errors, counts = model.statistics.double().chunk(2)
-    residual = (errors / counts).sqrt()
-    noise = noise.detach().double().cpu().reshape(-1)
+    n, (errors, counts) = objective.n_precisions, objective.model.statistics.double().chunk(2)
+    residual, noise = (errors / counts).sqrt(), now.logarithms[n:].exp()
     worst = int((noise / residual.clamp_min(1e-30)).argmax())
     own, left = float(noise[worst]), float(residual[worst])
-    if own <= RUNAWAY * left:
-        return
-    spent = float(counts[worst] / temperature.double().cpu()) * (1 - (left / own) ** 2)
-    warnings.warn(
-        f"The tuned noise of {own:.3g} is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the "
-        f"curvature counts {spent:.4g} of {int(counts[worst])} targets as spent on weights. It counts too many, "
-        "as block structures do, or the network interpolates. Take the noise from "
-        "lp.evidence.noise_from_residuals(posterior), or tune on held-out data.",
-        ConvergenceWarning,
-        stacklevel=5,
-    )
+    why = ""
+    if own > RUNAWAY * left:
+        spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
+        why = (
+            f"is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the curvature counts "
+            f"{spent:.4g} of {int(counts[worst])} targets as spent on weights, as blocks do, or the network interpolates"
+        )
+    elif (size := trained_size(network)) >= counts.sum():
+        raised = now.logarithms.clone()
+        raised[:n] += math.log(float(counts.sum()) / INTERPOLATED**2)
+        if float(objective.at(raised).effective_parameters().sum()) > 1 / 2:  # γ approaches tr(H)/(σ² λ) from below
+            why = f"all but vanishes: {size:,} weights can interpolate {int(counts.sum()):,} targets, and seem to"
+    if why:
+        warnings.warn(
+            f"The tuned noise of {own:.3g} {why}. Use lp.evidence.noise_from_residuals(posterior), or tune on "
+            "held-out data.",
+            ConvergenceWarning,
+            stacklevel=5,
+        )
+
+
+def trained_size(network: Network) -> int:
+    """The number of the model's trainable weights, selected or not."""
+    return sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
