@@ -231,7 +231,7 @@ def warn_of_noise(now: EvidencePoint, network: Network) -> None:
         spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
         why = (
             f"is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the curvature counts "
-            f"{spent:.4g} of {int(counts[worst])} targets as spent on weights, as blocks do, or the network interpolates"
+            f"{spent:.4g} of {int(counts[worst])} targets as spent on weights, or the network interpolates"
         )
     elif (size := trained_size(network)) >= counts.sum():
         raised = now.logarithms.clone()

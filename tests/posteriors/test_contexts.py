@@ -129,7 +129,7 @@ def test_a_malformed_input_leaves_no_trace(cls, bias):
 
 def test_noise_levels_keep_their_number():
     model, data = nn.Linear(4, 2), [(torch.randn(9, 4), torch.randn(9, 2))]
-    posterior = lp.Full(model, "regression").fit(data)
+    posterior = lp.Full(model, lp.Gaussian()).fit(data)
     with pytest.raises(lp.errors.ConfigurationError, match="noise levels"):
         posterior.noise_std = torch.tensor([0.1, 0.2])
     posterior.noise_std = 0.3

@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     with pytest.raises(ConfigurationError, match="does not fit into memory"):
         lp.Full(net, "classification").fit([(x, y)])
     with pytest.raises(ConfigurationError, match="does not fit into memory"):  # no head of the known form
-        lp.Full(net, "regression", parameters="last_layer").fit([(x, net(x).detach())])
+        lp.Full(net, lp.Gaussian(), parameters="last_layer").fit([(x, net(x).detach())])
     with pytest.raises(ConfigurationError, match="does not fit into memory"):
         lp.Full(net, "classification", parameters="last_layer", backend=lp.Native("ggn_mc")).fit([(x, y)])
     with pytest.raises(NotPositiveDefiniteError):

@@ -85,7 +85,6 @@ def own_density(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (lp.Gaussian(), lp.Gaussian(torch.ones(3))),
         (lp.Gaussian(), lp.Gaussian(torch.ones(1))),
         (lp.Gaussian(torch.ones(3)), lp.Gaussian(torch.ones(2))),
-        (lp.Gaussian(torch.ones(3)), "regression"),
         (lp.Categorical(), "regression"),
         (lp.Categorical(), lp.Categorical(ignore_index=-1)),
         (lp.Categorical(), "binary"),
