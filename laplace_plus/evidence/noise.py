@@ -145,7 +145,7 @@ def noise_from_residuals(
             error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)
     noise = torch.minimum(torch.maximum(error, residual), torch.maximum(spread, residual))
     problem = _problem(residual, spread, error)
-    shape = likelihood.noise_std.shape  # type: ignore[union-attr]
+    shape = likelihood.noise_std.shape
     values = {"noise_std": noise, "residual_std": residual, "target_std": spread, "effective_parameters": spent}
     return NoiseEstimate(**{key: value.reshape(shape) for key, value in values.items()}, route=route, problem=problem)
 

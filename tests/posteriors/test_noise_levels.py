@@ -54,6 +54,9 @@ def test_where_several_are_not_affordable_there_is_one():
     assert lp.Diagonal(net, "regression").fit(data).noise_std.shape == ()
     wide = nn.Sequential(nn.Linear(3, 400), nn.Linear(400, 2)).double()  # 2402 weights
     assert lp.Full(wide, "regression").fit(problem(n=4)[1][:1]).noise_std.shape == ()
+    assert lp.KFAC(wide, "regression").fit(problem(n=4)[1][:1]).noise_std.shape == (2,)
+    wide = nn.Sequential(nn.Linear(3, 900), nn.Linear(900, 2)).double()
+    assert lp.KFAC(wide, "regression").fit(problem(n=4)[1][:1]).noise_std.shape == ()
 
 
 def test_one_output_has_one_level():
