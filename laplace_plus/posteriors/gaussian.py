@@ -39,7 +39,7 @@ MANY_LEVELS = 16
 """Most outputs that get noise levels of their own by default; each adds one component to the curvature."""
 
 LEVEL_COSTS = {"full": 2**22, "KFAC": 2**29, "diagonal": math.inf}
-"""Largest costs of that, because each evaluation of the evidence then decomposes the sum of all components: entries of a
+"""Largest costs of that, as each evaluation of the evidence then decomposes the sum of all components: entries of a
 dense curvature, cubed sides of Kronecker factors. Tuning three layers of 512 units took 5 s on one core, not 0.4."""
 
 
