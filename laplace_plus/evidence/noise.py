@@ -48,7 +48,7 @@ _LEVELS = 33
 """Ridges that are tried, over 16 decades at most: two for each."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NoiseEstimate:
     """A noise level for regression, and what it was taken from; tensors are 0-d, or ``[C]`` for one level per output.
 
@@ -71,9 +71,7 @@ class NoiseEstimate:
     problem: str
 
 
-def noise_from_residuals(
-    posterior: Tunable, data: Iterable[Any] | None = None, *, progress: bool = False
-) -> NoiseEstimate:
+def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) -> NoiseEstimate:
     """A noise level from training data alone that cannot run away; see :mod:`laplace_plus.evidence.noise`.
 
     It depends on the network and the data, not on the posterior's curvature or prior. One pass over the data, with the
@@ -83,7 +81,6 @@ def noise_from_residuals(
     Args:
         posterior: A fitted Gaussian posterior of a regression, which is not changed.
         data: The training data; by default the loaders of the fit.
-        progress: Whether to show a progress bar.
 
     Raises:
         UnsupportedError: A likelihood without Gaussian noise.
@@ -102,14 +99,13 @@ def noise_from_residuals(
     model, network = posterior.laplace_model(), posterior.network
     likelihood = model.likelihood
     if not likelihood.is_gaussian:
-        what, expected = "There is no noise to estimate.", "lp.Gaussian"
-        raise UnsupportedError(what, expected=expected, got=type(likelihood).__name__)
+        raise UnsupportedError("There is no noise to estimate.", expected="lp.Gaussian", got=repr(likelihood))
     data = posterior.training_data.again(data, "Noise from residuals passes over the training data.")
     errors, counts = model.statistics.double().chunk(2)
     with exact_arithmetic(network, posterior.memory_budget):
         chosen, route = _affordable(model, network, data, round(float(counts.sum())))
         fitted, jacobians, parts = FittedData(model, network, posterior.n_data), [], []
-        for batch in iterate(data, device=network.device, progress=progress, description="noise"):
+        for batch in iterate(data, device=network.device, progress=False):
             if chosen is None:
                 linear = outputs = network.forward(batch.inputs)
             else:
@@ -119,10 +115,10 @@ def noise_from_residuals(
             likelihood.validate(outputs, batch.target)
             fitted.add(outputs, batch.target)
             flat, target, _ = likelihood.rows(outputs.double(), batch.target)
-            parts.append((flat, target, linear.double().view_as(flat)))
+            parts.append((target, target - flat + linear.double().view_as(flat)))
         fitted.check()
-        outputs, targets, linear = (torch.cat(column) for column in zip(*parts, strict=True))  # [n, C]
-        groups = likelihood.output_groups(outputs.shape[1]).to(outputs.device)
+        targets, linear = (torch.cat(column) for column in zip(*parts, strict=True))  # y and y', [n, C]
+        groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 
         def by_group(values: Tensor) -> Tensor:
             """Sums over rows, and over the outputs that share a level, ``[K]``."""
@@ -137,27 +133,21 @@ def noise_from_residuals(
         else:
             # Outputs on a common scale, so that one ridge suits all of them.
             scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
-            each = scale.to(outputs)[groups]
+            each = scale.to(targets)[groups]
             jacobian = torch.cat(jacobians)
             del jacobians
-            jacobian /= each.repeat(len(outputs))[:, None].to(jacobian)
-            left_out, leverages = _left_out(jacobian, (targets - outputs + linear) / each, likelihood.n_noise > 1)
+            jacobian /= each.repeat(len(targets))[:, None].to(jacobian)
+            left_out, leverages = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
             error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)
-    noise = torch.minimum(torch.maximum(error, residual), torch.maximum(spread, residual))
-    problem = _problem(residual, spread, error)
-    shape = likelihood.noise_std.shape
-    values = {"noise_std": noise, "residual_std": residual, "target_std": spread, "effective_parameters": spent}
-    return NoiseEstimate(**{key: value.reshape(shape) for key, value in values.items()}, route=route, problem=problem)
-
-
-def _problem(residual: Tensor, spread: Tensor, error: Tensor) -> str:
-    """What is wrong with residuals, in a sentence."""
+    error, problem = torch.maximum(error, residual), ""
     if bool((residual < INTERPOLATED * spread).any()):
         ratio = float((residual / spread).min())
-        return f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
-    if bool((torch.maximum(error, residual) > spread).any()):
-        return "The network predicts left-out targets no better than their mean does."
-    return ""
+        problem = f"The network interpolates: its training residuals are {ratio:.2g} of the targets' deviation."
+    elif bool((error > spread).any()):
+        problem = "The network predicts left-out targets no better than their mean does."
+    tensors = torch.minimum(error, torch.maximum(spread, residual)), residual, spread, spent
+    noise, residual, spread, spent = (value.reshape(likelihood.noise_std.shape) for value in tensors)
+    return NoiseEstimate(noise, residual, spread, spent, route, problem)
 
 
 def _affordable(model: LaplaceModel, whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
@@ -183,30 +173,29 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
 
     At the ridge of least squared residuals; with ``several`` noise levels, of the least sum of their logarithms.
     """
-    (n, size), (n_rows, n_columns) = targets.shape, jacobian.shape
-    wide = n_rows <= n_columns
-    gram = torch.zeros(min(n_rows, n_columns), min(n_rows, n_columns), dtype=torch.float64, device=jacobian.device)
-    for part in jacobian.split(max(1, len(gram)), 1 if wide else 0):
-        gram.addmm_(part.double(), part.double().T) if wide else gram.addmm_(part.double().T, part.double())
+    n, size = targets.shape
+    wide, flat = len(jacobian) <= jacobian.shape[1], targets.flatten()
+    thin = jacobian if wide else jacobian.T
+    gram = torch.zeros(len(thin), len(thin), dtype=torch.float64, device=thin.device)
+    for part in thin.split(len(thin), 1):
+        gram.addmm_(part.double(), part.double().T)
     values, basis = torch.linalg.eigh(gram)
-    largest = float(values[-1])
     values = values.clamp_min(0.0)
-    rounding = max(1e-12, 100 * torch.finfo(jacobian.dtype).eps) * largest
-    if wide:
-        rest, beyond = torch.zeros_like(targets).flatten(), 0.0
-    else:  # what no weights can fit
+    rounding = max(1e-12, 100 * torch.finfo(jacobian.dtype).eps) * values[-1].clamp_min(1e-24)
+    if not wide:
         kept = values > rounding
         values, basis = values[kept], jacobian.double() @ (basis[:, kept] / values[kept].sqrt())
-        rest = targets.flatten() - basis @ (basis.T @ targets.flatten())
-        own = basis.view(n, size, -1)
-        beyond = torch.eye(size, dtype=basis.dtype, device=basis.device) - own @ own.mT
-    top = math.log10(max(10 * float(values.sum()), 1e-30))
-    levels = torch.logspace(math.log10(max(rounding, 1e-36)), top, _LEVELS, dtype=torch.float64).to(values)
+    rows = basis.view(n, size, -1)  # [n, C, k]
+    top = (10 * values.sum()).clamp_min(1e-23).log10()
+    levels = torch.logspace(float(rounding.log10()), float(top), _LEVELS, dtype=torch.float64).to(values)
     shrunk = levels / (values[:, None] + levels)  # [k, L]
-    residual = rest[:, None] + basis @ (shrunk * (basis.T @ targets.flatten())[:, None])
-    residual, rows = residual.view(n, size, -1).movedim(-1, 0), basis.view(n, size, -1)  # [L, n, C], [n, C, k]
     products = [(rows[:, c, None] * rows).flatten(0, 1) @ shrunk for c in range(size)]
-    block = torch.stack(products).view(size, n, size, -1).permute(3, 1, 0, 2) + beyond  # M_bb [L, n, C, C]
+    block = torch.stack(products).view(size, n, size, -1).permute(3, 1, 0, 2)  # M_bb [L, n, C, C]
+    residual = basis @ (shrunk * (basis.T @ flat)[:, None])
+    if not wide:  # what no weights can fit
+        block = block + (torch.eye(size, dtype=rows.dtype, device=rows.device) - rows @ rows.mT)
+        residual += (flat - basis @ (basis.T @ flat))[:, None]
+    residual = residual.view(n, size, -1).movedim(-1, 0)  # [L, n, C]
     left = torch.linalg.solve(block, residual[..., None])[..., 0]
     squares = left.square().mean(1)
     best = int((squares.log().sum(-1) if several else squares.sum(-1)).argmin())
@@ -226,7 +215,6 @@ def warn_of_noise(now: EvidencePoint, network: Network) -> None:
     residual, noise = (errors / counts).sqrt(), now.logarithms[n:].exp()
     worst = int((noise / residual.clamp_min(1e-30)).argmax())
     own, left = float(noise[worst]), float(residual[worst])
-    why = ""
     if own > RUNAWAY * left:
         spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
         why = (
@@ -236,15 +224,13 @@ def warn_of_noise(now: EvidencePoint, network: Network) -> None:
     elif (size := trained_size(network)) >= counts.sum():
         raised = now.logarithms.clone()
         raised[:n] += math.log(float(counts.sum()) / INTERPOLATED**2)
-        if float(objective.at(raised).effective_parameters().sum()) > 1 / 2:  # γ approaches tr(H)/(σ² λ) from below
-            why = f"all but vanishes: {size:,} weights can interpolate {int(counts.sum()):,} targets, and seem to"
-    if why:
-        warnings.warn(
-            f"The tuned noise of {own:.3g} {why}. Use lp.evidence.noise_from_residuals(posterior), or tune on "
-            "held-out data.",
-            ConvergenceWarning,
-            stacklevel=5,
-        )
+        if float(objective.at(raised).effective_parameters().sum()) < 1 / 2:  # γ approaches tr(H)/(σ² λ) from below
+            return
+        why = f"all but vanishes: {size:,} weights can interpolate {int(counts.sum()):,} targets, and seem to"
+    else:
+        return
+    fix = "Use lp.evidence.noise_from_residuals(posterior), or tune on held-out data."
+    warnings.warn(f"The tuned noise of {own:.3g} {why}. {fix}", ConvergenceWarning, stacklevel=5)
 
 
 def trained_size(network: Network) -> int:

@@ -200,24 +200,14 @@ class Prediction:
         Raises:
             ConfigurationError: Another ``q``.
             UnsupportedError: For classes, counts and other distributions without a quantile function.
-
-        Example:
-            >>> from laplace_plus.likelihoods import Gaussian
-            >>> samples = torch.tensor([[[-1.0]], [[1.0]]])
-            >>> from_samples(Gaussian(0.1), samples).quantile(torch.tensor([0.25, 0.75])).flatten()
-            tensor([-1.,  1.])
         """
         self._require_numbers("quantile")
         levels = _checked_levels(q, "q")
         distribution = self._marginal_distribution
         found = _quantiles(distribution, levels.reshape(-1, *[1] * len(distribution.batch_shape)))
         if found is None:
-            raise UnsupportedError(
-                f"The predictive distribution {type(distribution).__name__} has no quantile function.",
-                expected="real targets, of lp.Gaussian or lp.HeteroscedasticGaussian",
-                got=type(self.likelihood).__name__,
-                fix="Draw targets: prediction.distribution.sample((1000,)).quantile(q, dim=0).",
-            )
+            what, fix = "has no quantile function.", "prediction.distribution.sample((1000,)).quantile(q, dim=0)"
+            raise UnsupportedError(f"{type(distribution).__name__} {what}", fix=f"Draw targets: {fix}.")
         return found if levels.ndim else found[0]
 
     def interval(self, level: float | Tensor = 0.95) -> tuple[Tensor, Tensor]:
@@ -237,13 +227,9 @@ class Prediction:
 
     def _require_numbers(self, what: str) -> None:
         if self.likelihood.is_classifier:
-            raise UnsupportedError(
-                f"A class has no {what}.",
-                expected="targets that are numbers",
-                got=type(self.likelihood).__name__,
-                fix="Use prediction.mean, the probabilities of the classes. How far they differ from network to "
-                "network say prediction.epistemic.sqrt() and prediction.samples.quantile(q, dim=0).",
-            )
+            fix = "Use prediction.mean, the probabilities of the classes. How far they differ from network to network "
+            fix += "say prediction.epistemic.sqrt() and prediction.samples.quantile(q, dim=0)."
+            raise UnsupportedError(f"A class has no {what}.", got=repr(self.likelihood), fix=fix)
 
     # Distributions ---------------------------------------------------------------------------------------------------
 
@@ -407,12 +393,10 @@ def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:
         root = (low + high) / 2
         density = (weights * (-((root[..., None] - loc) / scale).square() / 2).exp() / scale).sum(-1)
         slope = density / math.sqrt(2 * math.pi)
-    # The root's derivative is that of −P(y ≤ root) over the density; in value the difference is zero.
-    result = root
-    if loc.requires_grad or scale.requires_grad:
+    if loc.requires_grad or scale.requires_grad:  # the derivative is that of −P(y ≤ root) over the density
         change = probability(root)
-        result = root - (change - change.detach()) / slope
-    return result.to(components.loc)
+        root = root - (change - change.detach()) / slope
+    return root.to(components.loc)
 
 
 def _sum_extra(values: Tensor, n_lead: int) -> Tensor:
