@@ -42,7 +42,7 @@ from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, require_outputs
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import as_hyperparameter
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
@@ -132,8 +132,8 @@ class CalibratedPosterior:
             link, mean = "probit", _outputs(self.posterior, x) / self.temperature
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
         else:
-            many = self.posterior.n_outputs > MANY_OUTPUTS and not joint and link == "probit"
-            mean, covariance = self.functional_posterior(x, joint=joint, outputs="diagonal" if many else None)
+            needed = None if joint else outputs_for(link, self.posterior.n_outputs)
+            mean, covariance = self.functional_posterior(x, joint=joint, outputs=needed)
         options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
 

@@ -20,7 +20,7 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataErro
 from laplace_plus.evidence.objective import Objective
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts
 from laplace_plus.predictive import Prediction, from_functional
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, Outputs, functional_posteriors
+from laplace_plus.predictive.linearized import functional_posteriors, outputs_for
 from laplace_plus.priors import as_hyperparameter
 
 Loss = Callable[[Prediction, Tensor], Tensor]
@@ -95,8 +95,7 @@ class Validation:
         points = [(base * level, candidate) for level in levels.tolist() for candidate in candidates]
         factor_sets = model.factor_sets([(precision, like.noise_std) for precision, like in points], temperature)
         link = self.link or likelihood.links[0]
-        # The probit link only looks at variances, and with many outputs covariances cost many times as much.
-        outputs: Outputs = "diagonal" if model.n_outputs > MANY_OUTPUTS and link in ("gumbel", "probit") else None
+        outputs = outputs_for(link, model.n_outputs)
         # A loss of the user's own may look at samples, whatever the link.
         draws, loss = link == "mc" or self.loss is not None, self.loss or _negative_log_density
         totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0

@@ -29,6 +29,7 @@ from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
     FunctionalPosterior,
     Outputs,
+    outputs_for,
     require_outputs,
 )
 from laplace_plus.priors import Groups
@@ -129,7 +130,8 @@ class Posterior(Stored, ABC):
         Args:
             x: A batch's inputs, as the network takes them: a tensor, a tuple or a mapping.
             joint: Whether to give the covariance across inputs, ``[B, C, B, C]``.
-            outputs: None for all outputs, ``"diagonal"`` for variances only, or indices of some outputs.
+            outputs: None for all outputs, ``"diagonal"`` for variances only, ``"independent"`` for the variances of
+                independent outputs whose differences vary as nearly as can be likewise, or indices of some outputs.
             differentiable: Whether gradients flow to ``x``.
             generator: Source of randomness, for methods that use any.
 
@@ -296,16 +298,17 @@ class Posterior(Stored, ABC):
     ) -> Prediction:
         """The posterior predictive distribution ``p(y | x, D)``.
 
-        With more than 64 outputs and the probit link, only variances of the outputs are computed. Mean, variance and
-        log-probability are the same, but what the prediction estimates by Monte Carlo (the split of the variance, the
-        mutual information) then treats outputs as uncorrelated.
+        With more than 64 outputs, the links ``"gumbel"`` and ``"probit"`` are given variances only: those of
+        ``functional_posterior(x, outputs="independent")`` or ``"diagonal"``. Mean, variance and log-probability are
+        the same, but what the prediction estimates by Monte Carlo (the split of the variance, the mutual information)
+        then treats outputs as uncorrelated.
 
         Args:
             x: A batch's inputs.
             method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
                 suits the class.
-            link: How a Gaussian over outputs becomes a distribution of y: ``"probit"``, ``"mc"``, ``"bridge"`` for
-                classification; by default the likelihood's first.
+            link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
+                ``"bridge"`` for classification; by default the likelihood's first.
             n_samples: Number of samples where any are drawn.
             joint: Whether inputs are treated jointly, with their cross-covariances.
             generator: Source of randomness.
@@ -340,9 +343,8 @@ class Posterior(Stored, ABC):
             samples = self.functional_samples(x, n_samples, joint=joint, generator=generator)
             if samples is not None:
                 return from_samples(self.likelihood, samples, generator=generator, joint=joint)
-        # The probit link only looks at variances, and with many outputs covariances cost many times as much.
-        variances = many and not joint and first in ("gumbel", "probit")
-        options: dict[str, Any] = {"outputs": "diagonal" if variances else None, "differentiable": differentiable}
+        needed = None if joint else outputs_for(first, self.n_outputs)
+        options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable}
         if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
             options["generator"] = generator
         with torch.set_grad_enabled(differentiable):

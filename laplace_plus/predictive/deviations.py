@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace_plus._memory import budget, slices
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import DataError
+from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import (
     QUICK_BYTES,
@@ -89,6 +90,9 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
         chosen = chosen.expand(*mean.shape[:-1], chosen.shape[-1])
         mean, deviations = mean.gather(-1, chosen), deviations.gather(-1, chosen.expand(len(deviations), *chosen.shape))
     scaled = deviations / len(deviations) ** 0.5
+    if variances and outputs == "independent":
+        scaled = scaled - (scaled * centring_weights(mean)).sum(-1, keepdim=True)
+        return FunctionalPosterior(mean, independent_variances(mean, scaled.square().sum(0)))
     if variances:
         return FunctionalPosterior(mean, scaled.square().sum(0))
     if joint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus._memory import budget, require_room, slices
+from laplace_plus._memory import budget, chunk_bytes, require_room, slices
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients, same_outputs
 from laplace_plus.curvature.native import output_layer_gradients
@@ -24,6 +25,7 @@ from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs, shape_text, unknown_link
+from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.network import Network
 from laplace_plus.predictive.prediction import Prediction, RandomSource
@@ -36,7 +38,9 @@ memory, and the links ignore them."""
 WHOLE = "all"
 """Key of a block that covers the whole parameter vector."""
 
-Outputs = Literal["diagonal"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
+Outputs = Literal["diagonal", "independent"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
+
+_OF_LINKS: dict[str, Outputs] = {"gumbel": "independent", "probit": "diagonal"}
 
 _LEAST_EXAMPLES = 8
 """Variances are computed for a few outputs at a time before a micro-batch gets smaller than this: products with fewer
@@ -78,9 +82,11 @@ def functional_posteriors(
         factor_sets: For each covariance, the factors of the posterior precision's blocks by layout key.
         inputs: A batch's inputs.
         joint: Whether to give the covariance across inputs too.
-        outputs: None for all outputs, ``"diagonal"`` for variances only, or some outputs: their indices, a slice, a
-            bool mask ``[C]``, or integers ``[B, *, K]`` that choose K outputs for each example and position by itself,
-            such as its most probable classes. Only chosen outputs are differentiated.
+        outputs: None for all outputs; ``"diagonal"`` for variances only; ``"independent"`` for those of
+            :func:`~laplace_plus.likelihoods.categorical.independent_variances`, which stand for the covariances and
+            cost what variances cost; or some outputs: their indices, a slice, a bool mask ``[C]``, or integers
+            ``[B, *, K]`` that choose K outputs for each example and position by itself, such as its most probable
+            classes. Only chosen outputs are differentiated.
         differentiable: Whether gradients flow to the inputs.
         expected_outputs: C, where it is known.
         apart: Whether the batch may be cut into micro-batches to save memory.
@@ -109,12 +115,21 @@ def functional_posteriors(
     individual = chosen.ndim > 1
     picked = mean.view(shape).gather(-1, chosen) if individual else mean.view(shape)[..., chosen]
     mode = "joint" if joint else "diagonal" if diagonal else "full"
+    centre = centring_weights(mean) if diagonal and outputs == "independent" else None
     # Gradients of a linear output layer are known without one cotangent for each output.
     head = None
     if capture.pointwise and WHOLE not in factor_sets[0]:
         head = output_layer_gradients(gradients, chosen.reshape(len(mean), -1) if individual else chosen)
     if head is not None and head[0].key in factor_sets[0]:
-        covariances = _quadratic_forms([head], factor_sets, mode)
+        rows = head[1].features
+        if centre is None:
+            covariances = _quadratic_forms([head], factor_sets, mode)
+        else:  # the rows (e_k − w) of all outputs are written out, if at all, for a few examples at a time
+            found_parts = []
+            for part in slices(len(rows), mean.shape[-1] ** 2 * rows.element_size(), chunk_bytes(device, of_caches=64)):
+                own = replace(head[1], features=rows[part], centre=centre.flatten(0, -2)[part].to(rows.dtype))
+                found_parts.append(_quadratic_forms([(head[0], own)], factor_sets, mode))
+            covariances = [torch.cat(parts) for parts in zip(*found_parts, strict=True)]
     else:
         flat = mean.flatten(1, -2) if mean.ndim > 2 else mean[:, None]  # [B, M, C]
         general = 0
@@ -141,13 +156,16 @@ def functional_posteriors(
         if each > allowed:
             require_room(each, f"the gradients of one output for {len(flat)} examples", device)
         one_hot = chosen.view(*flat.shape[:2], -1) if individual else chosen
-        forms = partial(_one_hot_forms, gradients, flat, one_hot, factor_sets, mode)
+        centre = None if centre is None else centre.reshape(flat.shape)
+        forms = partial(_one_hot_forms, gradients, flat, one_hot, factor_sets, mode, centre)
         covariances = _by_cotangents(forms, flat.shape[1], chosen.shape[-1], mode, max(1, room // max(1, each)))
     kept = (*shape[:-1], chosen.shape[-1])
     final = (*kept, *kept) if joint else kept if diagonal else (*kept, chosen.shape[-1])
     results = []
     for covariance in covariances:
-        results.append(FunctionalPosterior(picked, covariance.reshape(final).to(mean.dtype)))
+        found_one = covariance.reshape(final).to(mean.dtype)
+        found_one = found_one if centre is None else independent_variances(picked, found_one)
+        results.append(FunctionalPosterior(picked, found_one))
     return results
 
 
@@ -239,6 +257,11 @@ def _each_input(mean: Tensor, covariance: Tensor) -> Tensor:
     return blocks.movedim(-1, 0).reshape(*mean.shape, size)
 
 
+def outputs_for(link: str, n_outputs: int) -> Outputs:
+    """What a link needs of so many outputs: variances where those do, or else all covariances."""
+    return _OF_LINKS.get(link) if n_outputs > MANY_OUTPUTS else None
+
+
 def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
     """Raise :class:`DataError` for inputs with another number of outputs, e.g. an example without a batch axis."""
     if shape[-1] != expected:
@@ -251,9 +274,9 @@ def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
 
 
 def wants_variances(outputs: Outputs, joint: bool) -> bool:
-    """Whether a choice of outputs is ``"diagonal"``; refuses other texts, and ``"diagonal"`` with ``joint``."""
-    if isinstance(outputs, str) and (outputs != "diagonal" or joint):
-        expected = 'None, "diagonal" (not with joint=True) or indices'
+    """Whether a choice of outputs is of variances only; refuses other texts, and these with ``joint``."""
+    if isinstance(outputs, str) and (outputs not in ("diagonal", "independent") or joint):
+        expected = 'None, "diagonal", "independent" (neither with joint=True) or indices'
         raise ConfigurationError("Unknown choice of outputs.", expected=expected, got=f"{outputs!r}, joint={joint}")
     return isinstance(outputs, str)
 
@@ -324,12 +347,14 @@ def _one_hot_forms(
     chosen: Tensor,
     factor_sets: Sequence[Mapping[str, Factor]],
     mode: str,
+    centre: Tensor | None,
     which: Tensor,
     block: int | None = None,
 ) -> list[Tensor]:
     """Quadratic forms of the cotangents ``which``: number ``m K + k`` is the k-th chosen output of position m.
 
     Outputs are ``flat [B, M, C]``; ``chosen`` are ``[K]`` of them, or ``[B, M, K]`` where each example has its own.
+    Their mean with weights ``centre [B, M, C]`` is taken from the chosen ones.
     """
     n, positions, n_outputs = flat.shape
     position, number = which // chosen.shape[-1], which % chosen.shape[-1]
@@ -338,6 +363,9 @@ def _one_hot_forms(
         units = flat.new_zeros(len(which), positions, n_outputs)
         units[row, position, chosen.cpu()[number]] = 1
         units = units[:, None].expand(-1, n, -1, -1)  # all examples share one memory
+        if centre is not None:
+            units = units.clone()
+            units[row, :, position] -= centre[:, position].transpose(0, 1)
     else:
         units = flat.new_zeros(len(which), n, positions, n_outputs)
         example = torch.arange(n)[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from problems import jacobian, relative_error
@@ -10,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.deviations import functional_samples, samples_rather
 
@@ -105,6 +108,8 @@ def check_all(posterior, x, mean, dense):
     assert relative_error(full.covariance, own) < EXACT
     variances = posterior.functional_posterior(x, outputs="diagonal").covariance
     assert relative_error(variances, own.diagonal(dim1=-2, dim2=-1)) < EXACT
+    standing = posterior.functional_posterior(x, outputs="independent").covariance
+    assert relative_error(standing, independent_variances(mean, own)) < EXACT
     joint = posterior.functional_posterior(x, joint=True).covariance
     assert relative_error(joint, dense.view(*mean.shape, *mean.shape)) < EXACT
     some = posterior.functional_posterior(x, outputs=[2, 0]).covariance
@@ -171,6 +176,41 @@ def test_outputs_of_a_linear_head_are_chosen_for_each_example(kind, problem):
     full = posterior.functional_posterior(x).covariance
     rows = full.gather(-2, best[..., None].expand(*best.shape, CLASSES))
     assert relative_error(chosen.covariance, rows.gather(-1, best[..., None, :].expand(*best.shape, 2))) < EXACT
+
+
+HEADS = {
+    "Full": lp.Full,
+    "KFAC": lp.KFAC,
+    "KFAC, diagonal": partial(lp.KFAC, output_factor="diagonal"),
+    "EKFAC": partial(lp.KFAC, eigenvalue_corrected=True),
+    "Diagonal": lp.Diagonal,
+    "LowRank": partial(lp.LowRank, rank=5),
+}
+
+
+@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("parameters", ["last_layer", "all"])
+def test_many_outputs_are_predicted_as_few(kind, parameters, monkeypatch):
+    torch.manual_seed(3)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double(), torch.randn(9, 3).double()
+    posterior = HEADS[kind](net, "classification", parameters=parameters).fit([(x, torch.randint(0, 7, (9,)))])
+    full = posterior.predictive(x)
+    assert full.functional_covariance.shape == (9, 7, 7)
+    monkeypatch.setattr(linearized, "MANY_OUTPUTS", 6)
+    many = posterior.predictive(x)
+    assert many.functional_covariance.shape == (9, 7)
+    torch.testing.assert_close(many.mean, full.mean)
+    posterior.memory_budget = "64 KB"
+    torch.testing.assert_close(posterior.predictive(x).mean, full.mean)
+
+
+def test_many_outputs_of_sampled_posteriors(monkeypatch):
+    torch.manual_seed(3)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double(), torch.randn(9, 3).double()
+    posterior = lp.SampledLaplace(net, "classification", n_samples=4).fit([(x, torch.randint(0, 7, (9,)))])
+    full = posterior.predictive(x)
+    monkeypatch.setattr(linearized, "MANY_OUTPUTS", 6)
+    torch.testing.assert_close(posterior.predictive(x).mean, full.mean)
 
 
 @pytest.mark.parametrize(

@@ -116,17 +116,19 @@ class EmbeddingGradients(ExampleGradients):
 
 @dataclass
 class OutputLayerGradients(ExampleGradients):
-    """Matrices ``e_c φ_nᵀ [1, C, i]``: the gradient of a linear output layer's output c for example n.
+    """Matrices ``(e_c − w_n) φ_nᵀ [1, C, i]``: the gradient of a linear output layer's output c for example n.
 
     Attributes:
         features: The layer's inputs ``φ [B, i]``.
         outputs: Chosen outputs ``[V]``, or ``[B, V]`` where each example has its own.
         n_outputs: C.
+        centre: Weights ``w [B, C]`` of the mean that is taken from all outputs; None for zero.
     """
 
     features: Tensor
     outputs: Tensor
     n_outputs: int
+    centre: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.n_cotangents, self.n_examples = self.outputs.shape[-1], self.features.shape[0]
@@ -143,6 +145,7 @@ class OutputLayerGradients(ExampleGradients):
         features = self.features[examples]
         chosen = self.outputs if self.is_shared else self.outputs[examples]
         unit = torch.nn.functional.one_hot(chosen.expand(len(features), -1), self.n_outputs).to(self.dtype)
+        unit = unit if self.centre is None else unit - self.centre[examples, None]
         return torch.einsum("bvc,bi->vbci", unit, features)[:, :, None]
 
     @override
@@ -160,15 +163,26 @@ class OutputLayerGradients(ExampleGradients):
             return replace(self, features=features)
         rows = left[self.outputs]  # [V, C] or [B, V, C]
         rows = rows[:, None].expand(-1, self.n_examples, -1) if self.is_shared else rows.transpose(0, 1)
+        rows = rows if self.centre is None else rows - self.centre @ left
         return OuterGradients(features[:, None, None], rows[:, :, None, None])
 
     def times(self, matrix: Tensor) -> Tensor:
         """The flattened gradients times ``[C·i, m]``, ``[V, B, m]``."""
-        blocks = matrix.unflatten(0, self.shape[1:])[self.outputs]
+        every = matrix.unflatten(0, self.shape[1:])
+        blocks = every[self.outputs]
+        if self.centre is not None:
+            blocks = blocks - torch.einsum("bc,cim->bim", self.centre, every)[:, None]  # [B, V, i, m]
+            return torch.einsum("bi,bvim->vbm", self.features, blocks)
         return torch.einsum("bi,vim->vbm" if self.is_shared else "bi,bvim->vbm", self.features, blocks)
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
+        if self.centre is not None:
+            if mode != "diagonal" or not self.is_shared:
+                return super().quadratic(weights, mode)
+            each = self.features.square() @ weights[0].T  # [B, C]
+            shared = (self.centre.square() * each).sum(-1, keepdim=True)
+            return (each * (1 - 2 * self.centre))[:, self.outputs] + shared
         chosen, own = self.outputs, weights[0][self.outputs]  # [V, i] or [B, V, i]
         if mode == "joint":  # ⟨e_c φ_b, e_c' φ_b'⟩ is zero unless c = c'
             chosen = chosen.expand(self.n_examples, -1)

@@ -225,8 +225,8 @@ class SoftmaxOutputFactor(Factor):
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
         _ = self._totals  # keeps the inverses where memory allows it
         if isinstance(coordinates, OutputLayerGradients) and coordinates.is_shared:
-            result = self._of_outputs(coordinates.features, coordinates.outputs, mode)
-        elif isinstance(coordinates, OutputLayerGradients) and mode != "joint":
+            result = self._of_outputs(coordinates.features, coordinates.outputs, mode, coordinates.centre)
+        elif isinstance(coordinates, OutputLayerGradients) and mode != "joint" and coordinates.centre is None:
             examples = zip(coordinates.features[:, None], coordinates.outputs, strict=True)
             result = torch.cat([self._of_outputs(features, outputs, mode) for features, outputs in examples])
         elif mode == "joint":
@@ -235,10 +235,13 @@ class SoftmaxOutputFactor(Factor):
             result = torch.cat([self._of_matrices(values, mode) for _, values in coordinates.chunks()])
         return result.to(coordinates.dtype)
 
-    def _of_outputs(self, features: Tensor, outputs: Tensor, mode: str) -> Tensor:
-        """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori."""
+    def _of_outputs(self, features: Tensor, outputs: Tensor, mode: str, centre: Tensor | None = None) -> Tensor:
+        """Covariances of chosen outputs ``[V]`` at features ``[B, i]``; distinct outputs are uncorrelated a priori.
+
+        With weights ``centre [B, C]``, variances of all outputs less their weighted mean.
+        """
         features = features.double()
-        if mode == "diagonal" and len(outputs) == self.n_outputs and self._prepares(len(features)):
+        if mode == "diagonal" and centre is None and len(outputs) == self.n_outputs and self._prepares(len(features)):
             return self._all_variances(features)[:, outputs]
         priors, whites = [], []
         for part in outputs.split(next(self._slices()).stop):
@@ -252,8 +255,12 @@ class SoftmaxOutputFactor(Factor):
             else:
                 priors.append((scaled * features).sum(-1) - (pulled * keys).sum(-1))
             white = pulled @ self._coupling[1]
-            whites.append(white.square().sum(-1) if mode == "diagonal" else white)
+            whites.append(white.square().sum(-1) if mode == "diagonal" and centre is None else white)
         own, shared = torch.cat(priors), torch.cat(whites)  # [V, B], joint [V, B, B], and [V, B, N]
+        if centre is not None:
+            w = centre.T.double()  # [C, B]
+            shared = (shared - (w[..., None] * shared).sum(0)).square().sum(-1)
+            own = own * (1 - 2 * w) + (w.square() * own).sum(0)
         if mode == "diagonal":
             return (own + shared).clamp(min=0).T
         same, shared = (outputs[:, None] == outputs).to(own.dtype), shared.transpose(0, 1)
