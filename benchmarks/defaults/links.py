@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,10 +197,10 @@ def main() -> None:
     )
     page = f"""# Links of classification against Monte Carlo
 
-`python benchmarks/defaults/links.py` wrote this page: {len(scores["probit"])} Gaussians over logits. Means have a standard
-deviation of .5, 2 or 6; the scale is about the variance of a logit; covariances are equal or unequal and independent, Wishart, of
-rank five, almost entirely shared by all logits, or inverse curvatures. The truth is the average over 100 000 samples
-in antithetic pairs (20 000 above 100 classes).
+`python benchmarks/defaults/links.py` wrote this page: {len(scores["probit"])} Gaussians over logits.
+Means have a standard deviation of .5, 2 or 6; the scale is about the variance of a logit; covariances are equal or
+unequal and independent, Wishart, of rank five, almost entirely shared, or inverse curvatures.
+The truth is the average over 100 000 samples in antithetic pairs (20 000 above 100 classes).
 
 ## Mean KL to the truth in nats, and the largest, by number of classes
 
@@ -233,7 +234,7 @@ One thread, float32, other work beside it.
 """
     if not quick:
         (ROOT / "benchmarks" / "results" / "links-cpu.md").write_text(page)
-    print(page)
+    sys.stdout.write(page)
 
 
 if __name__ == "__main__":
