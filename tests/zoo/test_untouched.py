@@ -65,6 +65,7 @@ def in_mixed_modes(architecture: Architecture) -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:The tuned noise")  # of eight targets
 @pytest.mark.parametrize("cls", [lp.KFAC, pytest.param(lp.Diagonal, marks=pytest.mark.slow)])
 @each_typical
 def test_fitting_and_predicting_leave_the_model_alone(architecture, cls):
