@@ -241,6 +241,8 @@ def laplace(
         raise ConfigurationError("Unknown start.", expected="training, or none", got=repr(start))
     fitted: Any = lp.get_posterior(posterior)(task.model, task.likelihood, **options)
     fitted.fit(task.train, generator=task.generator())
+    if isinstance(task.likelihood, lp.Categorical):
+        predict = {"link": "probit", **(predict or {})}  # of rows that name no other
     return Fitted(predictor(fitted, **(predict or {})), tune(fitted, task, tuned_by, **(tuning or {})))
 
 

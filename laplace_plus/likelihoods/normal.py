@@ -57,7 +57,8 @@ def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator
     """Samples ``[n, ..., C]`` of ``N(mean, covariance)``, with a full covariance or variances."""
     noise = standard_normal((n, *mean.shape), like=mean, generator=generator)
     if is_full(mean, covariance):
-        return mean + (cholesky(covariance) @ noise.unsqueeze(-1)).squeeze(-1)
+        # One product for each matrix: broadcast over the samples, it would be copied for each of them.
+        return mean + (noise.movedim(0, -2) @ cholesky(covariance).mT).movedim(-2, 0)
     positive = covariance > 0  # the square root has no derivative at zero
     return mean + torch.where(positive, torch.where(positive, covariance, 1.0).sqrt(), 0.0) * noise
 
