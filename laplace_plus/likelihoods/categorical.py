@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
-from laplace_plus._memory import chunk_bytes, slices
+from laplace_plus._memory import CACHE_BYTES, CHUNK_BYTES
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError
 from laplace_plus.likelihoods.base import (
     Likelihood,
@@ -234,51 +234,45 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     apart: steps that are narrow beside others lie near the end from which they are counted, because they cut the
     others off. So the number of nodes depends on the variances' ratios hardly at all.
     """
-    variance = independent_variances(mean, covariance) if is_full(mean, covariance) else covariance
+    variance = independent_variances(mean, covariance) if covariance.dim() > mean.dim() else covariance
     # The square root has no derivative at zero; the shift is rounding beside the Gumbel noise's variance.
     rounding = torch.finfo(mean.dtype).eps
     deviation = (variance + rounding).clamp_min(rounding / 2).sqrt()
-    size, limit = mean.shape[-1], chunk_bytes(mean.device)
-    times, nodes = _TIMES.to(mean), _NODES.to(mean)
-    means, deviations = mean.reshape(-1, size), deviation.reshape(-1, size)
-    parts, each = [], 2 * nodes.shape[1] * size * mean.element_size()
-    for part in slices(len(means), times.shape[1] * each, limit):
-        m, s = means[part], deviations[part]
-        m = m - m.detach().amax(-1, keepdim=True)
+    size, times, nodes, parts = mean.shape[-1], _TIMES.to(mean), _NODES.to(mean), []
+    n_times, n_nodes = times.shape[1], nodes.shape[1]
+    limit = CACHE_BYTES if mean.device.type == "cpu" else CHUNK_BYTES
+    room = max(1, limit // (2 * n_nodes * size * mean.element_size()))  # pairs of a row and a time
+    per_row = mean.reshape(-1, size).split(-(-room // n_times)), deviation.reshape(-1, size).split(-(-room // n_times))
+    for m, s in zip(*per_row, strict=True):
+        m = m - m.detach().amax(-1, keepdim=True)  # noqa: PLW2901
         # From the time that the largest surely passes, by the class that tells, to the time that none does.
         reach = _REACH * s
         start, surest = (m - reach).max(-1, keepdim=True)
         width = (m + reach).amax(-1, keepdim=True) - start + (12 + math.log(size))
-        near = torch.minimum(width, 0.9 * times.shape[1] * (1 + s.gather(-1, surest)))
+        near = torch.minimum(width, 0.9 * n_times * (1 + s.gather(-1, surest)))
         sides = torch.cat([near, width - near], -1)
         t = (sides @ times[:2] + (start - 3.5)).unsqueeze(-1)  # [N, T, 1]
-        s, m, found = s.unsqueeze(1), m.unsqueeze(1), []
-        for some in slices(times.shape[1], len(m) * each, limit):
-            found.append(_noisy_maximum(t[:, some] - m, s, nodes))
-        log_cdf, log_hazard = found[0] if len(found) == 1 else [torch.cat(own, 1) for own in zip(*found, strict=True)]
-        both = log_cdf.sum(-1) + (sides @ times[2:]).log()
-        parts.append((log_hazard + both.unsqueeze(-1)).logsumexp(1))
-    return torch.cat(parts).log_softmax(-1).view_as(mean) if parts else mean
-
-
-def _noisy_maximum(x: Tensor, s: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """``log F(x)`` and ``log F'(x)/F(x)`` for ``s`` times a standard normal ε plus standard Gumbel noise.
-
-    ``F(x) = ∫ φ(ε) exp(−exp(−u)) dε`` with ``u = x − s ε``, which vanishes where u < −4; nodes count down from there.
-    """
-    last = ((x + 4) / s).clamp_max(_REACH)
-    span = (last + _REACH).clamp_min(4.0)
-    near = torch.minimum(span, 0.8 * nodes.shape[1] / s)
-    sides = torch.stack([near, span - near], -1)
-    before = sides @ nodes[:2]  # last − ε, [..., Q]
-    lowest = x - s * last
-    falling = torch.exp(before * -s.unsqueeze(-1))  # exp(lowest − u)
-    gumbel = torch.exp(-lowest).unsqueeze(-1) * falling
-    values = torch.exp(-0.5 * (before - last.unsqueeze(-1)).square() - gumbel)
-    cdf = ((values @ nodes[2:].mT) * sides).sum(-1)
-    density = ((values * falling) @ nodes[2:].mT * sides).sum(-1)
-    log_cdf = cdf.log()
-    return log_cdf - 0.5 * math.log(2 * math.pi), density.log() - log_cdf - lowest
+        log_spacing = (sides @ times[2:]).log()
+        s, m, densities = s.unsqueeze(1), m.unsqueeze(1), []  # noqa: PLW2901
+        count = max(1, room // max(1, len(m)))
+        for some, log_step in zip(t.split(count, 1), log_spacing.split(count, 1), strict=True):
+            # F(x) = ∫ φ(ε) exp(−exp(−u)) dε, u = x − s ε, vanishes where u < −4; nodes count down from there.
+            x = some - m
+            last = ((x + 4) / s).clamp_max(_REACH)
+            span = (last + _REACH).clamp_min(4.0)
+            near = torch.minimum(span, 0.8 * n_nodes / s)
+            sides = torch.stack([near, span - near], -1)
+            before = sides @ nodes[:2]  # last − ε, [N, T, C, Q]
+            lowest = x - s * last
+            falling = torch.exp(before * -s.unsqueeze(-1))  # exp(lowest − u)
+            gumbel = torch.exp(-lowest).unsqueeze(-1) * falling
+            values = torch.exp(-0.5 * (before - last.unsqueeze(-1)).square() - gumbel)
+            log_cdf = ((values @ nodes[2:].mT) * sides).sum(-1).log()
+            log_density = ((values * falling) @ nodes[2:].mT * sides).sum(-1).log()
+            shared = (log_cdf - 0.5 * math.log(2 * math.pi)).sum(-1) + log_step
+            densities.append(log_density - log_cdf - lowest + shared.unsqueeze(-1))
+        parts.append(torch.cat(densities, 1).logsumexp(1))
+    return torch.cat(parts).log_softmax(-1).view_as(mean)
 
 
 def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -343,7 +343,7 @@ class Posterior(Stored, ABC):
             samples = self.functional_samples(x, n_samples, joint=joint, generator=generator)
             if samples is not None:
                 return from_samples(self.likelihood, samples, generator=generator, joint=joint)
-        needed = None if joint else outputs_for(first, self.n_outputs)
+        needed = outputs_for(first, self.n_outputs) if many and not joint else None
         options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable}
         if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
             options["generator"] = generator
