@@ -206,7 +206,7 @@ def warn_of_noise(now: EvidencePoint, network: Network) -> None:
     """Warn where a noise that maximises an evidence says nothing of the data's.
 
     It is far above the residuals, so that γ takes most of the data. Or it all but vanishes beside the deviation of the
-    outputs under the prior, ``tr(H)/(R λ)`` at unit noise, in a posterior over part of weights that can interpolate.
+    outputs under the prior, ``tr(H)/(R λ)`` at unit noise, in a last layer whose network can interpolate.
     """
     objective = now.objective
     if not objective.tune_noise:
@@ -221,7 +221,7 @@ def warn_of_noise(now: EvidencePoint, network: Network) -> None:
             f"is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the curvature counts "
             f"{spent:.4g} of {int(counts[worst])} targets as spent on weights, or the network interpolates"
         )
-    elif (size := trained_size(network)) >= counts.sum() and size > network.n_parameters:  # which γ says nothing of
+    elif (size := trained_size(network)) >= counts.sum() and str(network.selection) == "last_layer":
         raised = now.logarithms.clone()
         raised[:n] += math.log(float(counts.sum()) / INTERPOLATED**2)
         if float(objective.at(raised).effective_parameters().sum()) < 1 / 2:  # γ approaches tr(H)/(σ² λ) from below

@@ -185,6 +185,7 @@ def batch_normalised(x, y, *, steps=150):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The tuned noise")  # of the network's own weights
 def test_error_bars_of_a_batch_normalised_network():
     """The network's own weights ask for a precision under which error bars blow up; the tangent's optimum does not."""
     x, y = toy(60, 0)
