@@ -27,7 +27,7 @@ from laplace_plus.predictive.linearized import functional_posteriors
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.structured import Factor
 
-Leverages = Literal["own", "full", "last_layer"]
+Leverages = Literal["own", "full", "last_layer", "first_order"]
 Unit = Literal["example", "position"]
 
 Covariances = Callable[[int, Any, Tensor], list[Tensor]]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, in_words
-from laplace_plus.batches import iterate
+from laplace_plus.batches import Batch, can_be_cut, cut, iterate
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.tuning import Tunable, check_positive
@@ -62,7 +62,8 @@ class LeaveOneOutPredictions:
         leverages: Largest eigenvalue of each unit's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
         traces: Trace of each unit's ``V Λ``, ``[N]``; their sum is the effective number of parameters.
         likelihood: The distribution of targets given the outputs.
-        route: The curvature of leverages and displacements: ``"own"``, ``"full"`` or ``"last_layer"``.
+        route: The curvature of leverages and displacements: ``"own"``, ``"full"`` or ``"last_layer"``; ``"first_order"``
+            is ``f + V g`` without leverages, which are zero then.
         unit: ``"example"`` or ``"position"``.
     """
 
@@ -196,13 +197,18 @@ def leave_one_out(
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
 
 
-def leave_out(covariance: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def leave_out(
+    covariance: Tensor, root: Tensor, gradient: Tensor, *, first_order: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Remove each deletion unit's own term: its leverages ``[U, r]``, ``f₋ₙ − f`` ``[U, b]`` and ``V₋ₙ [U, b, b]``.
 
     Given are V ``[U, b, b]``, a root S of ``Λ = S Sᵀ`` and the gradient g. The symmetric ``SᵀVS = Q diag(l) Qᵀ`` has
-    the eigenvalues of ``V Λ``. Then ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``.
+    the eigenvalues of ``V Λ``. Then ``V₋ₙ = V + V S Q diag(1/(1−l)) Qᵀ Sᵀ V`` and ``f₋ₙ − f = V₋ₙ g``. In first order
+    these are 0, ``V g`` and V.
     """
     covariance, root, gradient = covariance.double(), root.double(), gradient.double()
+    if first_order:
+        return root.new_zeros(root.shape[0], root.shape[-1]), (covariance @ gradient[..., None])[..., 0], covariance
     product = covariance @ root
     inner = root.mT @ product
     leverages, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
@@ -254,7 +260,12 @@ class Deletions:
 
     Attributes:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
+        share: Of each batch's examples, how many are left out, evenly spread. Below one, a pass does not check that the
+            data are those of the fit.
+        n_examples: How many were left out in the last pass.
     """
+
+    n_examples = 0
 
     def __init__(
         self,
@@ -264,8 +275,11 @@ class Deletions:
         noise_std: Any,
         leverages: Leverages,
         unit: Unit,
+        *,
+        share: float = 1.0,
     ):
         check_choices(leverages, unit)
+        self.share = share
         self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
         self.temperature = posterior.temperature.detach()
         self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
@@ -274,7 +288,7 @@ class Deletions:
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
         self.exact = None
-        if leverages != "own":
+        if leverages in ("full", "last_layer"):
             point = precision, self.temperature, noise_std
             self.exact = exact_covariances(leverages, self.model, self.network, data, point, unit)
 
@@ -296,10 +310,12 @@ class Deletions:
         sets = model.factor_sets(wanted, self.temperature)
         own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
-        for number, batch in enumerate(loader):
+        for number, whole in enumerate(loader):
+            batch = whole if self.share == 1 else self._some(whole)
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
             fitted.add(raw, batch.target)
+            self.n_examples = fitted.n_examples
             outputs = raw.double()
             flat, targets, weight = likelihood.rows(outputs, batch.target)
             root = likelihood.output_root(flat, targets) * weight[:, None, None]
@@ -320,11 +336,21 @@ class Deletions:
             if self.exact is not None:
                 covariances = [*self.exact(number, batch.inputs, raw), *covariances]
 
-            leverages, shift, _ = leave_out(covariances[0], *self._at(root, gradient, groups, self.noise_std))
+            at = self._at(root, gradient, groups, self.noise_std)
+            leverages, shift, _ = leave_out(covariances[0], *at, first_order=self.leverages == "first_order")
             mean = outputs + shift[kept].reshape(outputs.shape)
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(raw, outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
-        fitted.check()
+        if self.share == 1:
+            fitted.check()
+
+    def _some(self, batch: Batch) -> Batch:
+        """Evenly spread examples of a batch; the whole batch where it cannot be cut."""
+        size = len(batch.target)
+        if not can_be_cut(batch.inputs, size):
+            return batch
+        chosen = torch.linspace(0, size - 1, max(1, round(self.share * size))).round().long().tolist()
+        return Batch(cut(batch.inputs, chosen), batch.target[chosen])
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
         """Root and gradient of the tempered log-likelihood at a noise level, from those at unit noise."""

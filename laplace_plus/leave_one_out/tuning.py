@@ -232,7 +232,7 @@ class LeaveOneOut:
             if bool((values[-1] >= deletions.limit).any()):
                 continue  # they are refused, once all are counted
             for number, covariance in enumerate(batch.covariances):
-                if deletions.exact is None and valid[number]:
+                if deletions.leverages == "own" and valid[number]:
                     leverages, _, covariance = leave_out(covariance, batch.root, batch.gradient)
                     valid[number] = bool((leverages < deletions.limit).all())
                 if valid[number]:
