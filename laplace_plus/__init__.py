@@ -17,7 +17,7 @@ from laplace_plus.evidence.tangent import Tangent
 from laplace_plus.evidence.tuning import Tuner, TuningResult
 from laplace_plus.evidence.validation import Validation
 from laplace_plus.geometry import Diffusion
-from laplace_plus.leave_one_out import LeaveOneOut
+from laplace_plus.leave_one_out import Auto, LeaveOneOut
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from laplace_plus.posteriors import KFAC, Diagonal, Full, GaussianPosterior, LowRank, Posterior
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from laplace_plus.integrations.curvlinops import Curvlinops
 
 __all__ = [
+    "Auto",
     "BackPack",
     "Backend",
     "Bernoulli",

@@ -248,7 +248,7 @@ def calibrate(
             found = {"fitted_temperature": fitted, "calibrated_nll": loss, "converged": inside}
             return result("refit", temperature=fitted, **found)
         if fallback == "marginal_likelihood":
-            own.fit_prior_precision()
+            own.fit_prior_precision("marginal_likelihood")
             return result("marginal_likelihood", scale=1.0)
         fix = (
             'Pass fallback="marginal_likelihood" to predict with the marginal likelihood\'s prior precision, or refit= '

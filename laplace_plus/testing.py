@@ -261,7 +261,7 @@ class GaussianConformance(PosteriorConformance):
         before = posterior.log_marginal_likelihood()
         assert posterior.log_marginal_likelihood(prior_precision=7.0) != before
         assert posterior.log_marginal_likelihood() == before, "asking must change nothing"
-        after = posterior.fit_prior_precision().log_marginal_likelihood()
+        after = posterior.fit_prior_precision("marginal_likelihood").log_marginal_likelihood()
         assert after >= before
         nearby = [posterior.log_marginal_likelihood(posterior.prior_precision * factor) for factor in (0.8, 1.25)]
         assert all(after > value for value in nearby), "tuning must end at an optimum"

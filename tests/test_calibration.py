@@ -230,7 +230,7 @@ def test_the_threshold_can_be_set():
 def test_the_marginal_likelihood_instead():
     posterior, x, _ = interpolating()
     found = lp.calibrate(posterior, fallback="marginal_likelihood")
-    posterior.fit_prior_precision()
+    posterior.fit_prior_precision("marginal_likelihood")
     assert found.report.rule == "marginal_likelihood"
     assert (found.temperature, found.covariance_scale) == (1.0, 1.0)
     torch.testing.assert_close(found.predictive(x).mean, posterior.predictive(x, link="probit").mean)

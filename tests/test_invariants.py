@@ -485,7 +485,7 @@ def test_types(name, dtypes):
     got, expected = posterior.predictive(x), want.predictive(x.double())
     assert got.mean.dtype in (torch.float32, torch.float64)
     assert (got.mean.double() - expected.mean).abs().max() < tolerance
-    posterior.fit_prior_precision()
+    posterior.fit_prior_precision("marginal_likelihood")
     assert posterior.tuning.converged
     assert torch.isfinite(posterior.sample(3)).all()
     assert torch.isfinite(posterior.predictive(x, method="sampled", n_samples=3).mean).all()

@@ -219,7 +219,7 @@ def test_one_forward_pass_for_all_examples_and_outputs(name):
 def test_half_precision_networks(name, dtype):
     """Factorisations that do not exist in half precision must not end the interpreter, or fail at all."""
     net, (x, y) = perceptron(dtype=dtype), classes(dtype=dtype)
-    posterior = CLASSES[name](net, "classification").fit([(x, y)]).fit_prior_precision()
+    posterior = CLASSES[name](net, "classification").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
     assert torch.isfinite(posterior.predictive(x).mean).all()
     assert posterior.variance().dtype == torch.float32
 
@@ -242,7 +242,7 @@ def test_checkpoints_hold_no_data(name, selection, tmp_path):
 @each_class
 def test_checkpoints_load_without_unpickling(name, tmp_path, monkeypatch):
     net, (x, y) = perceptron(), classes()
-    posterior = CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision()
+    posterior = CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
     posterior.save(tmp_path / "posterior")
 
     def refuse(*args, **kwargs):

@@ -243,7 +243,7 @@ def test_perfect_fit_has_a_bounded_noise():
     x = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     posterior = lp.Full(net, "regression").fit([(x, net(x).detach())])
     with pytest.warns(lp.errors.ConvergenceWarning, match="limits of the search"):
-        posterior.fit_prior_precision()
+        posterior.fit_prior_precision("marginal_likelihood")
     assert not posterior.tuning.converged
     assert math.isfinite(posterior.tuning.value)
     assert 0 < posterior.noise_std < 1e-6
@@ -259,7 +259,7 @@ def test_indefinite_hessian_is_refused():
     assert torch.linalg.eigvalsh(posterior.precision_matrix() - 100 * torch.eye(posterior.n_parameters)).min() < -0.1
     assert torch.isfinite(posterior.log_marginal_likelihood())
     with pytest.raises(NotPositiveDefiniteError, match="GGN"):
-        posterior.fit_prior_precision()
+        posterior.fit_prior_precision("marginal_likelihood")
 
 
 def test_noise_may_stay():
@@ -267,7 +267,7 @@ def test_noise_may_stay():
     posterior.fit_prior_precision(tune_noise=False)
     assert posterior.noise_std.item() == 0.5
     assert posterior.tuning.noise_std is None
-    free = fitted(lp.Full, "regression")[0].fit_prior_precision()
+    free = fitted(lp.Full, "regression")[0].fit_prior_precision("marginal_likelihood")
     assert free.tuning.value > posterior.tuning.value
 
 
@@ -333,7 +333,7 @@ def test_each_factor_is_decomposed_once(monkeypatch, name, task):
     counter = Counter(monkeypatch, net)
     posterior.fit([(x[:12], y[:12]), (x[12:], y[12:])])
     decompositions, _, _ = counter.taken()
-    posterior.fit_prior_precision()
+    posterior.fit_prior_precision("marginal_likelihood")
     for method in ("mackay", "em"):
         posterior.fit_prior_precision(method)
     for precision in torch.logspace(-3, 3, 100, dtype=torch.float64):
@@ -530,7 +530,7 @@ def test_weights_of_any_size(size):
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(size)
-    posterior = lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision()
+    posterior = lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
     assert posterior.tuning.converged
     for factor in (0.5, 2.0):
         assert posterior.log_marginal_likelihood(posterior.prior_precision * factor) < posterior.tuning.value + 1e-6

@@ -97,7 +97,7 @@ def evaluate(model: nn.Module, split: sources.Split, *, large: bool) -> tuple[di
     found = {VALIDATED: {"temperature": temperature}}
     kfac = lp.KFAC(model, "classification").fit(loader)
     main = kfac if large else lp.Full(model, "classification").fit(loader)
-    main.fit_prior_precision()
+    main.fit_prior_precision("marginal_likelihood")
     found[EVIDENCE] = {"prior_precision": float(main.prior_precision)}
     rows[EVIDENCE] = predictions(main, *split.test, "probit")
     recipes = [(PROBIT, main, "probit", "own"), (MC, main, "mc", "own"), (SPLIT, kfac, "probit", "full")]

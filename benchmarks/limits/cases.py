@@ -37,7 +37,7 @@ def _fit_and_decompose(
 ) -> lp.GaussianPosterior:
     posterior = _fit(problem, kind, **options)
     if tuned:
-        posterior.fit_prior_precision()
+        posterior.fit_prior_precision("marginal_likelihood")
     posterior.sample(1)  # decompositions wait until they are needed
     return posterior
 

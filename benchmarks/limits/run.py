@@ -67,7 +67,7 @@ def warm_up() -> None:
     data = [(torch.randn(80, 70), torch.randint(3, (80,)))]
     model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.ReLU(), torch.nn.Linear(70, 3))
     for kind in (lp.KFAC, lp.Diagonal):
-        kind(model, "classification").fit(data).fit_prior_precision().predictive(data[0][0])
+        kind(model, "classification").fit(data).fit_prior_precision("marginal_likelihood").predictive(data[0][0])
         kind(model, "classification", backend=lp.Native("ggn_mc")).fit(data).sample(2)
 
 

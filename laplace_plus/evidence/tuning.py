@@ -2,7 +2,7 @@
 
 A tuner is a frozen dataclass with one method, ``tune(posterior, *, progress, generator) -> TuningResult``. It asks and
 changes nothing; ``posterior.fit_prior_precision(tuner)`` applies the result. Each class of posteriors lists the tuners
-that it supports in ``tuners``, by shorthand; the first of them is ``"auto"``.
+that it supports in ``tuners``, by shorthand; the first of them is the default where none is called ``"auto"``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tuner(Protocol):
 
 
 GAUSSIAN_TUNERS: dict[str, type[Any]] = {}
-"""The tuners of Gaussian posteriors, by shorthand; the first is ``"auto"``. Each package of tuners adds its own."""
+"""The tuners of Gaussian posteriors, by shorthand. Each package of tuners adds its own."""
 
 
 Tunable = Any
@@ -75,7 +75,8 @@ temperature, group, predictive_mean, tuning and laplace_model()."""
 def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, options: Mapping[str, Any]) -> Any:
     """The tuner that a value, or a shorthand with options, stands for; ``tuners`` are those of the class ``owner``.
 
-    ``"auto"`` is the first of them. An option None means its default. ``method`` is another name for the shorthand, and
+    ``"auto"`` is the tuner of that name, or the first; an option that only the first has asks for the first. An option
+    None means its default. ``method`` is another name for the shorthand, and
     ``evidence="tangent"`` makes it the method of the tuner ``"tangent"``.
 
     Raises:
@@ -83,7 +84,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         ConfigurationError: An unknown shorthand or option, or options beside a tuner.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    known = ", ".join(['"auto"', *(f'"{name}"' for name in tuners)])
+    known = ", ".join(dict.fromkeys(['"auto"', *(f'"{name}"' for name in tuners)]))
     if not tuners:
         raise UnsupportedError(f"{owner} has no prior to tune.", got=f"fit_prior_precision({tuner!r})")
     if not isinstance(tuner, str):
@@ -95,7 +96,11 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
             raise ConfigurationError(what, got=", ".join(given))
         return tuner
     tuner = given.pop("method", "auto") if tuner == "auto" else tuner
-    name = next(iter(tuners)) if tuner == "auto" else tuner
+    name = tuner
+    if tuner == "auto":
+        auto, name = tuners.get("auto"), next(iter(tuners))
+        if auto is not None and "evidence" not in given and given.keys() <= {item.name for item in fields(auto)}:
+            name = "auto"  # what only the first tuner knows asks for that
     evidence = given.pop("evidence", None) if "tangent" in tuners else None
     kinds = ("laplace", "tangent") if "marginal_likelihood" in tuners else ("tangent",)
     if evidence is not None:

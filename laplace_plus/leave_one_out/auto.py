@@ -39,11 +39,12 @@ from laplace_plus.priors import as_hyperparameter
 LEVELS = tuple(10 ** (k / 2) for k in range(13))
 """Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
 
-FEW_WEIGHTS, FEW_OUTPUTS = 1500, 2000
-"""Sizes up to which the exact Gauss-Newton matrix is formed over weights, or over the outputs of all data: seconds."""
+EXACT_OPERATIONS = 1e11
+"""``N C P² + P³`` up to which the exact Gauss-Newton matrix is formed: a few seconds of one processor core."""
 
-ENOUGH = 2000
-"""Examples that are left out, evenly spread over the data; the standard error of their mean loss is about .02 nats."""
+ENOUGH, LEAST, ENTRIES = 2000, 50, 1e8
+"""Examples that are left out, evenly spread over the data: at most 2000, whose mean loss has a standard error of about
+.02 nats, and as many as have 10⁸ covariances of outputs together. Fewer than 50 tell nothing."""
 
 KAPPA, FIRST_ORDER_KAPPA, GAUSSIAN_KAPPA = 2.0, 4.0, 10.0
 """Factors on the evidence's precision for displacements, as training stops short of the optimum: plain ones overshoot
@@ -143,22 +144,29 @@ class Auto:
     ) -> AutoTuning:
         """The precision of least leave-one-out loss, from the evidence's on."""
         model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
-        try:
-            data = posterior.training_data.again(None, "The default tuning passes over the training data.")
-        except DataError:
-            why = "The training data are not at hand, so that the network's own predictions were not compared."
+        n_data, size = posterior.n_data, posterior.network.n_parameters
+        share, why, data = min(1.0, ENOUGH / n_data, ENTRIES / (n_data * model.n_outputs**2)), None, None
+        if posterior.group is not None:
+            why = "The data are spread over several processes"
+        elif share * n_data < LEAST:
+            why = f"The covariances of {model.n_outputs} outputs are too large"
+        else:
+            try:
+                data = posterior.training_data.again(None, "The default tuning passes over the training data.")
+            except DataError:
+                why = "The training data are not at hand"
+        if data is None:
+            why = f"{why}, so that nothing was left out to compare with the network."
             warnings.warn(f"{why} Held-out data= would tell.", ConvergenceWarning, stacklevel=5)
             found = {**vars(evidence), "method": "auto"}
             return AutoTuning(**found, chosen="marginal_likelihood", why=why, evidence=evidence)
-        small = posterior.network.n_parameters <= FEW_WEIGHTS
-        few = posterior.n_data * model.n_outputs <= FEW_OUTPUTS
-        leverages, kappa = ("full", KAPPA) if small or few else ("first_order", FIRST_ORDER_KAPPA)
+        exact = n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
+        leverages, kappa = ("full", KAPPA) if exact else ("first_order", FIRST_ORDER_KAPPA)
         kappa = GAUSSIAN_KAPPA if noisy else kappa
         training = precision
         if check_training_prior(self.training_prior_precision, self.weight_decay):
             search = LeaveOneOut(self.training_prior_precision, self.weight_decay)
             training = search._training(posterior, model, data, progress)[0]
-        share = 1.0 if few and not small else min(1.0, ENOUGH / posterior.n_data)
         noise = posterior.noise_std if noisy else None
         deletions = Deletions(posterior, data, kappa * training, noise, leverages, "position", share=share)
         link = self.link or model.likelihood.links[0]

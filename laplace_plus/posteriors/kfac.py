@@ -50,7 +50,7 @@ class KFAC(GaussianPosterior):
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> net = torch.nn.Sequential(torch.nn.Linear(1, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
-        >>> posterior = lp.KFAC(net, "regression").fit([(x, 2 * x)]).fit_prior_precision()
+        >>> posterior = lp.KFAC(net, "regression").fit([(x, 2 * x)]).fit_prior_precision("marginal_likelihood")
         >>> posterior.predictive(x[:3]).mean.shape
         torch.Size([3, 1])
     """

@@ -124,7 +124,7 @@ def test_structures_of_other_packages(cls, tmp_path):
     assert [type(block) for _, block in again.laplace_model().curvature] == [
         type(block) for _, block in posterior.laplace_model().curvature
     ]
-    posterior.fit_prior_precision()
+    posterior.fit_prior_precision("marginal_likelihood")
     assert posterior.log_marginal_likelihood() >= evidence
 
 

@@ -189,8 +189,8 @@ def regression_with_several_noise_levels(rank: int, folder: Path) -> None:
     ours = lp.KFAC(net, lp.Gaussian(noise_std=noise)).fit([(x[:5], y[:5])] if rank else [(x[5:], y[5:])])
     alone = lp.KFAC(net, lp.Gaussian(noise_std=noise)).fit([(x, y)], distributed=False)
     assert_same(ours, alone)
-    ours.fit_prior_precision()
-    alone.fit_prior_precision()
+    ours.fit_prior_precision("marginal_likelihood")
+    alone.fit_prior_precision("marginal_likelihood")
     close(ours.noise_std, alone.noise_std, 1e-6)
 
 
@@ -339,7 +339,7 @@ def sharded_factors(rank: int, folder: Path) -> None:
         bytes_here = torch.tensor(ours.sums.curvature.n_bytes())
         dist.all_reduce(bytes_here)
         assert bytes_here < 1.5 * alone.sums.curvature.n_bytes()  # not twice
-        close(ours.fit_prior_precision().prior_precision, alone.fit_prior_precision().prior_precision, 1e-6)
+        close(ours.fit_prior_precision("marginal_likelihood").prior_precision, alone.fit_prior_precision("marginal_likelihood").prior_precision, 1e-6)
         close(ours.variance(), alone.variance(), 1e-6)
         ours.sample(2)
         ours.update([(x[:4], y[:4])] if rank else [])
@@ -373,7 +373,7 @@ def one_rank_alone(rank: int, folder: Path) -> None:
 @check
 def saved_by_rank_zero(rank: int, folder: Path) -> None:
     net = network()
-    ours = lp.KFAC(net, "classification").fit(shard(rank, 9)).fit_prior_precision()
+    ours = lp.KFAC(net, "classification").fit(shard(rank, 9)).fit_prior_precision("marginal_likelihood")
     ours.save(str(folder / "saved"))
     loaded = lp.load(folder / "saved", net)
     assert_same(loaded, ours)

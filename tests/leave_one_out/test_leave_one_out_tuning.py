@@ -91,7 +91,7 @@ def test_the_training_precision_is_never_guessed(before):
         posterior.fit_prior_precision("leave_one_out", training_prior_precision=0.4)
         posterior.prior_precision = 0.9
     if before == "marginal_likelihood":
-        posterior.fit_prior_precision()
+        posterior.fit_prior_precision("marginal_likelihood")
     precision = float(posterior.prior_precision)
     for options in ({}, {"weight_decay": 0.0}):
         with pytest.raises(ConfigurationError, match=r"training_prior_precision=, or weight_decay="):

@@ -147,7 +147,7 @@ def test_tuned_precision(structure):
     """Ours reaches at least the evidence that the peer's gradient ascent does."""
     peer, posterior, _ = both("classification", structure, "all")
     peer.optimize_prior_precision(method="marglik", n_steps=300, lr=0.1)
-    posterior.fit_prior_precision()
+    posterior.fit_prior_precision("marginal_likelihood")
     assert posterior.log_marginal_likelihood().item() >= peer.log_marginal_likelihood().item() - PARITY * 100
 
 

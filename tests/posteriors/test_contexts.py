@@ -11,6 +11,9 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.testing import assert_untouched, snapshot
 
+UNTRAINED = pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+"""No posterior of an untrained network is better than the network, which the default tuning says."""
+
 EVERY_CLASS = pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
 
 
@@ -25,6 +28,7 @@ def problem(dtype=torch.float32):
 
 @EVERY_CLASS
 @pytest.mark.parametrize("parameters", ["all", "last_layer"])
+@UNTRAINED
 def test_inference_mode(cls, parameters):
     model, data = problem()
     outside = cls(model, "classification", parameters=parameters).fit(data).fit_prior_precision()
@@ -53,6 +57,7 @@ def test_noise_from_inference_mode_can_be_differentiated():
 
 
 @EVERY_CLASS
+@UNTRAINED
 def test_autocast_is_for_the_network_alone(cls):
     model, data = problem()
     exact = cls(model, "classification").fit(data)

@@ -193,9 +193,9 @@ def test_tuning_finds_the_dense_optimum(monkeypatch):
     net, x, y = problem(14)
     short = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)])
     assert "rows of data" in str(short.summary())
-    short.fit_prior_precision()
+    short.fit_prior_precision("marginal_likelihood")
     monkeypatch.setattr(lp.Categorical, "output_curvature", lambda self, outputs, weight: None)
-    dense = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision()
+    dense = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
     torch.testing.assert_close(short.prior_precision, dense.prior_precision, rtol=1e-3, atol=0)
     torch.testing.assert_close(short.log_marginal_likelihood(), dense.log_marginal_likelihood(), rtol=1e-6, atol=1e-6)
 
@@ -356,7 +356,7 @@ def test_the_diagonal_output_factor_is_updated_stored_and_chosen_by_size(tmp_pat
     back = lp.load(tmp_path / "head", net)
     torch.testing.assert_close(back.predictive(x).mean, whole.predictive(x).mean)
     torch.testing.assert_close(back.update([(x, y)]).precision_matrix(), whole.update([(x, y)]).precision_matrix())
-    back.fit_prior_precision()
+    back.fit_prior_precision("marginal_likelihood")
     assert back.tuning.converged
     corrected = lp.KFAC(net, "classification", parameters="last_layer", eigenvalue_corrected=True).fit([(x, y)])
     assert not isinstance(block_of(corrected), DiagonalOutputBlock)

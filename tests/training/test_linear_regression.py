@@ -153,7 +153,7 @@ def test_other_structures_climb_their_own_evidence(cls):
     own = result.posterior.log_marginal_likelihood().item()
     assert own == pytest.approx(result.evidence, abs=1e-6)
     assert own > result.posterior.log_marginal_likelihood(1.0, 1.0).item() + 10
-    again = result.posterior.fit_prior_precision()
+    again = result.posterior.fit_prior_precision("marginal_likelihood")
     assert again.log_marginal_likelihood().item() == pytest.approx(own, abs=0.05)
 
 

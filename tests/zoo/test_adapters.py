@@ -171,7 +171,7 @@ def test_the_base_is_left_alone(base, cls):
     model, (x, y) = adapted(base).train(), data()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merges, watch = [model.first.merges, model.second.merges], Watch(model)
-    posterior = cls(model, "classification").fit([(x, y)]).fit_prior_precision()
+    posterior = cls(model, "classification").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
     assert list(posterior.parameter_names) == [*ADAPTERS, "head.weight", "head.bias"]
     generator = torch.Generator().manual_seed(2)
     samples = posterior.sample(3, generator=generator)

@@ -92,7 +92,7 @@ def test_last_layer(model, cls):
     posterior.fit([(images, labels)])
     assert network.training
     assert posterior.parameter_names == (f"{model.last_layer}.weight", f"{model.last_layer}.bias")
-    posterior.fit_prior_precision()
+    posterior.fit_prior_precision("marginal_likelihood")
     assert_probabilities(posterior.predictive(images))
 
 

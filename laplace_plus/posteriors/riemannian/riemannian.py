@@ -199,8 +199,8 @@ class Riemannian(Posterior):
 
     @property
     def tuners(self) -> Mapping[str, type[Tuner]]:  # type: ignore[override]
-        """Those of the tangent."""
-        return self.tangent.tuners
+        """Those of the tangent, without the default that compares linearised predictions."""
+        return {name: tuner for name, tuner in self.tangent.tuners.items() if name != "auto"}
 
     @override
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
