@@ -82,7 +82,6 @@ class Auto:
 
     Args:
         data: Held-out batches; None for training data alone.
-        structure: As for :class:`~laplace_plus.MarginalLikelihood`; several precisions are multiplied as a whole.
         weight_decay: That of training, as for :class:`~laplace_plus.LeaveOneOut`; by default the evidence's precision
             stands for it.
         training_prior_precision: In place of the weight decay.
@@ -95,7 +94,6 @@ class Auto:
     """
 
     data: Iterable[Any] | None = field(default=None, repr=False)
-    structure: Any = "scalar"
     weight_decay: float | None = None
     training_prior_precision: float | Tensor | None = None
     link: str | None = None
@@ -122,7 +120,8 @@ class Auto:
             tuner = Validation(self.data, link=self.link, n_samples=self.n_samples, tune_noise=self.tune_noise)
             found = tuner.tune(posterior, **options)
             return AutoTuning(**{**vars(found), "method": "auto"}, chosen="validation", why="Held-out data were given.")
-        own, model = copy.copy(posterior), posterior.laplace_model()
+        model = posterior.laplace_model()
+        own = copy.copy(posterior)  # which shares what the model computes
         noisy = tunes_noise(model.likelihood, self.tune_noise) and model.likelihood.is_gaussian
         if noisy:
             sums, counts = model.statistics.double().cpu().chunk(2)
@@ -130,7 +129,7 @@ class Auto:
             noise = model.likelihood.noise_std
             own.noise_std = residual if noise is not None and noise.ndim else residual.mean()
         tune_noise = False if noisy else self.tune_noise
-        evidence = MarginalLikelihood(structure=self.structure, tune_noise=tune_noise).tune(own, **options)
+        evidence = MarginalLikelihood(tune_noise=tune_noise).tune(own, **options)
         own.apply_tuning(evidence)
         return self._leave_out(own, evidence, noisy, progress, generator)
 
@@ -148,7 +147,7 @@ class Auto:
         share, why, data = min(1.0, ENOUGH / n_data, ENTRIES / (n_data * model.n_outputs**2)), None, None
         if posterior.group is not None:
             why = "The data are spread over several processes"
-        elif share * n_data < LEAST:
+        elif share < 1 and share * n_data < LEAST:
             why = f"The covariances of {model.n_outputs} outputs are too large"
         else:
             try:
