@@ -55,7 +55,8 @@ def test_same_numbers_as_on_the_cpu(cls, parameters, tmp_path):
 def test_regression_noise_on_the_card():
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double().cuda()
     x = torch.randn(30, 2, dtype=torch.float64)
-    posterior = lp.KFAC(model, lp.Gaussian(torch.tensor([0.5, 1.0]))).fit([(x, x.sin())]).fit_prior_precision("marginal_likelihood")
+    posterior = lp.KFAC(model, lp.Gaussian(torch.tensor([0.5, 1.0]))).fit([(x, x.sin())])
+    posterior.fit_prior_precision("marginal_likelihood")
     prediction = posterior.predictive(x, link="mc", generator=torch.Generator().manual_seed(0))
     assert prediction.variance.is_cuda
     assert (prediction.variance > prediction.epistemic).all()

@@ -242,7 +242,8 @@ def test_checkpoints_hold_no_data(name, selection, tmp_path):
 @each_class
 def test_checkpoints_load_without_unpickling(name, tmp_path, monkeypatch):
     net, (x, y) = perceptron(), classes()
-    posterior = CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
+    posterior = CLASSES[name](net, "classification", parameters="last_layer").fit([(x, y)])
+    posterior.fit_prior_precision("marginal_likelihood")
     posterior.save(tmp_path / "posterior")
 
     def refuse(*args, **kwargs):

@@ -264,7 +264,7 @@ def test_indefinite_hessian_is_refused():
 
 def test_noise_may_stay():
     posterior = fitted(lp.Full, "regression")[0]
-    posterior.fit_prior_precision(tune_noise=False)
+    posterior.fit_prior_precision("marginal_likelihood", tune_noise=False)
     assert posterior.noise_std.item() == 0.5
     assert posterior.tuning.noise_std is None
     free = fitted(lp.Full, "regression")[0].fit_prior_precision("marginal_likelihood")

@@ -62,8 +62,8 @@ class LeaveOneOutPredictions:
         leverages: Largest eigenvalue of each unit's ``V Λ`` at the displacement's prior, ``[N]``, all below 1.
         traces: Trace of each unit's ``V Λ``, ``[N]``; their sum is the effective number of parameters.
         likelihood: The distribution of targets given the outputs.
-        route: The curvature of leverages and displacements: ``"own"``, ``"full"`` or ``"last_layer"``; ``"first_order"``
-            is ``f + V g`` without leverages, which are zero then.
+        route: The curvature of leverages and displacements: ``"own"``, ``"full"`` or ``"last_layer"``; or
+            ``"first_order"``, ``f + V g`` with leverages of zero.
         unit: ``"example"`` or ``"position"``.
     """
 

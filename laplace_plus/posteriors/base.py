@@ -401,12 +401,12 @@ class Posterior(Stored, ABC):
         Args:
             tuner: A tuner, such as ``lp.MarginalLikelihood(structure="layerwise")``, or a shorthand among
                 :attr:`tuners`: for Gaussian posteriors ``"marginal_likelihood"``, ``"mackay"``, ``"em"``,
-                ``"tangent"``, ``"validation"``, ``"leave_one_out"`` or ``"auto"``, which is :class:`~laplace_plus.Auto`.
-                For other classes ``"auto"`` is the first of theirs.
+                ``"tangent"``, ``"validation"``, ``"leave_one_out"`` or ``"auto"``, :class:`~laplace_plus.Auto`. Of
+                other classes ``"auto"`` is the first. An option that only the marginal likelihood has asks for it.
             structure: With a shorthand, the tuner's ``structure``: ``"scalar"``, ``"layerwise"``,
                 ``"normalized_groups"``, ``"diagonal"`` or :class:`~laplace_plus.Groups`.
-            data: With a shorthand, the tuner's ``data``: held-out batches for ``"auto"`` and ``"validation"``, elsewhere
-                the training data, by default the loaders that :meth:`fit` saw.
+            data: With a shorthand, the tuner's ``data``: held-out batches for ``"auto"`` and ``"validation"``; elsewhere
+                they are the training data, by default the loaders that :meth:`fit` saw.
             tune_noise: With a shorthand, whether to tune Gaussian noise; by default whenever there is any.
             progress: Whether to show a progress bar.
             generator: Source of randomness, for tuners that draw samples.

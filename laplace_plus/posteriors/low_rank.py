@@ -65,7 +65,8 @@ class LowRank(GaussianPosterior):
         >>> import laplace_plus as lp
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> net = torch.nn.Sequential(torch.nn.Linear(1, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
-        >>> posterior = lp.LowRank(net, "regression", rank=10).fit([(x, 2 * x)]).fit_prior_precision("marginal_likelihood")
+        >>> posterior = lp.LowRank(net, "regression", rank=10).fit([(x, 2 * x)])
+        >>> posterior = posterior.fit_prior_precision("marginal_likelihood")
         >>> posterior.predictive(x[:3]).variance.shape
         torch.Size([3, 1])
     """

@@ -339,7 +339,8 @@ def sharded_factors(rank: int, folder: Path) -> None:
         bytes_here = torch.tensor(ours.sums.curvature.n_bytes())
         dist.all_reduce(bytes_here)
         assert bytes_here < 1.5 * alone.sums.curvature.n_bytes()  # not twice
-        close(ours.fit_prior_precision("marginal_likelihood").prior_precision, alone.fit_prior_precision("marginal_likelihood").prior_precision, 1e-6)
+        tuned = [each.fit_prior_precision("marginal_likelihood").prior_precision for each in (ours, alone)]
+        close(*tuned, 1e-6)
         close(ours.variance(), alone.variance(), 1e-6)
         ours.sample(2)
         ours.update([(x[:4], y[:4])] if rank else [])

@@ -195,7 +195,8 @@ def test_tuning_finds_the_dense_optimum(monkeypatch):
     assert "rows of data" in str(short.summary())
     short.fit_prior_precision("marginal_likelihood")
     monkeypatch.setattr(lp.Categorical, "output_curvature", lambda self, outputs, weight: None)
-    dense = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
+    dense = lp.Full(net, "classification", parameters="last_layer").fit([(x, y)])
+    dense.fit_prior_precision("marginal_likelihood")
     torch.testing.assert_close(short.prior_precision, dense.prior_precision, rtol=1e-3, atol=0)
     torch.testing.assert_close(short.log_marginal_likelihood(), dense.log_marginal_likelihood(), rtol=1e-6, atol=1e-6)
 

@@ -22,7 +22,8 @@ def fit_tune_and_predict(name: str, connection: Connection) -> None:
     model = nn.Sequential(nn.Linear(64, FEATURES), nn.GELU(), nn.Linear(FEATURES, OUTPUTS))
     x, y = torch.randn(256, 64), torch.randint(OUTPUTS, (256,))
     data = list(zip(x.split(64), y.split(64), strict=True))
-    posterior = lp.get_posterior(name)(model, "classification", parameters="last_layer").fit(data).fit_prior_precision("marginal_likelihood")
+    posterior = lp.get_posterior(name)(model, "classification", parameters="last_layer").fit(data)
+    posterior.fit_prior_precision("marginal_likelihood")
     best = model(x[:64]).topk(TOP).indices
     covariance = posterior.functional_posterior(x[:64], outputs=best).covariance
     probabilities = posterior.predictive(x[:64]).mean
