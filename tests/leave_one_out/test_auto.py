@@ -1,0 +1,173 @@
+"""The default tuning against leaving out by dense formulas, and what it says where it cannot compare."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.leave_one_out import auto
+
+
+def linear_problem(n=30, classification=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    signal = x @ torch.tensor([[1.0], [-0.5], [0.0]], dtype=torch.float64)
+    y = signal + 0.5 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    torch.manual_seed(seed)
+    net = nn.Linear(3, 2 if classification else 1).double()
+    target = (y[:, 0] > 0).long() if classification else y
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=100)
+
+    def loss():
+        optimizer.zero_grad()
+        outputs = net(x)
+        decay = sum(p.square().sum() for p in net.parameters()) / 2
+        fit = (
+            nn.functional.cross_entropy(outputs, target, reduction="sum")
+            if classification
+            else 2 * (outputs - y).square().sum()
+        )
+        (fit + decay).backward()
+        return fit + decay
+
+    optimizer.step(loss)
+    return net, x, target
+
+
+def test_losses_of_regression_are_those_of_dense_formulas():
+    net, x, y = linear_problem()
+    posterior = lp.Full(net, "regression").fit([(x, y)]).fit_prior_precision()
+    found = posterior.tuning
+    rows = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    residuals = (y - net(x)).detach()[:, 0]
+    noise = residuals.square().mean().sqrt()
+
+    def variances(precision):  # of the outputs
+        covariance = torch.linalg.inv(rows.T @ rows / noise**2 + precision * torch.eye(4, dtype=torch.float64))
+        return ((rows @ covariance) * rows).sum(1)
+
+    leverages = variances(auto.GAUSSIAN_KAPPA * found.evidence.prior_precision) / noise**2
+    left_out = residuals / (1 - leverages)
+    wanted = []
+    for precision in found.precisions:
+        total = variances(precision) + noise**2
+        scale = (left_out.square() / total).mean()
+        wanted.append(-torch.distributions.Normal(0.0, (scale * total).sqrt()).log_prob(left_out).mean())
+    torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-6, atol=1e-8)
+    assert found.value == pytest.approx(-float(found.losses.min()))
+    best = int(found.losses.argmin())
+    scale = (left_out.square() / (variances(found.precisions[best]) + noise**2)).mean().sqrt()
+    assert float(posterior.noise_std) == pytest.approx(float(noise * scale), rel=1e-6)
+    assert float(posterior.prior_precision) == pytest.approx(float(found.precisions[best] / scale**2), rel=1e-6)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_losses_of_classes_are_those_of_dense_formulas(exact, monkeypatch):
+    if not exact:
+        monkeypatch.setattr(auto, "EXACT_OPERATIONS", 0)
+    net, x, y = linear_problem(classification=True)
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    with pytest.warns(ConvergenceWarning, match="No posterior"):
+        posterior.fit_prior_precision(lp.Auto(link="probit"))
+    found = posterior.tuning
+    rows = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    jacobians = torch.einsum("nd,ck->nckd", rows, torch.eye(2, dtype=torch.float64)).flatten(2)  # [N, C, P]
+    probabilities = net(x).detach().softmax(-1)
+    hessians = torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None]
+    curvature = torch.einsum("ncp,ncd,ndq->pq", jacobians, hessians, jacobians)
+    gradients = probabilities - nn.functional.one_hot(y, 2)
+
+    def covariances(precision):
+        inverse = torch.linalg.inv(curvature + precision * torch.eye(8, dtype=torch.float64))
+        return torch.einsum("ncp,pq,ndq->ncd", jacobians, inverse, jacobians)
+
+    kappa = auto.KAPPA if exact else auto.FIRST_ORDER_KAPPA
+    moved = covariances(kappa * found.evidence.prior_precision)
+    if exact:
+        moved = torch.linalg.solve(torch.eye(2, dtype=torch.float64) - moved @ hessians, moved)
+    left_out = net(x).detach() + (moved @ gradients[..., None])[..., 0]
+    wanted = []
+    for precision in found.precisions:
+        variances = covariances(precision).diagonal(dim1=1, dim2=2)
+        wanted.append(nn.functional.cross_entropy(left_out / (1 + torch.pi / 8 * variances).sqrt(), y))
+    torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-6, atol=1e-8)
+    assert found.expected_gain == pytest.approx(float(wanted[-1] - min(wanted)), abs=1e-8)
+
+
+def test_a_posterior_that_is_no_better_leaves_the_network():
+    net, x, y = linear_problem(200, classification=True)
+    posterior = lp.KFAC(net, "classification").fit([(x, y)])
+    with pytest.warns(ConvergenceWarning, match="No posterior has a smaller"):
+        posterior.fit_prior_precision()
+    assert posterior.tuning.chosen == "network"
+    prediction = posterior.predictive(x)
+    torch.testing.assert_close(prediction.mean, net(x).softmax(-1), rtol=0, atol=1e-5)
+    assert (prediction.epistemic > 0).all()  # which still puts inputs in order
+
+
+def test_some_of_many_examples_are_left_out(monkeypatch):
+    monkeypatch.setattr(auto, "ENOUGH", 60)
+    net, x, y = linear_problem(240, seed=1)
+    batches = list(zip(x.split(80), y.split(80), strict=True))
+    posterior = lp.Full(net, "regression").fit(batches).fit_prior_precision()
+    chosen = torch.linspace(0, 79, 20).round().long()
+    alone = torch.cat([part[chosen] for part in x.split(80)])
+    residuals = torch.cat([part[chosen] for part in y.split(80)]) - net(alone).detach()
+    # A precision that leaves nothing but noise: the loss is that of the residuals alone, moved by little.
+    assert float(posterior.tuning.losses[-1]) == pytest.approx(
+        0.5 * (1 + float((2 * torch.pi * residuals.square().mean()).log())), abs=0.02
+    )
+
+
+def test_held_out_data_are_validation():
+    net, x, y = linear_problem(classification=True)
+    posterior = lp.Full(net, "classification").fit([(x[:20], y[:20])])
+    own, by_name = posterior.fit_prior_precision(data=[(x[20:], y[20:])]).tuning, copy.copy(posterior)
+    by_name.fit_prior_precision("validation", data=[(x[20:], y[20:])])
+    assert (own.method, own.chosen) == ("auto", "validation")
+    assert own.value == by_name.tuning.value and own.prior_precision == by_name.tuning.prior_precision
+
+
+def test_what_belongs_to_the_marginal_likelihood_asks_for_it():
+    net, x, y = linear_problem()
+    posterior = lp.Full(net, "regression").fit([(x, y)])
+    assert posterior.fit_prior_precision(structure="layerwise").tuning.method == "marginal_likelihood"
+    assert posterior.fit_prior_precision().tuning.method == "auto"
+
+
+def test_without_training_data_the_evidence_stands_alone():
+    net, x, y = linear_problem(classification=True)
+    posterior = lp.Full(net, "classification").fit(iter([(x, y)]))
+    with pytest.warns(ConvergenceWarning, match="not at hand"):
+        posterior.fit_prior_precision()
+    found = posterior.tuning
+    assert found.chosen == "marginal_likelihood" and found.expected_gain != found.expected_gain
+    assert found.value == posterior.fit_prior_precision("marginal_likelihood").tuning.value
+
+
+def test_interpolation_is_named():
+    net, x, y = linear_problem(classification=True)
+    y = net(x).argmax(-1)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter *= 1000
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    with pytest.warns(ConvergenceWarning, match="interpolates"):
+        posterior.fit_prior_precision()
+
+
+def test_the_prior_of_training_is_given_once():
+    with pytest.raises(ConfigurationError, match="both"):
+        lp.Auto(weight_decay=0.1, training_prior_precision=1.0)
+    net, x, y = linear_problem(classification=True)
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    with pytest.warns(ConvergenceWarning):
+        one = copy.copy(posterior).fit_prior_precision(weight_decay=0.1).tuning
+    with pytest.warns(ConvergenceWarning):
+        other = copy.copy(posterior).fit_prior_precision(training_prior_precision=3.0).tuning
+    torch.testing.assert_close(one.losses, other.losses)  # N = 30 terms in the mean
