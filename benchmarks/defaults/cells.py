@@ -82,7 +82,9 @@ def train(cell: Cell, data: DataSet) -> nn.Module:
     return network.eval()
 
 
-def _mlp(data: DataSet, hidden: tuple[int, ...] = (50, 50), activation: type[nn.Module] = nn.ReLU, **options: Any) -> nn.Module:
+def _mlp(
+    data: DataSet, hidden: tuple[int, ...] = (50, 50), activation: type[nn.Module] = nn.ReLU, **options: Any
+) -> nn.Module:
     layers: list[nn.Module] = []
     width = math.prod(data.train[0].shape[1:])
     if data.train[0].ndim > 2:
@@ -177,7 +179,7 @@ def _series(seed: int, folder: Path, classification: bool, n: int = 400) -> Data
     x = torch.randn(n + 1200, 12, 2, generator=generator)
     signal = 3 * torch.sin(1.5 * x[:, -6:, 0].mean(1)) + 2 * x[:, -1, 1] * x[:, -2, 0]
     noisy = signal + 0.5 * torch.randn(len(x), generator=generator)
-    y = (noisy[:, None] if not classification else (noisy > 0).long() + (noisy > 2).long())  # noqa: PLR2004
+    y = noisy[:, None] if not classification else (noisy > 0).long() + (noisy > 2).long()  # noqa: PLR2004
     return _parts("series", seed, x, y, (n, 200), 3 if classification else 1, ood={"wide": 4 * x[:500]})
 
 
@@ -199,23 +201,46 @@ def _many_classes(seed: int, folder: Path) -> DataSet:
     centres = 1.2 * torch.randn(100, 16, generator=generator)
     y = torch.randint(100, (5000,), generator=generator)
     x = centres[y] + torch.randn(len(y), 16, generator=generator)
-    return _parts("clusters", seed, x, y, (2000, 1000), 100, ood={"wide": 3 * torch.randn(1000, 16, generator=generator)})
+    return _parts(
+        "clusters", seed, x, y, (2000, 1000), 100, ood={"wide": 3 * torch.randn(1000, 16, generator=generator)}
+    )
 
 
 def _cells() -> list[Cell]:
     decay = {"weight_decay": 1e-2}
     cells = []
-    for name, wide in (("australian", True), ("glass", True), ("breast_wisconsin_original", False), ("ionosphere", False)):
+    for name, wide in (
+        ("australian", True),
+        ("glass", True),
+        ("breast_wisconsin_original", False),
+        ("ionosphere", False),
+    ):
         data = partial(_by_name, name)
         cells += [
             Cell(f"{name}, decay", data, _mlp, wide, epochs=200, **decay),
             Cell(f"{name}, no decay", data, _mlp, wide, epochs=200),
         ]
     banana = partial(_by_name, "banana", train_size=1000, validation_size=500)
-    cells += [Cell("banana, decay", banana, partial(_mlp, hidden=(16, 16), activation=nn.Tanh), True, epochs=200, weight_decay=1e-3)]
+    cells += [
+        Cell(
+            "banana, decay",
+            banana,
+            partial(_mlp, hidden=(16, 16), activation=nn.Tanh),
+            True,
+            epochs=200,
+            weight_decay=1e-3,
+        )
+    ]
     cells += [Cell("banana, no decay", banana, partial(_mlp, hidden=(16, 16), activation=nn.Tanh), False, epochs=200)]
     small = partial(_mlp, hidden=(50,))
-    for name, known in (("boston", True), ("concrete", False), ("energy", True), ("boston_gap", False), ("concrete_gap", True), ("energy_gap", False)):
+    for name, known in (
+        ("boston", True),
+        ("concrete", False),
+        ("energy", True),
+        ("boston_gap", False),
+        ("concrete_gap", True),
+        ("energy_gap", False),
+    ):
         options = {"splits": "gap_test"} if name.endswith("_gap") else {}
         data = partial(_by_name, name, data=name.removesuffix("_gap"), **options)
         cells.append(Cell(name, data, small, known, epochs=200, weight_decay=1e-4))
@@ -223,11 +248,18 @@ def _cells() -> list[Cell]:
         data = partial(_by_name, name, train_size=2000, validation_size=500, test_size=3000)
         cells.append(Cell(name, data, small, known, epochs=60, weight_decay=1e-5))
     for name, size, known in (
-        ("mnist", 1000, True), ("fashion_mnist", 5000, True), ("fashion_mnist", 1000, False), ("mnist", 5000, False), ("mnist", 20000, False), ("fashion_mnist", 20000, False),
+        ("mnist", 1000, True),
+        ("fashion_mnist", 5000, True),
+        ("fashion_mnist", 1000, False),
+        ("mnist", 5000, False),
+        ("mnist", 20000, False),
+        ("fashion_mnist", 20000, False),
     ):
         data = partial(_images, name, size=size)
         epochs = {1000: 40, 5000: 12, 20000: 4}[size]
-        cells.append(Cell(f"{name} {size}", data, _convolutions, known, epochs=epochs, weight_decay=1e-4, learning_rate=2e-3))
+        cells.append(
+            Cell(f"{name} {size}", data, _convolutions, known, epochs=epochs, weight_decay=1e-4, learning_rate=2e-3)
+        )
     sequence = {"epochs": 60, "batch_size": 32}
     lstm = lambda data: _Recurrent(2, 24, data.n_outputs)  # noqa: E731
     attention = lambda data: _Transformer(16, data.n_outputs, 2)  # noqa: E731
@@ -247,7 +279,13 @@ def _cells() -> list[Cell]:
         Cell("ionosphere, early stopping", partial(_by_name, "ionosphere"), _mlp, epochs=200, early=True),
         Cell("mnist, under-trained", partial(_images, "mnist", size=1000), _convolutions, True, epochs=3),
         Cell("australian, under-trained", partial(_by_name, "australian"), _mlp, epochs=3),
-        Cell("fashion_mnist, batch-normalised", partial(_images, "fashion_mnist", size=1000), partial(_convolutions, normalised=True), epochs=30, **decay),
+        Cell(
+            "fashion_mnist, batch-normalised",
+            partial(_images, "fashion_mnist", size=1000),
+            partial(_convolutions, normalised=True),
+            epochs=30,
+            **decay,
+        ),
         Cell("glass, batch-normalised", partial(_by_name, "glass"), partial(_mlp, normalised=True), True, epochs=200),
     ]
     return cells

@@ -42,9 +42,10 @@ LEVELS = tuple(10 ** (k / 2) for k in range(13))
 EXACT_OPERATIONS = 1e11
 """``N C P² + P³`` up to which the exact Gauss-Newton matrix is formed: a few seconds of one processor core."""
 
-ENOUGH, LEAST, ENTRIES = 2000, 50, 1e8
+ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 """Examples that are left out, evenly spread over the data: at most 2000, whose mean loss has a standard error of about
-.02 nats, and as many as have 10⁸ covariances of outputs together. Fewer than 50 tell nothing."""
+.02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
+3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
 
 KAPPA, FIRST_ORDER_KAPPA, GAUSSIAN_KAPPA = 2.0, 4.0, 10.0
 """Factors on the evidence's precision for displacements, as training stops short of the optimum: plain ones overshoot
@@ -144,7 +145,8 @@ class Auto:
         """The precision of least leave-one-out loss, from the evidence's on."""
         model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
         n_data, size = posterior.n_data, posterior.network.n_parameters
-        share, why, data = min(1.0, ENOUGH / n_data, ENTRIES / (n_data * model.n_outputs**2)), None, None
+        room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
+        share, why, data = min(1.0, ENOUGH / n_data, room / n_data), None, None
         if posterior.group is not None:
             why = "The data are spread over several processes"
         elif share < 1 and share * n_data < LEAST:
