@@ -97,5 +97,9 @@ class ConvergenceWarning(UserWarning):
     """An iteration ended before it reached its tolerance; the message gives the error."""
 
 
+class NoGainWarning(UserWarning):
+    """A tuning could not show that the posterior predicts better than the network; the message says why."""
+
+
 class SmoothnessWarning(UserWarning):
     """A method that requires a twice differentiable loss was given one with kinks."""

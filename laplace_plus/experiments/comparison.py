@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import batches, metrics
+from laplace_plus.errors import NoGainWarning
 from laplace_plus.experiments.settings import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import evaluation_mode
@@ -145,7 +147,9 @@ def compare(
             started = time.perf_counter()
             uses_validation = "validation" in (settings.tune.get("method"), settings.tune.get("tuner"))
             keywords = {**settings.tune, **({"data": data.validation} if uses_validation else {})}
-            call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NoGainWarning)  # the report shows whether there was a gain
+                call(posterior.fit_prior_precision, keywords, what=f"tune of {settings.label}")
             seconds["tune"] = time.perf_counter() - started
         predict = partial(posterior.predictive, **{"generator": generator(), **settings.predict})
         return score(predict, settings.label, posterior.likelihood, seconds, posterior)

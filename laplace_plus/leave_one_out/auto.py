@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConvergenceWarning, DataError
+from laplace_plus.errors import NoGainWarning, DataError
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
@@ -113,8 +113,9 @@ class Auto:
             DataError: Other data than were fitted to.
 
         Warns:
-            ConvergenceWarning: Training data are not at hand, or the network interpolates them, or the posterior had to
-                step back to the network's own predictions.
+            NoGainWarning: Training data are not at hand, or the network interpolates them, or the posterior had to step
+                back to the network's own predictions.
+            ConvergenceWarning: The evidence's tuning did not converge.
         """
         options: dict[str, Any] = {"progress": progress, "generator": generator}
         if self.data is not None:
@@ -158,7 +159,7 @@ class Auto:
                 why = "The training data are not at hand"
         if data is None:
             why = f"{why}, so that nothing was left out to compare with the network."
-            warnings.warn(f"{why} Held-out data= would tell.", ConvergenceWarning, stacklevel=5)
+            warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=5)
             found = {**vars(evidence), "method": "auto"}
             return AutoTuning(**found, chosen="marginal_likelihood", why=why, evidence=evidence)
         exact = n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
@@ -188,7 +189,7 @@ class Auto:
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
-            warnings.warn(f"{why} Held-out data= would tell more.", ConvergenceWarning, stacklevel=5)
+            warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)
         scale = float(scales[best])
         return AutoTuning(
             method="auto",

@@ -11,7 +11,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.testing import assert_untouched, snapshot
 
-UNTRAINED = pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
+UNTRAINED = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
 """No posterior of an untrained network is better than the network, which the default tuning says."""
 
 EVERY_CLASS = pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal])
