@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import NoGainWarning, DataError
+from laplace_plus.errors import DataError, NoGainWarning
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
+from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -163,8 +164,8 @@ class Auto:
             found = {**vars(evidence), "method": "auto"}
             return AutoTuning(**found, chosen="marginal_likelihood", why=why, evidence=evidence)
         exact = n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
-        leverages, kappa = ("full", KAPPA) if exact else ("first_order", FIRST_ORDER_KAPPA)
-        kappa = GAUSSIAN_KAPPA if noisy else kappa
+        leverages: Leverages = "full" if exact else "first_order"
+        kappa = GAUSSIAN_KAPPA if noisy else KAPPA if exact else FIRST_ORDER_KAPPA
         training = precision
         if check_training_prior(self.training_prior_precision, self.weight_decay):
             search = LeaveOneOut(self.training_prior_precision, self.weight_decay)

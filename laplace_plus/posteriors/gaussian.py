@@ -293,7 +293,7 @@ class GaussianPosterior(Posterior):
         prior_precision: float | Tensor | None = None,
         noise_std: float | Tensor | None = None,
         kappa: float = 1.0,
-        leverages: Literal["own", "full", "last_layer"] = "own",
+        leverages: Literal["own", "full", "last_layer", "first_order"] = "own",
         unit: Literal["example", "position"] = "example",
         progress: bool = False,
     ) -> Any:
@@ -308,7 +308,7 @@ class GaussianPosterior(Posterior):
             noise_std: Gaussian noise that belongs to it; by default the posterior's.
             kappa: Factor on it; 1 is the formula.
             leverages: ``"own"``, of this posterior's curvature; ``"full"``, of the exact Gauss-Newton matrix, or
-                ``"last_layer"``, of the last layer's, both with this posterior's ``V`` as the covariance.
+                ``"last_layer"``, of the last layer's, or none, ``"first_order"``, all with this posterior's ``V``.
             unit: ``"example"``, or ``"position"`` to leave out single tokens or pixels.
             progress: Whether to show a progress bar.
 
