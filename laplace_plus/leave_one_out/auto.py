@@ -7,8 +7,8 @@ helps predictions. The default therefore compares posteriors by their leave-one-
 2. Outputs are displaced as if each datum had been left out, under the prior of training. Where that is not known, κ δ
    stands for it. With few weights or few data the displacement is that of the exact Gauss-Newton matrix. Otherwise it
    is the first-order ``f₋ₙ = f + V g`` of the posterior's own curvature, which has no leverages that could reach one.
-3. Of the precisions from δ to 10⁶ δ, the one of least loss is taken. The last of them leaves the network's own
-   predictions, and the order of inputs by ``epistemic``.
+3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best: wide posteriors
+   tell unfamiliar inputs apart. The last precision leaves the network's own predictions.
 
 In regression the noise has the closed form of :class:`~laplace_plus.LeaveOneOut`: left-out residuals cannot vanish as
 residuals do, nor grow as ``RSS/(N − γ)`` does.
@@ -40,6 +40,9 @@ from laplace_plus.priors import as_hyperparameter
 LEVELS = tuple(10 ** (k / 2) for k in range(13))
 """Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
 
+TOLERANCE = 0.005
+"""Nats for each observation by which the loss may exceed the least; the standard error of a comparison is rarely less."""
+
 EXACT_OPERATIONS = 1e11
 """``N C P² + P³`` up to which the exact Gauss-Newton matrix is formed: a few seconds of one processor core."""
 
@@ -59,8 +62,8 @@ class AutoTuning(TuningResult):
     """What the default tuning chose; ``value`` is minus the mean leave-one-out (or held-out) loss in nats.
 
     Attributes:
-        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (the largest, which
-            leaves the network's own predictions) or ``"validation"``.
+        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (one at which predictions
+            are all but the network's own) or ``"validation"``.
         why: A sentence.
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
@@ -178,12 +181,12 @@ class Auto:
         levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * (1 if precision.ndim else float(precision))
         seed = draw_seed(generator) if link == "mc" else None
         losses, scales, _, n_rows = tuner._search(deletions, base, levels, seed=seed, noisy=noisy, progress=progress)
-        best = int(losses.argmin())
+        best = int((losses <= losses.min() + TOLERANCE).double().argmax())  # the first
         gain = float(losses[-1] - losses[best])
-        chosen = "network" if best == len(levels) - 1 else "leave_one_out" if best else "marginal_likelihood"
+        chosen = "network" if gain <= 0 else "leave_one_out" if best else "marginal_likelihood"
         why = {
-            "marginal_likelihood": "No larger precision has a smaller leave-one-out loss.",
-            "leave_one_out": f"A precision {LEVELS[best]:.3g} times the evidence's has the least leave-one-out loss.",
+            "marginal_likelihood": "No larger precision has a clearly smaller leave-one-out loss.",
+            "leave_one_out": f"A precision {LEVELS[best]:.3g} times the evidence's has all but the least leave-one-out loss.",
             "network": "No posterior has a smaller leave-one-out loss than the network itself.",
         }[chosen]
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)

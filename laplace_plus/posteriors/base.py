@@ -405,8 +405,8 @@ class Posterior(Stored, ABC):
                 other classes ``"auto"`` is the first. An option that only the marginal likelihood has asks for it.
             structure: With a shorthand, the tuner's ``structure``: ``"scalar"``, ``"layerwise"``,
                 ``"normalized_groups"``, ``"diagonal"`` or :class:`~laplace_plus.Groups`.
-            data: With a shorthand, the tuner's ``data``: held-out batches for ``"auto"`` and ``"validation"``. Others take
-                the training data, by default the loaders that :meth:`fit` saw.
+            data: With a shorthand, the tuner's ``data``: held-out batches for ``"auto"`` and ``"validation"``. Others
+                take the training data, by default the loaders that :meth:`fit` saw.
             tune_noise: With a shorthand, whether to tune Gaussian noise; by default whenever there is any.
             progress: Whether to show a progress bar.
             generator: Source of randomness, for tuners that draw samples.

@@ -59,8 +59,8 @@ def test_losses_of_regression_are_those_of_dense_formulas():
         scale = (left_out.square() / total).mean()
         wanted.append(-torch.distributions.Normal(0.0, (scale * total).sqrt()).log_prob(left_out).mean())
     torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-6, atol=1e-8)
-    assert found.value == pytest.approx(-float(found.losses.min()))
-    best = int(found.losses.argmin())
+    best = int((found.losses <= found.losses.min() + auto.TOLERANCE).nonzero()[0])  # the widest that is good enough
+    assert found.value == -float(found.losses[best])
     scale = (left_out.square() / (variances(found.precisions[best]) + noise**2)).mean().sqrt()
     assert float(posterior.noise_std) == pytest.approx(float(noise * scale), rel=1e-6)
     assert float(posterior.prior_precision) == pytest.approx(float(found.precisions[best] / scale**2), rel=1e-6)
@@ -96,7 +96,7 @@ def test_losses_of_classes_are_those_of_dense_formulas(exact, monkeypatch):
         variances = covariances(precision).diagonal(dim1=1, dim2=2)
         wanted.append(nn.functional.cross_entropy(left_out / (1 + torch.pi / 8 * variances).sqrt(), y))
     torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-6, atol=1e-8)
-    assert found.expected_gain == pytest.approx(float(wanted[-1] - min(wanted)), abs=1e-8)
+    assert min(wanted) - 1e-8 <= wanted[-1] - found.expected_gain <= min(wanted) + auto.TOLERANCE + 1e-8
 
 
 def test_a_posterior_that_is_no_better_leaves_the_network():
@@ -106,7 +106,8 @@ def test_a_posterior_that_is_no_better_leaves_the_network():
         posterior.fit_prior_precision()
     assert posterior.tuning.chosen == "network"
     prediction = posterior.predictive(x)
-    torch.testing.assert_close(prediction.mean, net(x).softmax(-1), rtol=0, atol=1e-5)
+    own = nn.functional.cross_entropy(net(x), y)
+    assert float(-prediction.log_prob(y).mean() - own) < 2 * auto.TOLERANCE
     assert (prediction.epistemic > 0).all()  # which still puts inputs in order
 
 
