@@ -41,7 +41,7 @@ LEVELS = tuple(10 ** (k / 2) for k in range(13))
 """Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
 
 TOLERANCE = 0.005
-"""Nats for each observation by which the loss may exceed the least; the standard error of a comparison is rarely less."""
+"""Nats for each observation by which the loss may exceed the least; standard errors of a comparison are rarely less."""
 
 EXACT_OPERATIONS = 1e11
 """``N C P² + P³`` up to which the exact Gauss-Newton matrix is formed: a few seconds of one processor core."""
@@ -62,8 +62,8 @@ class AutoTuning(TuningResult):
     """What the default tuning chose; ``value`` is minus the mean leave-one-out (or held-out) loss in nats.
 
     Attributes:
-        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (one at which predictions
-            are all but the network's own) or ``"validation"``.
+        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (one at which
+            predictions are all but the network's own) or ``"validation"``.
         why: A sentence.
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
@@ -186,7 +186,7 @@ class Auto:
         chosen = "network" if gain <= 0 else "leave_one_out" if best else "marginal_likelihood"
         why = {
             "marginal_likelihood": "No larger precision has a clearly smaller leave-one-out loss.",
-            "leave_one_out": f"A precision {LEVELS[best]:.3g} times the evidence's has all but the least leave-one-out loss.",
+            "leave_one_out": f"{LEVELS[best]:.3g} times the evidence's precision has all but the least loss.",
             "network": "No posterior has a smaller leave-one-out loss than the network itself.",
         }[chosen]
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
