@@ -183,7 +183,7 @@ class Auto:
         losses, scales, _, n_rows = tuner._search(deletions, base, levels, seed=seed, noisy=noisy, progress=progress)
         best = int((losses <= losses.min() + TOLERANCE).double().argmax())  # the first
         gain = float(losses[-1] - losses[best])
-        chosen = "network" if gain <= 0 else "leave_one_out" if best else "marginal_likelihood"
+        chosen = "marginal_likelihood" if not best else "leave_one_out" if gain > 0 else "network"
         why = {
             "marginal_likelihood": "No larger precision has a clearly smaller leave-one-out loss.",
             "leave_one_out": f"{LEVELS[best]:.3g} times the evidence's precision has all but the least loss.",
