@@ -10,8 +10,9 @@ helps predictions. The default therefore compares posteriors by their leave-one-
 3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best: wide posteriors
    tell unfamiliar inputs apart. The last precision leaves the network's own predictions.
 
-In regression the noise has the closed form of :class:`~laplace_plus.LeaveOneOut`: left-out residuals cannot vanish as
-residuals do, nor grow as ``RSS/(N − γ)`` does.
+In regression outputs are displaced so that residuals grow to what
+:func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
+:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from laplace_plus.errors import DataError, NoGainWarning
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
+from laplace_plus.evidence.noise import noise_from_residuals
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
 from laplace_plus.leave_one_out.leverages import Leverages
@@ -51,10 +53,9 @@ ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 .02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
 3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
 
-KAPPA, FIRST_ORDER_KAPPA, GAUSSIAN_KAPPA = 2.0, 4.0, 10.0
+KAPPA, FIRST_ORDER_KAPPA = 2.0, 4.0
 """Factors on the evidence's precision for displacements, as training stops short of the optimum: plain ones overshoot
-what retraining gives, those of block curvatures and of squared errors more so. The left-out residuals of six regression
-cells were 1.1–1.6 times the test's at 2, .7–1.3 times at 10. Chosen on the development cells of benchmarks/defaults."""
+what retraining gives, those of block curvatures more so. Chosen on the development cells of benchmarks/defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +167,18 @@ class Auto:
             warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=5)
             found = {**vars(evidence), "method": "auto"}
             return AutoTuning(**found, chosen="marginal_likelihood", why=why, evidence=evidence)
-        exact = n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
+        exact = not noisy and n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
         leverages: Leverages = "full" if exact else "first_order"
-        kappa = GAUSSIAN_KAPPA if noisy else KAPPA if exact else FIRST_ORDER_KAPPA
+        kappa = KAPPA if exact else FIRST_ORDER_KAPPA
         training = precision
         if check_training_prior(self.training_prior_precision, self.weight_decay):
             search = LeaveOneOut(self.training_prior_precision, self.weight_decay)
             training = search._training(posterior, model, data, progress)[0]
         noise = posterior.noise_std if noisy else None
         deletions = Deletions(posterior, data, kappa * training, noise, leverages, "position", share=share)
+        if noisy:
+            found = noise_from_residuals(posterior)
+            deletions.inflation = (found.noise_std / found.residual_std - 1) * posterior.noise_std.square()
         link = self.link or model.likelihood.links[0]
         tuner = LeaveOneOut(as_hyperparameter(1.0), link=self.link, n_samples=self.n_samples)
         base = precision if precision.ndim else torch.ones((), dtype=torch.float64, device="cpu")

@@ -263,9 +263,12 @@ class Deletions:
         share: Of each batch's examples, how many are left out, evenly spread. Below one, a pass does not check that the
             data are those of the fit.
         n_examples: How many were left out in the last pass.
+        inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
+            displace them: then residuals grow by a factor.
     """
 
     n_examples = 0
+    inflation: Tensor | None = None
 
     def __init__(
         self,
@@ -338,6 +341,8 @@ class Deletions:
 
             at = self._at(root, gradient, groups, self.noise_std)
             leverages, shift, _ = leave_out(covariances[0], *at, first_order=self.leverages == "first_order")
+            if self.inflation is not None:
+                shift = at[1] * self.inflation.to(shift)
             mean = outputs + shift[kept].reshape(outputs.shape)
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(raw, outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
