@@ -70,7 +70,7 @@ class EvidenceTuner:
         converged = now.has_converged(self.tolerance, f"Tuning by {self.name}", advice)
         precision, noise = objective.split(now.logarithms)
         if now.pressing <= self.tolerance:  # of which there was a warning
-            warn_of_noise(now, posterior.network)
+            warn_of_noise(now)
         precision, groups = precision.to(objective.model.vector.dtype), objective.groups
         return TuningResult(self.name, precision, noise, now.value, converged, now.norm, count, groups=groups)
 

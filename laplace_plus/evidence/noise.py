@@ -35,8 +35,7 @@ RUNAWAY = 2.0
 """Ratio of a tuned noise to the training residuals from which tuning warns: then γ is more than ¾ of R."""
 
 INTERPOLATED = 0.01
-"""Ratio of training residuals to the targets' deviation below which they say nothing of the noise. In tuning, that of
-the noise to the outputs' deviation under the prior, which was 0.5 to 2 times the targets' on six networks."""
+"""Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
 
 _MANY = 4
 """Numbers for each weight from which ``R − P`` is good enough: σ is then known within 1/√(1 − ¼), or 15 %."""
@@ -202,12 +201,8 @@ def _left_out(jacobian: Tensor, targets: Tensor, several: bool) -> tuple[Tensor,
     return left[best], 1 - block[best].diagonal(dim1=-2, dim2=-1)
 
 
-def warn_of_noise(now: EvidencePoint, network: Network) -> None:
-    """Warn where a noise that maximises an evidence says nothing of the data's.
-
-    It is far above the residuals, so that γ takes most of the data. Or it all but vanishes beside the deviation of the
-    outputs under the prior, ``tr(H)/(R λ)`` at unit noise, in a last layer whose network can interpolate.
-    """
+def warn_of_noise(now: EvidencePoint) -> None:
+    """Warn where a noise that maximises an evidence is far above the residuals: γ takes most of the data."""
     objective = now.objective
     if not objective.tune_noise:
         return
@@ -215,22 +210,16 @@ def warn_of_noise(now: EvidencePoint, network: Network) -> None:
     residual, noise = (errors / counts).sqrt(), now.logarithms[n:].exp()
     worst = int((noise / residual.clamp_min(1e-30)).argmax())
     own, left = float(noise[worst]), float(residual[worst])
-    if own > RUNAWAY * left:
-        spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
-        why = (
-            f"is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the curvature counts "
-            f"{spent:.4g} of {int(counts[worst])} targets as spent on weights, or the network interpolates"
-        )
-    elif (size := trained_size(network)) >= counts.sum() and str(network.selection) == "last_layer":
-        raised = now.logarithms.clone()
-        raised[:n] += math.log(float(counts.sum()) / INTERPOLATED**2)
-        if float(objective.at(raised).effective_parameters().sum()) < 1 / 2:  # γ approaches tr(H)/(σ² λ) from below
-            return
-        why = f"all but vanishes: {size:,} weights can interpolate {int(counts.sum()):,} targets, and seem to"
-    else:
+    if own <= RUNAWAY * left:
         return
-    fix = "Use lp.evidence.noise_from_residuals(posterior), or tune on held-out data."
-    warnings.warn(f"The tuned noise of {own:.3g} {why}. {fix}", ConvergenceWarning, stacklevel=5)
+    spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
+    warnings.warn(
+        f"The tuned noise of {own:.3g} is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the "
+        f"curvature counts {spent:.4g} of {int(counts[worst])} targets as spent, or the network interpolates. "
+        "Use lp.evidence.noise_from_residuals(posterior), or tune on held-out data.",
+        ConvergenceWarning,
+        stacklevel=5,
+    )
 
 
 def trained_size(network: Network) -> int:

@@ -37,7 +37,6 @@ from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.priors import as_hyperparameter
 
 LEVELS = tuple(10 ** (k / 2) for k in range(13))
 """Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
@@ -68,7 +67,7 @@ class AutoTuning(TuningResult):
         why: A sentence.
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
-        precisions: Those that were compared, ``[G]``; factors where there are several precisions.
+        precisions: Those that were compared, ``[G]``.
         losses: The mean leave-one-out loss of each, ``[G]``.
     """
 
@@ -122,10 +121,9 @@ class Auto:
                 back to the network's own predictions.
             ConvergenceWarning: The evidence's tuning did not converge.
         """
-        options: dict[str, Any] = {"progress": progress, "generator": generator}
         if self.data is not None:
             tuner = Validation(self.data, link=self.link, n_samples=self.n_samples, tune_noise=self.tune_noise)
-            found = tuner.tune(posterior, **options)
+            found = tuner.tune(posterior, progress=progress, generator=generator)
             return AutoTuning(**{**vars(found), "method": "auto"}, chosen="validation", why="Held-out data were given.")
         model = posterior.laplace_model()
         own = copy.copy(posterior)  # which shares what the model computes
@@ -133,23 +131,17 @@ class Auto:
         if noisy:
             sums, counts = model.statistics.double().cpu().chunk(2)
             residual = (sums / counts).clamp_min(1e-20).sqrt().to(model.vector)
-            noise = model.likelihood.noise_std
-            own.noise_std = residual if noise is not None and noise.ndim else residual.mean()
-        tune_noise = False if noisy else self.tune_noise
-        evidence = MarginalLikelihood(tune_noise=tune_noise).tune(own, **options)
+            own.noise_std = residual if own.noise_std.ndim else residual.mean()
+        evidence = MarginalLikelihood(tune_noise=False if noisy else self.tune_noise).tune(own, progress=progress)
         own.apply_tuning(evidence)
-        return self._leave_out(own, evidence, noisy, progress, generator)
+        seed = draw_seed(generator) if (self.link or model.likelihood.links[0]) == "mc" else None
+        return self._leave_out(own, evidence, noisy, progress, seed)
 
     def _leave_out(
-        self,
-        posterior: Tunable,
-        evidence: TuningResult,
-        noisy: bool,
-        progress: bool,
-        generator: torch.Generator | None,
+        self, posterior: Tunable, evidence: TuningResult, noisy: bool, progress: bool, seed: int | None
     ) -> AutoTuning:
         """The precision of least leave-one-out loss, from the evidence's on."""
-        model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
+        model, training = posterior.laplace_model(), posterior.prior_precision.detach()
         n_data, size = posterior.n_data, posterior.network.n_parameters
         room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
         share, why, data = min(1.0, ENOUGH / n_data, room / n_data), None, None
@@ -165,26 +157,24 @@ class Auto:
         if data is None:
             why = f"{why}, so that nothing was left out to compare with the network."
             warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=5)
-            found = {**vars(evidence), "method": "auto"}
-            return AutoTuning(**found, chosen="marginal_likelihood", why=why, evidence=evidence)
+            found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
+            return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
         exact = not noisy and n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
         leverages: Leverages = "full" if exact else "first_order"
-        kappa = KAPPA if exact else FIRST_ORDER_KAPPA
-        training = precision
         if check_training_prior(self.training_prior_precision, self.weight_decay):
-            search = LeaveOneOut(self.training_prior_precision, self.weight_decay)
-            training = search._training(posterior, model, data, progress)[0]
-        noise = posterior.noise_std if noisy else None
-        deletions = Deletions(posterior, data, kappa * training, noise, leverages, "position", share=share)
+            known = LeaveOneOut(self.training_prior_precision, self.weight_decay)
+            training = known._training(posterior, model, data, progress)[0]
+        training = training * (KAPPA if exact else FIRST_ORDER_KAPPA)
+        deletions = Deletions(posterior, data, training, None, leverages, "position", share=share)
         if noisy:
-            found = noise_from_residuals(posterior)
-            deletions.inflation = (found.noise_std / found.residual_std - 1) * posterior.noise_std.square()
-        link = self.link or model.likelihood.links[0]
-        tuner = LeaveOneOut(as_hyperparameter(1.0), link=self.link, n_samples=self.n_samples)
-        base = precision if precision.ndim else torch.ones((), dtype=torch.float64, device="cpu")
-        levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * (1 if precision.ndim else float(precision))
-        seed = draw_seed(generator) if link == "mc" else None
-        losses, scales, _, n_rows = tuner._search(deletions, base, levels, seed=seed, noisy=noisy, progress=progress)
+            error = noise_from_residuals(posterior)
+            variance = posterior.noise_std.square().to(error.noise_std)
+            deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
+        tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
+        levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * float(posterior.prior_precision)
+        losses, scales, _, n_rows = tuner._search(
+            deletions, levels.new_ones(()), levels, seed=seed, noisy=noisy, progress=progress
+        )
         best = int((losses <= losses.min() + TOLERANCE).double().argmax())  # the first
         gain = float(losses[-1] - losses[best])
         chosen = "marginal_likelihood" if not best else "leave_one_out" if gain > 0 else "network"
@@ -196,12 +186,13 @@ class Auto:
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
+        why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
             warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)
         scale = float(scales[best])
         return AutoTuning(
             method="auto",
-            prior_precision=(base * levels[best] / scale**2).to(model.vector.dtype),
+            prior_precision=(levels[best] / scale**2).to(model.vector.dtype),
             noise_std=posterior.noise_std * scale if noisy else evidence.noise_std,
             value=-float(losses[best]),
             converged=evidence.converged,

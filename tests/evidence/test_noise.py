@@ -127,19 +127,6 @@ def test_interpolation_is_named():
         posterior.fit_prior_precision("marginal_likelihood")
 
 
-def test_a_last_layer_on_features_that_interpolate_is_named():
-    """Its residuals and its own few weights look sound; the network's many weights are not."""
-    net, x, y = linear(8, 20)
-    deep = nn.Sequential(net, nn.Linear(1, 1)).double()
-    with torch.no_grad():
-        net.weight.copy_(torch.linalg.lstsq(x, y, driver="gelsd").solution.T)
-        deep[1].weight.fill_(1.0)
-        deep[1].bias.zero_()
-    y = y + 1e-4 * normal(8, 1, seed=5)
-    with pytest.warns(ConvergenceWarning, match="can interpolate 8 targets"):
-        lp.Full(deep, "regression", parameters="last_layer").fit([(x, y)]).fit_prior_precision("marginal_likelihood")
-
-
 def test_a_network_that_learned_nothing_is_named():
     net, x, _ = linear(12, 5)
     y = normal(12, 1, seed=20)

@@ -155,6 +155,12 @@ def test_without_training_data_the_evidence_stands_alone():
     found = posterior.tuning
     assert found.chosen == "marginal_likelihood" and found.expected_gain != found.expected_gain
     assert found.value == posterior.fit_prior_precision("marginal_likelihood").tuning.value
+    net, x, y = linear_problem()
+    posterior = lp.Full(net, "regression").fit(iter([(x, y)]))
+    with pytest.warns(NoGainWarning, match="not at hand"):
+        posterior.fit_prior_precision()
+    noise = float(posterior.noise_std)
+    assert noise == pytest.approx(float(posterior.fit_prior_precision("marginal_likelihood").noise_std), rel=1e-3)
 
 
 def test_interpolation_is_named():
