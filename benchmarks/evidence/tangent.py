@@ -132,7 +132,7 @@ def measured(model: nn.Module, train: Data, test: Data, seed: int, *, ekfac: boo
         options = {"tolerance": tolerance} if evidence == "tangent" else {}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            posterior.fit_prior_precision(evidence=evidence, structure=structure, **options)
+            posterior.fit_prior_precision("marginal_likelihood", evidence=evidence, structure=structure, **options)
         found = posterior.tuning
         row[name] = {
             "precision": posterior.prior_precision.flatten().tolist(),

@@ -201,7 +201,7 @@ def tune(posterior: Any, task: Task, by: str, **options: Any) -> dict[str, Any]:
         ConfigurationError: Unknown ways.
     """
     if by == "marginal_likelihood":
-        posterior.fit_prior_precision(**options)
+        posterior.fit_prior_precision("marginal_likelihood", **options)
     elif by == "validation":
         posterior.fit_prior_precision("validation", data=task.validation, **options)
     elif by == "leave_one_out":
