@@ -201,7 +201,7 @@ def wrap_config(module: str, output: Path, **keys: Any) -> str:
     return json.dumps({key: value for key, value in config.items() if value is not None})  # JSON is YAML
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize("suffix", ["safetensors", pytest.param("pt", marks=pytest.mark.slow)])
 def test_wrap_a_classifier_with_a_checkpoint(write: Callable[[str, str], str], tmp_path: Path, suffix: str) -> None:
     name = f"wrapped_classifier_{suffix}"
     write(f"{name}.py", CLASSIFIER)

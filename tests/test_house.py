@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -92,3 +94,9 @@ def test_the_package_does_not_grow():
     assert size.lines_of(size.FILES) <= 36_000
     assert size.code_of(size.FILES) <= 23_000
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 14_000
+
+
+def test_types_are_right():
+    """Here, so that it runs beside the other tests."""
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -292,7 +292,9 @@ HOLDERS = {**CLASSES, "diagonal outputs": diagonal_outputs, "SampledLaplace": sa
 
 
 @pytest.mark.filterwarnings("ignore::laplace_plus.errors.ConvergenceWarning")
-@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("KFAC", "SampledLaplace") else pytest.mark.slow) for n in HOLDERS]
+)
 def test_copies_and_pickles_go_without_the_training_data(name):
     x, y = classes(2000)
     posterior = HOLDERS[name](perceptron(), "classification").fit([(x, y)])

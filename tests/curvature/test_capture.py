@@ -93,7 +93,9 @@ class Force(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own decompositions for forward mode
-@pytest.mark.parametrize("derivative", [by_grad, by_backward, by_jvp, by_dual_numbers, by_func])
+@pytest.mark.parametrize(
+    "derivative", [by_grad, by_backward, pytest.param(by_jvp, marks=pytest.mark.slow), by_dual_numbers, by_func]
+)
 @pytest.mark.parametrize("posterior_class", CLASSES)
 def test_networks_that_differentiate_themselves(posterior_class, derivative):
     """Their weights reach the outputs by the derivative, past the outputs of the layers."""

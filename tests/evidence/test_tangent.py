@@ -229,6 +229,7 @@ LIKELIHOODS = {
 POSTERIORS = [*CLASSES, "EKFAC", "last layer", "KFAC last layer", "masked", "Subnetwork"]
 # The curvature's structure enters the determinant alone, in which likelihoods differ by whether there is noise.
 ALIKE = {(name, task) for name in POSTERIORS if name not in ("Full", "KFAC") for task in ("binary", "poisson")}
+ALIKE |= {(name, "regression") for name in ("EKFAC", "masked", "Subnetwork", "KFAC last layer")}
 
 
 @pytest.mark.parametrize(
@@ -351,6 +352,7 @@ def test_g_prior_is_the_best_along_its_scaling():
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_optimum_is_refined_no_faster_than_the_precisions():
     """A derivative that is small by chance does not ask for an exact optimum, which the next update would waste."""
     torch.manual_seed(0)

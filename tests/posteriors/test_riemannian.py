@@ -180,7 +180,14 @@ def test_minibatches_differ_between_samples():
         posterior.draw()
 
 
-@pytest.mark.parametrize("options", [{"kind": "kernel", "scheme": "heun"}, {"kind": "full"}, {"backend": "lanczos"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "kernel", "scheme": "heun"},
+        {"kind": "full"},
+        pytest.param({"backend": "lanczos"}, marks=pytest.mark.slow),  # its steps: tests/geometry/test_diffusion.py
+    ],
+)
 def test_diffusions(options):
     net, data = problem()
     method = lp.Diffusion(n_steps=2, **options)

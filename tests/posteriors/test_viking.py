@@ -201,7 +201,10 @@ def test_without_image_noise_it_is_the_null_space_posterior(problem):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("noise", "projector"), [("projected", "lsmr"), ("projected", "svd"), ("alternating", "lsmr")])
+@pytest.mark.parametrize(
+    ("noise", "projector"),
+    [pytest.param("projected", "lsmr", marks=pytest.mark.slow), ("projected", "svd"), ("alternating", "lsmr")],
+)
 def test_training_learns_a_mean_and_leaves_the_network_alone(problem, noise, projector):
     net, data = problem
     x = torch.cat([x for x, _ in data])
