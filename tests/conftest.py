@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 
-import torch
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if WORKER:  # workers that each use every core only get in each other's way
+    os.environ["OMP_NUM_THREADS"] = "1"  # which NumPy, SciPy and the processes that tests start read
+
+import torch  # noqa: E402
 
 collect_ignore = ["distributed/worker.py"]  # run in processes of its own; what it imports takes seconds
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each use every core only get in each other's way
+if WORKER:
     torch.set_num_threads(1)

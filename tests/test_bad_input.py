@@ -47,7 +47,9 @@ WRAPPERS = {
     "compiled parallel": lambda net: torch.compile(nn.DataParallel(net)),
     "parallel compiled": lambda net: nn.DataParallel(torch.compile(net)),
 }
-each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+each_wrapper = pytest.mark.parametrize(  # torch's compiler takes seconds to import
+    "wrap", [pytest.param(w, marks=[pytest.mark.slow] * ("compiled" in n), id=n) for n, w in WRAPPERS.items()]
+)
 
 
 @each_wrapper

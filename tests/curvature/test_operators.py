@@ -146,7 +146,13 @@ def test_empirical_fisher(likelihood, outputs):
     close(rows.abs(), gradients.abs(), 1e-9)
 
 
-@each_likelihood
+@pytest.mark.parametrize(
+    ("likelihood", "outputs"),
+    [
+        pytest.param(*entry[1:], id=entry[0], marks=[] if entry[0] in ("classes", "variances") else pytest.mark.slow)
+        for entry in LIKELIHOODS
+    ],
+)
 def test_sampled_fisher_expects_the_ggn(likelihood, outputs):
     model, data = problem(likelihood, outputs)
     if likelihood is LIKELIHOODS[-1][1]:

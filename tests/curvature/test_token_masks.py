@@ -311,6 +311,7 @@ def test_packed_projections(batch_first):
     assert_equal_blocks(got, wanted)
 
 
+@pytest.mark.slow
 def test_a_decoder_is_not_masked_as_its_encoder():
     torch.manual_seed(0)
     config = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}

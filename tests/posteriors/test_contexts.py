@@ -27,7 +27,7 @@ def problem(dtype=torch.float32):
 
 
 @EVERY_CLASS
-@pytest.mark.parametrize("parameters", ["all", "last_layer"])
+@pytest.mark.parametrize("parameters", ["all", pytest.param("last_layer", marks=pytest.mark.slow)])
 @UNTRAINED
 def test_inference_mode(cls, parameters):
     model, data = problem()
