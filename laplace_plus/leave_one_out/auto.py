@@ -89,7 +89,7 @@ class Auto:
         data: Held-out batches; None for training data alone.
         weight_decay: That of training, as for :class:`~laplace_plus.LeaveOneOut`; by default the evidence's precision
             stands for it.
-        training_prior_precision: In place of the weight decay.
+        training_prior_precision: In place of the weight decay. Where noise is tuned, neither is used.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
@@ -161,7 +161,7 @@ class Auto:
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
         exact = not noisy and n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
         leverages: Leverages = "full" if exact else "first_order"
-        if check_training_prior(self.training_prior_precision, self.weight_decay):
+        if not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
             known = LeaveOneOut(self.training_prior_precision, self.weight_decay)
             training = known._training(posterior, model, data, progress)[0]
         training = training * (KAPPA if exact else FIRST_ORDER_KAPPA)
