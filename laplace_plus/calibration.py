@@ -169,7 +169,7 @@ def calibrate(
     weight_decay: float | None = None,
     kappa: float = 2.0,
     leverages: Leverages = "own",
-    link: str = "probit",
+    link: str | None = None,
     n_samples: int = 100,
     generator: torch.Generator | None = None,
     interpolation: float = INTERPOLATION,
@@ -193,7 +193,7 @@ def calibrate(
         leverages: The curvature of leverages and displacements. ``"own"`` is the posterior's; leverages of KFAC and
             Diagonal may exceed one, and are then refused. ``"full"`` is the exact Gauss-Newton matrix. ``"last_layer"``
             is that of the last layer, which gives lower bounds and never sharpens predictions.
-        link: ``"probit"`` or ``"mc"``, for the tuning of s and for predictions.
+        link: For the tuning of s and for predictions; as for ``predictive``.
         n_samples: Number of samples for ``"mc"``.
         generator: Source of randomness.
         interpolation: The mean training loss, in nats, below which the network counts as interpolating; 0 for never.
@@ -232,7 +232,9 @@ def calibrate(
         ('temperature', True)
     """
     known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
-    _check(posterior, link, fallback, interpolation)
+    _check(posterior, fallback, interpolation)
+    link = posterior.likelihood.links[0] if link is None else link
+    check_choice("link", link, tuple(name for name in posterior.likelihood.links if name != "bridge"))
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
     training_nll, n_terms = _training_loss(posterior, again, progress)
     own = copy.copy(posterior)  # shares the curvature and the network
@@ -256,12 +258,9 @@ def calibrate(
         )
         if not known:
             raise fitted_data.unknown_training_prior(fix)
-        raise UnsupportedError(
-            "The network fits its training data all but perfectly; leaving one of them out then changes nothing.",
-            expected=f"a mean training loss of at least {interpolation:.3g} nats",
-            got=f"{training_nll:.3g}",
-            fix=fix,
-        )
+        what = "The network fits its training data all but perfectly; leaving one of them out then changes nothing."
+        expected = f"a mean training loss of at least {interpolation:.3g} nats"
+        raise UnsupportedError(what, expected=expected, got=f"{training_nll:.3g}", fix=fix)
     if training_prior_precision is None:
         assert weight_decay is not None
         training_prior_precision = n_terms * weight_decay / float(posterior.temperature)
@@ -289,7 +288,7 @@ def calibrate(
     return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
 
 
-def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None:
+def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
     if not isinstance(posterior, GaussianPosterior):
         expected, got = "a fitted lp.Full, lp.KFAC, …", type(posterior).__name__
         raise ConfigurationError("Only Gaussian posteriors are calibrated.", expected=expected, got=got)
@@ -301,7 +300,6 @@ def _check(posterior: Any, link: str, fallback: str, interpolation: Any) -> None
             got=repr(posterior.likelihood),
             fix='Use fit_prior_precision("leave_one_out"), which tunes precision and noise.',
         )
-    check_choice("link", link, ("probit", "mc"))
     check_choice("fallback", fallback, ("raise", "marginal_likelihood"))
     if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
         what = "interpolation must be a non-negative number."

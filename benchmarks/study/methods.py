@@ -200,8 +200,8 @@ def tune(posterior: Any, task: Task, by: str, **options: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: Unknown ways.
     """
-    if by == "marginal_likelihood":
-        posterior.fit_prior_precision("marginal_likelihood", **options)
+    if by in ("marginal_likelihood", "mackay"):
+        posterior.fit_prior_precision(by, **options)
     elif by == "validation":
         posterior.fit_prior_precision("validation", data=task.validation, **options)
     elif by == "leave_one_out":
@@ -212,7 +212,7 @@ def tune(posterior: Any, task: Task, by: str, **options: Any) -> dict[str, Any]:
     else:
         raise ConfigurationError(
             "Unknown way of tuning.",
-            expected="marginal_likelihood, validation, leave_one_out or training",
+            expected="marginal_likelihood, mackay, validation, leave_one_out or training",
             got=repr(by),
         )
     return {"by": by, **precision_of(posterior)}

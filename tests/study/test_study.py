@@ -358,6 +358,9 @@ def test_the_quick_form_runs_all_methods(tmp_path):
         # that is so at the prior that the evidence prefers only. For numbers with little noise there are kinks all
         # around the weights, whatever the prior: the surface of training is as steep for a narrow one.
         rough = {"exponential map"} if kind == "classification" else {label for label in rows if "exponential" in label}
+        # After so little training the weights of largest variance are those that no output depends on.
+        dead = failed.pop("subnetwork, 20 % of the weights", "")
+        assert not dead or "SelectionError: The curvature of all selected parameters is zero" in dead
         assert failed.keys() <= rough
         assert all("SamplingError: Not one sample could be drawn." in error for error in failed.values())
 
