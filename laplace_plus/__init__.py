@@ -7,6 +7,7 @@ prediction = posterior.predictive(x)
 
 from typing import TYPE_CHECKING, Any
 
+import laplace_plus.posteriors as posteriors
 import laplace_plus.testing as testing
 from laplace_plus import curvature, distributed, errors, geometry, integrations, leave_one_out, linalg, structured
 from laplace_plus._version import __version__
@@ -20,22 +21,7 @@ from laplace_plus.geometry import Diffusion
 from laplace_plus.leave_one_out import Auto, LeaveOneOut
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from laplace_plus.posteriors import KFAC, Diagonal, Full, GaussianPosterior, LowRank, Posterior
-from laplace_plus.posteriors.loading import load
-from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel
-from laplace_plus.posteriors.metric_bnn.metric_bnn import MetricBNN
-from laplace_plus.posteriors.null_space import LineSearch, NullSpace
-from laplace_plus.posteriors.registry import get_posterior, register
-from laplace_plus.posteriors.riemannian.drawing import ExponentialMap
-from laplace_plus.posteriors.riemannian.riemannian import Riemannian
-from laplace_plus.posteriors.sampled.sampled_laplace import CGSolver, SampledLaplace, SGDSolver
-from laplace_plus.posteriors.sampled.tuning import SampledEvidence
-from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random
-from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
-from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
-from laplace_plus.posteriors.viking.scales import ScaleFit
-from laplace_plus.posteriors.viking.training import ELBOTraining
-from laplace_plus.posteriors.viking.viking import VIKING, VariationalBound
+from laplace_plus.posteriors import *  # noqa: F403
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
 from laplace_plus.training import train_marginal_likelihood
@@ -49,66 +35,39 @@ __all__ = [
     "BackPack",
     "Backend",
     "Bernoulli",
-    "CGSolver",
     "CalibratedPosterior",
     "Categorical",
     "Curvlinops",
-    "Diagonal",
-    "DiagonalSWAG",
     "Diffusion",
-    "ELBOTraining",
     "ExpectationMaximisation",
-    "ExponentialMap",
-    "Full",
     "Gaussian",
-    "GaussianPosterior",
     "Groups",
     "HeteroscedasticGaussian",
-    "KFAC",
     "LeaveOneOut",
     "Likelihood",
-    "LargestMagnitude",
-    "LargestVariance",
-    "LatentModel",
-    "LineSearch",
     "LogDensity",
-    "LowRank",
     "MacKay",
     "MarginalLikelihood",
-    "MetricBNN",
     "Native",
-    "NullSpace",
     "Poisson",
-    "Posterior",
     "Prediction",
-    "Random",
-    "Riemannian",
-    "SGDSolver",
-    "SampledEvidence",
-    "SampledLaplace",
-    "ScaleFit",
-    "Subnetwork",
     "Tangent",
     "Tuner",
     "TuningResult",
-    "VIKING",
     "Validation",
-    "VariationalBound",
     "__version__",
     "calibrate",
     "distributed",
     "errors",
     "geometry",
-    "get_posterior",
     "integrations",
     "leave_one_out",
     "linalg",
-    "load",
-    "register",
     "structured",
     "testing",
     "train_marginal_likelihood",
 ]
+__all__ += posteriors.__all__
 
 
 def __dir__() -> list[str]:

@@ -94,20 +94,30 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            return self._attention(args, kwargs)
+            packed, self.packed = self.packed, True
+            try:
+                with self:
+                    return _attention_body(*args, **kwargs)
+            finally:
+                self.packed = packed
         used = list(filter(None, map(self.rows.get, map(id, _tensors((args, kwargs))))))
         call = None
         if used and func in RULES:
             try:
                 with nullcontext() if self.keep_graph else torch.no_grad():
-                    call = RULES[func](self._find, *args, **kwargs)
+                    call = RULES[func](lambda value: self.rows.get(id(value)), *args, **kwargs)
                 if call is not None and not isinstance(call, Call):
                     raise TypeError(f"it returned {call!r}")
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 func(*args, **kwargs)  # where the function fails, too, the network is to blame
-                raise _rule_failed(func, error) from error
+                raise ConfigurationError(
+                    f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}",
+                    expected="a rule that returns a Call or None",
+                    got=type(error).__name__,
+                    fix="Correct the rule that was given to laplace_plus.curvature.register_rule.",
+                ) from error
             # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
             if call is not None and not set(map(_NAME, call.rows)).issuperset(map(_NAME, used)):
                 call = None
@@ -131,9 +141,6 @@ class _Recorder(TorchFunctionMode):
         if isinstance(output, Tensor) and output.requires_grad and not output._is_view():
             self.n_bytes += output.numel() * output.element_size()
         return output
-
-    def _find(self, value: Any) -> ParameterRows | None:
-        return self.rows.get(id(value))
 
     def _record(self, call: Call, output: Tensor) -> Tensor:
         """Note a call and have its output take gradients; returns the output for the network to go on with."""
@@ -183,14 +190,6 @@ class _Recorder(TorchFunctionMode):
             else:
                 self.uncovered |= names
 
-    def _attention(self, args: Any, kwargs: Any) -> Any:
-        packed, self.packed = self.packed, True
-        try:
-            with self:
-                return _attention_body(*args, **kwargs)
-        finally:
-            self.packed = packed
-
 
 def _tensors(tree: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dicts, in order."""
@@ -204,16 +203,6 @@ def _tensors(tree: Any) -> list[Tensor]:
         elif isinstance(item, (tuple, list)):
             waiting.extend(reversed(item))
     return found
-
-
-def _rule_failed(func: Any, error: Exception) -> ConfigurationError:
-    name = getattr(func, "__qualname__", None) or repr(func)
-    return ConfigurationError(
-        f"The rule of {name} failed: {error}",
-        expected="a rule that returns a Call or None",
-        got=type(error).__name__,
-        fix="Correct the rule that was given to laplace_plus.curvature.register_rule.",
-    )
 
 
 class Capture:

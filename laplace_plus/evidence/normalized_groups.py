@@ -24,7 +24,6 @@ denominator makes all of this inexact where activations are small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -259,15 +258,11 @@ class _Tracer(TorchFunctionMode):
     def _together(self, parts: list[Tensor], others: list[Tensor]) -> frozenset[str]:
         """The joint set of ``parts``, if each has one; the scale of ``others`` matters."""
         self.escape([tensor for tensor in others if all(tensor is not part for part in parts)])
-        if all(self._set(part) for part in parts):
-            return self._union(parts)
-        self.escape(parts)
-        return frozenset()
-
-    def _union(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """The union of several tensors' sets, whose parameters are from now on rescaled together only."""
-        names: frozenset[str] = frozenset().union(*(self._set(tensor) for tensor in tensors))
-        for name in names:
+        if not all(self._set(part) for part in parts):
+            self.escape(parts)
+            return frozenset()
+        names: frozenset[str] = frozenset().union(*(self._set(part) for part in parts))
+        for name in names:  # from now on rescaled together only
             self._leader[self._find(name)] = self._find(min(names))
         return names
 

@@ -97,7 +97,8 @@ class Validation:
         link = self.link or likelihood.links[0]
         outputs = outputs_for(link, model.n_outputs)
         # A loss of the user's own may look at samples, whatever the link.
-        draws, loss = link == "mc" or self.loss is not None, self.loss or _negative_log_density
+        draws = link == "mc" or self.loss is not None
+        loss = self.loss or (lambda prediction, targets: -prediction.log_prob(targets))
         totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0
         source = "cpu" if generator is None else generator.device
         assert self.data is not None
@@ -128,10 +129,6 @@ class Validation:
         converged = grid_settled(levels, by_level, best // len(candidates), "validation", float(precision.mean()))
         noise = candidate.noise_std if objective.tune_noise else None
         return TuningResult("validation", precision, noise, -scores[best].item(), converged, n_evaluations=len(points))
-
-
-def _negative_log_density(prediction: Prediction, targets: Tensor) -> Tensor:
-    return -prediction.log_prob(targets)
 
 
 def checked_grid(grid: Sequence[float] | Tensor) -> Tensor:
