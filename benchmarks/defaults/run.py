@@ -1,42 +1,54 @@
 """The default tuning, cell by cell: what the two lines gain or lose against the network itself.
 
-    python benchmarks/defaults/run.py --data DATA --output FOLDER [--cells "glass, decay" …] [--seeds 5]
+    python benchmarks/defaults/run.py --data DATA --output FOLDER [--workers 2] [--peer] [--cells "glass, decay" …]
 
 Trained networks and rows are kept in the folder, and a run goes on where it ended. ``defaults.jsonl`` holds a row for
-each cell, seed and class: test NLL of the network, and how much the marginal likelihood and the default add to it.
+each cell, seed and class, or the error that it ended with. ``defaults.md`` is the page that ``report.py`` makes of it;
+``--page`` writes it elsewhere. ``--peer`` runs laplace-torch besides, on two seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import multiprocessing
+import os
 import sys
-import time
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import laplace_plus as lp
+from benchmarks.defaults import report
 from benchmarks.defaults.cells import CELLS, Cell, train
+from benchmarks.defaults.peers import STRUCTURES, peer_row
+from benchmarks.defaults.scores import CLASSES, FEW, Row, network_row, posterior_row, shortened
 from benchmarks.study.sets import DataSet
 
-CLASSES: dict[str, Any] = {
-    "KFAC": (lp.KFAC, {}),
-    "Diagonal": (lp.Diagonal, {}),
-    "last layer": (lp.KFAC, {"parameters": "last_layer"}),
-    "Full": (lp.Full, {}),
-}
+NETWORK, PEER = "network", "laplace-torch "
+"""The label of the network's own row, and what the labels of laplace-torch begin with."""
 
-FEW = 3500
-"""Weights up to which the full matrix is run."""
+PEER_SEEDS = 2
 
-TEST_ROWS = 1000
+SLOW: tuple[str, ...] = ()
+"""Cells that are begun first, the longest in front, so that no process is left alone at the end."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The rows of a cell and seed that are missing."""
+
+    cell: str
+    seed: int
+    labels: tuple[str, ...]
+    data: Path
+    output: Path
 
 
 def trained(cell: Cell, data: DataSet, folder: Path) -> nn.Module:
@@ -50,78 +62,84 @@ def trained(cell: Cell, data: DataSet, folder: Path) -> nn.Module:
     return network.eval()
 
 
-def network_nll(network: nn.Module, data: DataSet) -> float:
-    """Of the test rows; in regression with the noise of the training residuals."""
-    x, y = (part[:TEST_ROWS] for part in data.test)
-    with torch.no_grad():
-        outputs = network(x)
-        if data.classification:
-            return float(nn.functional.cross_entropy(outputs.flatten(0, -2), y.flatten()))
-        noise = (network(data.train[0]) - data.train[1]).square().mean()
-        return float(((outputs - y).square().mean() / noise + (2 * math.pi * noise).log()) / 2)
+def work(task: Task) -> list[Row]:
+    """Run a task in this process; a row that fails says why."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    cell = CELLS[task.cell]
+    whole = cell.data(task.seed, task.data)
+    network, data = trained(cell, whole, task.output), shortened(whole)
+    size = sum(parameter.numel() for parameter in network.parameters())
+    rows = []
+    for label in task.labels:
+        row: Row = {"cell": cell.name, "seed": task.seed, "class": label, "classification": data.classification}
+        try:
+            if label.endswith("Full") and size > FEW:
+                row["left_out"] = f"{size} weights"
+            elif label == NETWORK:
+                row |= network_row(network, data)
+            elif label.startswith(PEER):
+                row |= peer_row(network, data, label.removeprefix(PEER))
+            else:
+                row |= posterior_row(network, data, label)
+        except Exception as error:  # whatever is raised belongs into the table
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        rows.append(row)
+    return rows
 
 
-def nll(posterior: Any, data: DataSet) -> float:
-    """Of the test rows, for each of their targets."""
-    x, y = (part[:TEST_ROWS] for part in data.test)
-    parts = zip(x.split(200), y.split(200), strict=True)
-    return -sum(float(posterior.predictive(inputs).log_prob(targets).sum()) for inputs, targets in parts) / y.numel()
+def run(tasks: list[Task], workers: int) -> Iterator[list[Row]]:
+    """Rows as tasks end, of processes with one thread each."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(work, task) for task in tasks]):
+            yield future.result()
 
 
-def row(cell: Cell, data: DataSet, network: nn.Module, name: str) -> dict[str, Any]:
-    """What tuning by the marginal likelihood and by the default gives."""
-    kind, options = CLASSES[name]
-    posterior = kind(network, "classification" if data.classification else "regression", **options)
-    posterior.fit(data.loader("train"))
-    own = network_nll(network, data)
-    posterior.fit_prior_precision("marginal_likelihood")
-    evidence = nll(posterior, data) - own
-    started = time.perf_counter()
-    posterior.fit_prior_precision()
-    seconds, found = time.perf_counter() - started, posterior.tuning
-    return {
-        "cell": cell.name,
-        "development": cell.development,
-        "seed": data.number,
-        "class": name,
-        "network": own,
-        "marginal_likelihood": evidence,
-        "default": nll(posterior, data) - own,
-        "expected_gain": found.expected_gain,
-        "chosen": found.chosen,
-        "seconds": seconds,
-    }
+def described(row: Row) -> str:
+    """A line of progress."""
+    head = f"{row['cell']:38} {row['seed']} {row['class']:20}"
+    if "default" not in row:
+        return f"{head} {row.get('error', '')}"
+    nll = row["default"]["nll"]
+    return (
+        f"{head} NLL {nll:.3f}  {row['chosen']}  fit {row['fit_seconds']:.1f} s, tuning {row['tuning_seconds']:.1f} s"
+    )
 
 
 def main() -> None:
-    """Run what is missing, and print each row."""
+    """Run what is missing, print each row, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--page", type=Path, help="by default defaults.md in the output folder")
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
     parser.add_argument("--classes", nargs="*", default=list(CLASSES))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--peer", action="store_true", help="laplace-torch too, on the first seeds")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     results = arguments.output / "defaults.jsonl"
-    known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    done = {(entry["cell"], entry["seed"], entry["class"]) for entry in known}
-    warnings.simplefilter("ignore")
-    for cell in (CELLS[name] for name in arguments.cells):
-        for seed in range(arguments.seeds):
-            missing = [name for name in arguments.classes if (cell.name, seed, name) not in done]
-            if not missing:
-                continue
-            data = cell.data(seed, arguments.data)
-            network = trained(cell, data, arguments.output)
-            size = sum(parameter.numel() for parameter in network.parameters())
-            for name in missing:
-                if name != "Full" or size <= FEW:
-                    found = row(cell, data, network, name)
-                    with results.open("a") as file:
-                        file.write(json.dumps(found) + "\n")
-                    sys.stdout.write(f"{cell.name:34} {seed} {name:10} {found['default']:+.3f} {found['chosen']}\n")
-                    sys.stdout.flush()
+    known = report.read(results)
+    results.write_text("".join(json.dumps(row) + "\n" for row in known))  # without a line that was cut off
+    done = {(row["cell"], row["seed"], row["class"]) for row in known}
+    order = [*(name for name in SLOW if name in arguments.cells), *(n for n in arguments.cells if n not in SLOW)]
+    tasks = []
+    for labels, seeds in (
+        ([NETWORK, *arguments.classes], arguments.seeds),
+        ([PEER + name for name in STRUCTURES if name in arguments.classes], PEER_SEEDS if arguments.peer else 0),
+    ):
+        for cell, seed in ((cell, seed) for cell in order for seed in range(min(seeds, arguments.seeds))):
+            missing = tuple(label for label in labels if (cell, seed, label) not in done)
+            if missing:
+                tasks.append(Task(cell, seed, missing, arguments.data, arguments.output))
+    for rows in run(tasks, arguments.workers):
+        with results.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        sys.stdout.write("".join(described(row) + "\n" for row in rows))
+        sys.stdout.flush()
+    (arguments.page or arguments.output / "defaults.md").write_text(report.page(report.read(results)))
 
 
 if __name__ == "__main__":
