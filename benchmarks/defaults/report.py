@@ -165,6 +165,7 @@ Each cell is a problem, a network and a way of training, with splits and network
 all options left out, and tuned by `fit_prior_precision()`. They are compared with the network's own predictions.
 In regression its noise is the root mean square of training residuals. "Validated" is the network with the temperature,
 or the noise, that is best on held-out data. "Marginal likelihood" is `fit_prior_precision("marginal_likelihood")`.
+laplace-torch is run on two seeds with its own defaults: link, marginal likelihood, in regression for prior and noise.
 
 NLL, Brier score and CRPS are means over at most 1000 test targets. CRPS is in standard deviations of the targets. OOD
 AUROC is by the mutual information, in regression by the epistemic standard deviation, and by the entropy for networks.

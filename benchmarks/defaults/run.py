@@ -36,7 +36,15 @@ NETWORK, PEER = "network", "laplace-torch "
 
 PEER_SEEDS = 2
 
-SLOW: tuple[str, ...] = ()
+SLOW = (
+    "language model, certain",
+    "language model, noisy",
+    "100 classes",
+    "mnist 20000",
+    "fashion_mnist 20000",
+    "mnist 5000",
+    "fashion_mnist 5000",
+)
 """Cells that are begun first, the longest in front, so that no process is left alone at the end."""
 
 
@@ -100,7 +108,7 @@ def described(row: Row) -> str:
     """A line of progress."""
     head = f"{row['cell']:38} {row['seed']} {row['class']:20}"
     if "default" not in row:
-        return f"{head} {row.get('error', '')}"
+        return f"{head} {row.get('error', row.get('left_out', ''))}"
     nll = row["default"]["nll"]
     return (
         f"{head} NLL {nll:.3f}  {row['chosen']}  fit {row['fit_seconds']:.1f} s, tuning {row['tuning_seconds']:.1f} s"
