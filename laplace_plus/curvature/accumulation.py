@@ -276,8 +276,8 @@ def token_mask(inputs: Any, n_examples: int) -> Tensor | None:
 class _Inputs:
     """A layer's inputs, which wait until all cotangents have told which positions are padding.
 
-    A masked position may count all the same: the mask may be about another sequence of the same length (a decoder's
-    positions under the encoder's mask), or the network may ignore it. So an example's masked positions are padding if
+    A masked position may count all the same. The network may ignore the mask, or the mask may be about another sequence
+    of the same length (a decoder's positions under the encoder's mask). So an example's masked positions are padding if
     no output gradient of any cotangent reaches them, however data and cotangents are cut.
     """
 

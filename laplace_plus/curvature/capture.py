@@ -2,8 +2,8 @@
 
 A :class:`torch.overrides.TorchFunctionMode` watches the functions that a network calls (``F.linear``, convolutions,
 embeddings, normalisations) rather than its module types. Tied and re-used weights, functional calls and modules of
-other libraries are then seen alike. Gradients are taken with respect to the *outputs* of these calls and never with
-respect to weights: a weight's gradient for one example is the outer product of a call's input and output gradient, and
+other libraries are then seen alike. Gradients are taken with respect to the *outputs* of these calls, never to weights.
+A weight's gradient for one example is the outer product of a call's input and output gradient, and
 :mod:`laplace_plus.structured` keeps it as one.
 """
 

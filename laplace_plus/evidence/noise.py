@@ -5,9 +5,9 @@ weights. Blocks of the curvature (KFAC, Diagonal) count more of them than there 
 interpolates leaves neither residuals nor R − γ.
 
 Leave-one-out residuals need no γ. The network's tangent ``f + J (θ − θ̃)`` is a linear model of ``y' = y − f + J θ̃``.
-With the ridge λ and ``M = λ (J Jᵀ + λ)⁻¹`` its residuals are ``q = M y'``, and those of refits without the outputs b of
-one row are exactly ``M_bb⁻¹ q_b`` (Allen, 1974). They have a limit where a model interpolates. The ridge is the one
-that makes them smallest. What they measure is the error on new data, ``σ²`` and what the data leave open together.
+With the ridge λ and ``M = λ (J Jᵀ + λ)⁻¹`` its residuals are ``q = M y'``. Refits without the outputs b of one row have
+exactly ``M_bb⁻¹ q_b`` (Allen, 1974). These have a limit where a model interpolates. The ridge is the one that makes
+them smallest. What they measure is the error on new data, ``σ²`` and what the data leave open together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tuning by the loss on held-out data, on a grid.
 
-The held-out data are passed over once: each batch's gradients are computed a single time, and their quadratic forms
+The held-out data are passed over once. Each batch's gradients are computed a single time, and their quadratic forms
 with the covariances of all points of the grid are taken together.
 """
 

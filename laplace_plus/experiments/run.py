@@ -1,8 +1,8 @@
 """The two commands: the digits demonstration, and the same steps for a network and data of one's own.
 
 `laplace-plus run` trains a small network, wraps it, tunes the prior by marginal likelihood on the training data alone,
-and scores everything on images that no step before has seen: test images of the classes that were learned, and all
-images of those held out. It repeats this over seeds. `laplace-plus wrap` starts from a trained network.
+and scores everything on images that no step before has seen. These are test images of the classes that were learned,
+and all images of those held out. It repeats this over seeds. `laplace-plus wrap` starts from a trained network.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ whose right-hand side takes one gradient together with one Hessian-vector produc
 ``c'ᵀ M(c) c' = ‖c'‖² + ⟨∇L(c), c'⟩²``. Bergamin, Moreno-Muñoz, Hauberg and Arvanitidis, "Riemannian Laplace
 approximations for Bayesian neural networks", 2023.
 
-On the walls of a loss with large curvature λ the surface turns from flat to steep within 1/λ, and a geodesic bounces
-between them many times: it takes thousands of evaluations where the posterior is narrow in some directions and wide in
-others, and a solver that misses turns gains energy and climbs too high. The energy is therefore kept exactly, by
-stretching the velocity after each step (Hairer, Lubich and Wanner, "Geometric numerical integration", 2006, IV.4). That
-allows for tolerances at which it would otherwise grow manifold.
+On the walls of a loss with large curvature λ the surface turns from flat to steep within 1/λ. A geodesic bounces
+between them many times: thousands of evaluations where the posterior is narrow in some directions and wide in others. A
+solver that misses turns gains energy and climbs too high. The energy is therefore kept exactly, by stretching the
+velocity after each step (Hairer, Lubich and Wanner, "Geometric numerical integration", 2006, IV.4). That allows for
+tolerances at which it would otherwise grow manifold.
 
 At the kinks that ReLUs and max-pooling make, the surface has creases, which ``∇²L`` does not see. There the gradient
 changes by more than the integral of ``∇²L c'``. Creases that bend the path noticeably are located by ever smaller

@@ -4,9 +4,9 @@ Dormand and Prince's pair of orders 5 and 4 (1980), with the step size control o
 ordinary differential equations I", 1993. The right-hand sides of all geodesics under way are evaluated together, since
 they take most of the time.
 
-No maintained library offers that: torchdiffeq has one step size, and one failure, for the whole batch; torchode has
-them for each sample, but depends on torchtyping, which is retired, and pins an old typeguard; SciPy's steppers evaluate
-one sample at a time. SciPy's serve as the tests' reference.
+No maintained library offers that. torchdiffeq has one step size, and one failure, for the whole batch. torchode has
+them for each sample, but depends on torchtyping, which is retired. SciPy's steppers, the tests' reference, evaluate one
+sample at a time.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def integrate(
 ) -> GeodesicResult:
     """Follow geodesics from ``start [k, P]`` at time 0 to ``times [T]``; ``derivatives`` also gets their numbers.
 
-    The error of a step, in root mean square over a state ``(c, c')`` in units of ``atol + rtol max(|y|, |y_next|)``, is
-    at most one, and the relative change of the energy at most ``max_energy_change``. After each step the velocity is
+    In units of ``atol + rtol max(|y|, |y_next|)``, the error of a step has a root mean square over a state ``(c, c')``
+    of at most one. The relative change of the energy is at most ``max_energy_change``. After each step the velocity is
     stretched to the energy that it had at the start.
 
     At a crease the gradient changes by more than the integral of ``∇²L c'``. Steps in which this jump, or the energy,

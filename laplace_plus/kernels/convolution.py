@@ -12,9 +12,8 @@ position. Two methods do with less:
   :func:`~laplace_plus.kernels.symmetric_update.symmetric_update` of one triangle.
 
 On CUDA the faster one is measured. The CPU takes lags where counted operations say that they are faster than patches.
-On one core of an EPYC (Zen 4), float32, they take 4.0 (16 channels, 32 × 32 pixels), 2.1 (32, 16 × 16), 2.2 (64,
-8 × 8), 2.4 (64, 32 × 32), 1.8 (64, 56 × 56) and 2.1 times (128, 28 × 28) less time at 3 × 3 layers of ResNets; with 512
-channels of 4 × 4 pixels, and with stride 2, patches are faster.
+On one core of an EPYC (Zen 4), in float32, they take 1.8 to 4.0 times less time at 3 × 3 layers of ResNets with 16 to
+128 channels. With 512 channels of 4 × 4 pixels, and with stride 2, patches are faster.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Symmetric eigendecompositions of factors: batched for equal sizes, and by the fastest solver on a GPU.
 
 On CUDA, the time of ``torch.linalg.eigh`` varies by a factor of a hundred with the size, the batch and the solver's
-version: a batch of 500 matrices of 100 × 100 has been reported to take 914 ms instead of 8 ms (pytorch#174674), with a
+version. A batch of 500 matrices of 100 × 100 has been reported to take 914 ms instead of 8 ms (pytorch#174674), with a
 step between n = 32 and 33 (pytorch#175585). Therefore the batched call, one call for each matrix and LAPACK on the CPU
-are timed once for each size. The CPU uses LAPACK: on one thread SciPy's, whose divide and conquer takes 1.4 times less
-time than torch's at n = 1025 on one core of an EPYC (Zen 4), otherwise torch's. Where divide and conquer does not
-converge, slower QR iterations take over.
+are timed once for each size. The CPU uses LAPACK, on one thread SciPy's and otherwise torch's. On one core of an EPYC
+(Zen 4), SciPy's divide and conquer takes 1.4 times less time than torch's at n = 1025. Where it does not converge,
+slower QR iterations take over.
 
 Sums of outer products are often rank-deficient, with rows of exact zeros (padding, dead units). Their small eigenvalues
 are rounding errors of the largest one, so all is computed in float64. Rows and columns that are exactly zero are
