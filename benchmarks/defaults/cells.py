@@ -204,16 +204,16 @@ def _series(seed: int, folder: Path, classification: bool, n: int = 400) -> Data
     return _parts("series", seed, x, y, (n, 200), 3 if classification else 1, ood={"wide": 4 * x[:500]})
 
 
-def _tokens(seed: int, folder: Path, noise: float, n_tokens: int = 80, length: int = 12) -> DataSet:
+def _tokens(seed: int, folder: Path, noise: float, n_tokens: int = 70, length: int = 12) -> DataSet:
     """Sequences of tokens, each determined by the one before it, but for a share of random ones."""
     generator = torch.Generator().manual_seed(seed)
     following = torch.randperm(n_tokens, generator=generator)
-    x = torch.randint(n_tokens, (184, 1), generator=generator)
+    x = torch.randint(n_tokens, (172, 1), generator=generator)
     for _ in range(length):
         fresh = torch.randint(n_tokens, (len(x),), generator=generator)
         strays = torch.rand(len(x), generator=generator) < noise
         x = torch.cat([x, torch.where(strays, fresh, following[x[:, -1]])[:, None]], 1)
-    return _parts("tokens", seed, x[:, :-1], x[:, 1:], (44, 100), n_tokens)
+    return _parts("tokens", seed, x[:, :-1], x[:, 1:], (32, 100), n_tokens)
 
 
 def _many_classes(seed: int, folder: Path) -> DataSet:
@@ -306,8 +306,19 @@ def _cells() -> list[Cell]:
         Cell("lstm, classes", classes, lstm, **sequence),
         Cell("transformer, regression", regression, attention, **sequence),
         Cell("transformer, classes", classes, attention, True, **sequence),
-        Cell("language model, certain", partial(_tokens, noise=0.0), language, True, **{**sequence, "batch_size": 8}),
-        Cell("language model, noisy", partial(_tokens, noise=0.2), language, **{**sequence, "batch_size": 8}),
+        Cell(
+            "language model, certain",
+            partial(_tokens, noise=0.0),
+            language,
+            True,
+            **{**sequence, "epochs": 80, "batch_size": 8},
+        ),
+        Cell(
+            "language model, noisy",
+            partial(_tokens, noise=0.2),
+            language,
+            **{**sequence, "epochs": 80, "batch_size": 8},
+        ),
         Cell("100 classes", _many_classes, partial(_mlp, hidden=(64,)), True, epochs=30),
         Cell("digits, noisy", partial(_digits, noise=0.5), _convolutions, True, epochs=30),
         Cell("digits, clean", partial(_digits, noise=0.0), _convolutions, epochs=30),
