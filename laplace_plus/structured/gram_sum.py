@@ -33,14 +33,19 @@ class EigenPairs:
 
 
 class ThinEigenPairs(EigenPairs):
-    """Eigenpairs of a matrix of low rank with orthonormal vectors ``[G, d, r]``, completed when they are asked for.
+    """Eigenpairs of ``XᵀX`` of rank r. The vectors ``[G, d, r]`` are formed, and completed, when they are asked for.
 
-    Householder reflections complete the leading vectors, and correct their rounding. The completed basis does not
-    depend on the order of the data.
+    Determinants and traces take eigenvalues alone. Householder reflections complete the leading vectors, and correct
+    their rounding. The completed basis does not depend on the order of the data.
     """
 
-    def __init__(self, values: Tensor, leading: Tensor):
-        self.values, self.leading = values, leading
+    def __init__(self, values: Tensor, rows: Tensor, combinations: Tensor):
+        self.values, self.rows, self.combinations = values, rows, combinations
+
+    @cached_property
+    def leading(self) -> Tensor:
+        """Orthonormal ``Xᵀ [G, d, n]`` times the combinations ``[G, n, r]``."""
+        return (self.rows.double().mT @ self.combinations).to(self.rows.dtype)
 
     @cached_property
     def vectors(self) -> Tensor:  # type: ignore[override]
@@ -240,4 +245,4 @@ def _eigen_of_rows(rows: Tensor) -> ThinEigenPairs:
     scales = torch.where(kept, values, torch.inf).rsqrt()[..., None, :rank]  # zero columns where a group has less
     full = rows.new_zeros(groups, size)
     full[:, :rank] = values[..., :rank]
-    return ThinEigenPairs(full, ((wide.mT @ inner[..., :rank]) * scales).to(rows.dtype))
+    return ThinEigenPairs(full, rows, inner[..., :rank] * scales)
