@@ -43,16 +43,12 @@ class ThinEigenPairs(EigenPairs):
         self.values, self.rows, self.combinations = values, rows, combinations
 
     @cached_property
-    def leading(self) -> Tensor:
-        """Orthonormal ``Xᵀ [G, d, n]`` times the combinations ``[G, n, r]``."""
-        return (self.rows.double().mT @ self.combinations).to(self.rows.dtype)
-
-    @cached_property
     def vectors(self) -> Tensor:  # type: ignore[override]
-        """Orthogonal eigenvectors ``[G, d, d]``, as columns."""
+        """Orthogonal eigenvectors ``[G, d, d]``: ``Xᵀ [G, d, n]`` times the combinations ``[G, n, r]``, completed."""
+        leading = (self.rows.double().mT @ self.combinations).to(self.rows.dtype)
         groups, size = self.values.shape
-        identity = torch.eye(size, dtype=self.leading.dtype, device=self.leading.device).expand(groups, size, size)
-        return torch.ormqr(*torch.geqrf(self.leading), identity)
+        identity = torch.eye(size, dtype=leading.dtype, device=leading.device).expand(groups, size, size)
+        return torch.ormqr(*torch.geqrf(leading), identity)
 
 
 class GramSum:
