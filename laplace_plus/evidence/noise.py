@@ -37,8 +37,9 @@ RUNAWAY = 2.0
 INTERPOLATED = 0.01
 """Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
 
-_MANY = 4
-"""Numbers for each weight from which ``R − P`` is good enough: σ is then known within 1/√(1 − ¼), or 15 %."""
+_PLENTY, _MANY = 40, 8
+"""Numbers for each weight from which ``R − P`` does without the tangent, or where the tangent is not affordable: at
+least σ, and at most 1.3 % or 7 % above it. Networks spend some third of their weights, so that the tangent is nearer."""
 
 _OPERATIONS = 5e10
 """Most multiplications ``R P min(R, P)``: at worst some twenty seconds on one core."""
@@ -56,9 +57,10 @@ class NoiseEstimate:
         residual_std: Root mean square of the training residuals.
         target_std: Standard deviation of the training targets.
         effective_parameters: How many of the targets' numbers count as spent on fitting weights.
-        route: ``"parameters"`` (there are at least four times as many numbers as weights), ``"tangent"`` (leave-one-out
-            of the network's tangent), ``"last_layer"`` (of its last layer alone, a lower bound), or ``"capped"`` (half
-            the numbers count as spent, as nothing better was affordable).
+        route: ``"tangent"`` (leave-one-out of the network's tangent), ``"parameters"`` (there are at least 40 times as
+            many numbers as weights, or 8 times where the tangent is not affordable: all weights count as spent),
+            ``"last_layer"`` (the tangent of the last layer alone, a lower bound), or ``"capped"`` (half the numbers
+            count as spent, as nothing better was affordable).
         problem: What is wrong, in a sentence; empty if nothing is.
     """
 
@@ -93,7 +95,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
         >>> estimate = noise_from_residuals(posterior)
         >>> posterior.noise_std = estimate.noise_std
         >>> estimate.route, estimate.problem
-        ('parameters', '')
+        ('tangent', '')
     """
     model, network = posterior.laplace_model(), posterior.network
     likelihood = model.likelihood
@@ -151,10 +153,10 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
 
 def _affordable(model: LaplaceModel, whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
     """The parameters whose tangent is affordable, or None, and the route."""
-    if n_rows >= _MANY * trained_size(whole):
-        return None, "parameters"
-    allowed = budget(whole.device)
-    for selection, route in (("all", "tangent"), ("last_layer", "last_layer")):
+    allowed, many = budget(whole.device), n_rows / trained_size(whole)
+    for selection, route, enough in (("all", "tangent", _PLENTY), ("last_layer", "last_layer", _MANY)):
+        if many >= enough:
+            return None, "parameters"
         network = Network(whole.model, selection, model.likelihood.arrange)
         network.ambient_autocast = whole.ambient_autocast
         if selection == "last_layer":  # which is known once a batch has gone through the network

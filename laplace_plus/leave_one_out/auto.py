@@ -37,6 +37,7 @@ from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.predictive.linearized import WHOLE
 
 LEVELS = tuple(10 ** (k / 2) for k in range(13))
 """Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
@@ -170,6 +171,8 @@ class Auto:
             error = noise_from_residuals(posterior)
             variance = posterior.noise_std.square().to(error.noise_std)
             deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
+            # A matrix over all weights fits single data, so that V is small at them alone; blocks average over data.
+            deletions.without_own = WHOLE in model.parameter_slices
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
         levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * float(posterior.prior_precision)
         losses, scales, _, n_rows = tuner._search(

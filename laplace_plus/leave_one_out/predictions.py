@@ -265,10 +265,12 @@ class Deletions:
         n_examples: How many were left out in the last pass.
         inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
             displace them: then residuals grow by a factor.
+        without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
     """
 
     n_examples = 0
     inflation: Tensor | None = None
+    without_own = False
 
     def __init__(
         self,

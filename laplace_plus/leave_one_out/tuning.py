@@ -232,9 +232,12 @@ class LeaveOneOut:
             if bool((values[-1] >= deletions.limit).any()):
                 continue  # they are refused, once all are counted
             for number, covariance in enumerate(batch.covariances):
-                if deletions.leverages == "own" and valid[number]:
-                    leverages, _, covariance = leave_out(covariance, batch.root, batch.gradient)
-                    valid[number] = bool((leverages < deletions.limit).all())
+                own = deletions.leverages == "own"
+                if valid[number] and (own or deletions.without_own):
+                    leverages, _, left = leave_out(covariance, batch.root, batch.gradient)
+                    below = (leverages < deletions.limit).all(-1)
+                    valid[number] = not own or bool(below.all())
+                    covariance = torch.where(below[:, None, None], left, covariance)
                 if valid[number]:
                     terms = self._noise_terms if noisy else self._loss
                     totals[number] += terms(likelihood, batch, batch.by_position(covariance), seed)

@@ -64,13 +64,13 @@ def test_one_level_for_each_output():
 
 
 def test_many_data_need_no_leverages():
-    net, x, y = linear(40, 4)
+    net, x, y = linear(160, 4)
     with torch.no_grad():
         net.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
     estimate = noise_from_residuals(lp.KFAC(net, "regression").fit([(x, y)]))
     squares = (net(x) - y).detach().square().sum()
     assert estimate.route == "parameters" and float(estimate.effective_parameters) == 4
-    torch.testing.assert_close(estimate.noise_std, (squares / 36).sqrt())  # the unbiased estimate of least squares
+    torch.testing.assert_close(estimate.noise_std, (squares / 156).sqrt())  # the unbiased estimate of least squares
 
 
 def trained(n=100, noise=0.2, hidden=40, steps=400):

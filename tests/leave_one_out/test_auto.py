@@ -57,13 +57,15 @@ def test_losses_of_regression_are_those_of_dense_formulas():
     left_out = residuals * (estimate.noise_std / estimate.residual_std).to(residuals)
     wanted = []
     for precision in found.precisions:
-        total = variances(precision) + noise**2
+        own = variances(precision)
+        total = own / (1 - own / noise**2) + noise**2  # a dense matrix fits each datum, which is taken out again
         scale = (left_out.square() / total).mean()
         wanted.append(-torch.distributions.Normal(0.0, (scale * total).sqrt()).log_prob(left_out).mean())
     torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-6, atol=1e-8)
     best = int((found.losses <= found.losses.min() + auto.TOLERANCE).nonzero()[0])  # the widest that is good enough
     assert found.value == -float(found.losses[best])
-    scale = (left_out.square() / (variances(found.precisions[best]) + noise**2)).mean().sqrt()
+    own = variances(found.precisions[best])
+    scale = (left_out.square() / (own / (1 - own / noise**2) + noise**2)).mean().sqrt()
     assert float(posterior.noise_std) == pytest.approx(float(noise * scale), rel=1e-6)
     assert float(posterior.prior_precision) == pytest.approx(float(found.precisions[best] / scale**2), rel=1e-6)
 
