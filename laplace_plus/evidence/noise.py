@@ -38,8 +38,8 @@ INTERPOLATED = 0.01
 """Ratio of training residuals to the targets' deviation below which they say nothing of the noise."""
 
 _PLENTY, _MANY = 40, 8
-"""Numbers for each weight from which ``R − P`` does without the tangent, or where the tangent is not affordable: at
-least σ, and at most 1.3 % or 7 % above it. Networks spend some third of their weights, so that the tangent is nearer."""
+"""Numbers for each weight from which ``R − P`` does, without the tangent or where that is not affordable: it is at most
+1.3 % or 7 % above σ, as networks spend fewer weights than they have."""
 
 _OPERATIONS = 5e10
 """Most multiplications ``R P min(R, P)``: at worst some twenty seconds on one core."""
@@ -57,10 +57,9 @@ class NoiseEstimate:
         residual_std: Root mean square of the training residuals.
         target_std: Standard deviation of the training targets.
         effective_parameters: How many of the targets' numbers count as spent on fitting weights.
-        route: ``"tangent"`` (leave-one-out of the network's tangent), ``"parameters"`` (there are at least 40 times as
-            many numbers as weights, or 8 times where the tangent is not affordable: all weights count as spent),
-            ``"last_layer"`` (the tangent of the last layer alone, a lower bound), or ``"capped"`` (half the numbers
-            count as spent, as nothing better was affordable).
+        route: ``"tangent"`` (leave-one-out of the network's tangent), ``"parameters"`` (all weights count as spent: 40
+            numbers or more for each, or 8 where the tangent is not affordable), ``"last_layer"`` (the tangent of the
+            last layer alone, a lower bound), or ``"capped"`` (half the numbers count as spent).
         problem: What is wrong, in a sentence; empty if nothing is.
     """
 

@@ -12,7 +12,8 @@ helps predictions. The default therefore compares posteriors by their leave-one-
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
-:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does.
+:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does. Where a
+matrix over all weights fits single data, so that V is small at them alone, ``V₋ₙ`` is taken.
 """
 
 from __future__ import annotations
@@ -171,7 +172,6 @@ class Auto:
             error = noise_from_residuals(posterior)
             variance = posterior.noise_std.square().to(error.noise_std)
             deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
-            # A matrix over all weights fits single data, so that V is small at them alone; blocks average over data.
             deletions.without_own = WHOLE in model.parameter_slices
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
         levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * float(posterior.prior_precision)
