@@ -59,6 +59,10 @@ _TIMES, _NODES = _nodes(24), _nodes(20)
 """Nodes of the outer and of the inner integral. Against quadrature with 50 times as many, the largest error of a
 probability was 3e-4 for variances up to 100, 6e-4 up to 1000, and 2e-2 beyond."""
 
+_FAR, _SMOOTH = 4.0, 3.0
+"""A class ``s² + 4s + 4`` or more below a time, of deviation s up to 3, needs no inner integral. No probability of 105
+Gaussians changed by 3e-6. For s = 4 the nodes' error, 3e-5 of F, must be equal at all times to cancel."""
+
 _LARGEST_WEIGHT = 0.45
 """Bound of a class's weight in the fit of independent variances. Mean KL to the truth was .0027, without it .0032."""
 
@@ -240,7 +244,7 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     deviation = (variance + rounding).clamp_min(rounding / 2).sqrt()
     size, times, nodes, parts = mean.shape[-1], _TIMES.to(mean), _NODES.to(mean), []
     n_times, n_nodes = times.shape[1], nodes.shape[1]
-    limit = CACHE_BYTES if mean.device.type == "cpu" else CHUNK_BYTES
+    limit = 4 * CACHE_BYTES if mean.device.type == "cpu" else CHUNK_BYTES
     room = max(1, limit // (2 * n_nodes * size * mean.element_size()))  # pairs of a row and a time
     per_row = mean.reshape(-1, size).split(-(-room // n_times)), deviation.reshape(-1, size).split(-(-room // n_times))
     for m, s in zip(*per_row, strict=True):
@@ -256,21 +260,31 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
         s, m, densities = s.unsqueeze(1), m.unsqueeze(1), []  # noqa: PLW2901
         count = max(1, room // max(1, len(m)))
         for some, log_step in zip(t.split(count, 1), log_spacing.split(count, 1), strict=True):
-            # F(x) = ∫ φ(ε) exp(−exp(−u)) dε, u = x − s ε, vanishes where u < −4; nodes count down from there.
+            # F(x) = ∫ φ(ε) exp(−exp(−u)) dε, u = x − s ε. Far below a time, log F = −a and log F' = log a − a exp(s²)
+            # to leading order in a = E exp(−u) = exp(s²/2 − x).
             x = some - m
-            last = ((x + 4) / s).clamp_max(_REACH)
+            square = s.clamp_max(_SMOOTH).square()
+            log_density = (square / 2 - x).clamp_max(0.0)
+            log_cdf = -log_density.exp()
+            log_density = log_density + log_cdf * square.exp()
+            close = ((x < s * (s + 4) + _FAR) | (s > _SMOOTH)).flatten().nonzero().squeeze(1)
+            x_close, s_close = (part.expand_as(x).reshape(-1).index_select(0, close) for part in (x, s))
+            # The integrand vanishes where u < −4; nodes count down from there.
+            last = ((x_close + 4) / s_close).clamp_max(_REACH)
             span = (last + _REACH).clamp_min(4.0)
-            near = torch.minimum(span, 0.8 * n_nodes / s)
+            near = torch.minimum(span, 0.8 * n_nodes / s_close)
             sides = torch.stack([near, span - near], -1)
-            before = sides @ nodes[:2]  # last − ε, [N, T, C, Q]
-            lowest = x - s * last
-            falling = torch.exp(before * -s.unsqueeze(-1))  # exp(lowest − u)
-            gumbel = torch.exp(-lowest).unsqueeze(-1) * falling
-            values = torch.exp(-0.5 * (before - last.unsqueeze(-1)).square() - gumbel)
-            log_cdf = ((values @ nodes[2:].mT) * sides).sum(-1).log()
-            log_density = ((values * falling) @ nodes[2:].mT * sides).sum(-1).log()
-            shared = (log_cdf - 0.5 * math.log(2 * math.pi)).sum(-1) + log_step
-            densities.append(log_density - log_cdf - lowest + shared.unsqueeze(-1))
+            before = sides @ nodes[:2]  # last − ε, [pairs, Q]
+            lowest = x_close - s_close * last
+            falling = torch.exp(before * -s_close.unsqueeze(-1))  # exp(lowest − u)
+            gumbel = falling * -torch.exp(-lowest).unsqueeze(-1)
+            before = before - last.unsqueeze(-1)
+            values = torch.addcmul(gumbel, before, before, value=-0.5).exp() * (sides @ nodes[2:])
+            scale = 0.5 * math.log(2 * math.pi)
+            log_cdf = log_cdf.flatten().scatter(0, close, values.sum(-1).log() - scale).view_as(x)
+            slope = (values * falling).sum(-1).log() - lowest - scale
+            log_density = log_density.flatten().scatter(0, close, slope).view_as(x)
+            densities.append(log_density - log_cdf + (log_cdf.sum(-1) + log_step).unsqueeze(-1))
         parts.append(torch.cat(densities, 1).logsumexp(1))
     return torch.cat(parts).log_softmax(-1).view_as(mean)
 

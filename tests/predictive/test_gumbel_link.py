@@ -121,6 +121,15 @@ def test_improbable_classes_keep_their_logarithm():
             assert link(spread * normal(10, 4).float(), own.expand(10, 4)).isfinite().all()
 
 
+@pytest.mark.parametrize("deviation", [0.01, 0.5, 2.0, 2.9])
+def test_classes_far_below_have_the_probability_of_quadrature(deviation):
+    grid = torch.linspace(-14, 14, 20_001, dtype=F64)
+    weight = (-grid.square() / 2).softmax(0)
+    mean, variance = torch.tensor([[0.0, -30.0]], dtype=F64), torch.tensor([[0.0, deviation**2]], dtype=F64)
+    truth = ((mean[0, 1] + deviation * grid).sigmoid() * weight).sum().log()
+    assert abs(float(link(mean, variance)[0, 1] - truth)) < 1e-6
+
+
 def test_many_classes():
     mean, variance = normal(3, 1000).float(), normal(3, 1000, seed=1).exp().float()
     found, wide = link(mean, variance), link(mean.double(), variance.double())
