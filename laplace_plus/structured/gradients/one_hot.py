@@ -122,13 +122,15 @@ class OutputLayerGradients(ExampleGradients):
         features: The layer's inputs ``φ [B, i]``.
         outputs: Chosen outputs ``[V]``, or ``[B, V]`` where each example has its own.
         n_outputs: C.
-        centre: Weights ``w [B, C]`` of the mean that is taken from all outputs; None for zero.
+        centre: Weights ``w [B, C]`` of the mean that is taken from all outputs, which sum to one; None for zero.
+        left: A basis L ``[C, C]`` of centred gradients ``Lᵀ P``; None for the identity.
     """
 
     features: Tensor
     outputs: Tensor
     n_outputs: int
     centre: Tensor | None = None
+    left: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.n_cotangents, self.n_examples = self.outputs.shape[-1], self.features.shape[0]
@@ -146,6 +148,7 @@ class OutputLayerGradients(ExampleGradients):
         chosen = self.outputs if self.is_shared else self.outputs[examples]
         unit = torch.nn.functional.one_hot(chosen.expand(len(features), -1), self.n_outputs).to(self.dtype)
         unit = unit if self.centre is None else unit - self.centre[examples, None]
+        unit = unit if self.left is None else unit @ self.left
         return torch.einsum("bvc,bi->vbci", unit, features)[:, :, None]
 
     @override
@@ -159,21 +162,18 @@ class OutputLayerGradients(ExampleGradients):
     def in_basis(self, left: Tensor | None, right: Tensor) -> OutputLayerGradients | OuterGradients:
         """The gradients ``Lᵀ P R``, for ``L [C, C]`` (None for the identity) and ``R [i, i]``."""
         features = self.features @ right
-        if left is None:
-            return replace(self, features=features)
+        if left is None or self.centre is not None:
+            return replace(self, features=features, left=left)
         rows = left[self.outputs]  # [V, C] or [B, V, C]
         rows = rows[:, None].expand(-1, self.n_examples, -1) if self.is_shared else rows.transpose(0, 1)
-        rows = rows if self.centre is None else rows - self.centre @ left
         return OuterGradients(features[:, None, None], rows[:, :, None, None])
 
     def times(self, matrix: Tensor) -> Tensor:
         """The flattened gradients times ``[C·i, m]``, ``[V, B, m]``."""
         every = matrix.unflatten(0, self.shape[1:])
-        blocks = every[self.outputs]
-        if self.centre is not None:
-            blocks = blocks - torch.einsum("bc,cim->bim", self.centre, every)[:, None]  # [B, V, i, m]
-            return torch.einsum("bi,bvim->vbm", self.features, blocks)
-        return torch.einsum("bi,vim->vbm" if self.is_shared else "bi,bvim->vbm", self.features, blocks)
+        shared = 0.0 if self.centre is None else torch.einsum("bc,bi,cim->bm", self.centre, self.features, every)
+        form = "bi,vim->vbm" if self.is_shared else "bi,bvim->vbm"
+        return torch.einsum(form, self.features, every[self.outputs]) - shared
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
@@ -181,6 +181,11 @@ class OutputLayerGradients(ExampleGradients):
             if mode != "diagonal" or not self.is_shared:
                 return super().quadratic(weights, mode)
             each = self.features.square() @ weights[0].T  # [B, C]
+            if self.left is not None:
+                rows = self.left - self.left.mean(0)  # or rounding would be that of what all outputs share
+                mean, rows = self.centre @ rows, rows[self.outputs]
+                shared = (each * mean.square()).sum(-1, keepdim=True)
+                return (each @ rows.square().T - 2 * (each * mean) @ rows.T + shared).clamp_min(0.0)
             shared = (self.centre.square() * each).sum(-1, keepdim=True)
             return (each * (1 - 2 * self.centre))[:, self.outputs] + shared
         chosen, own = self.outputs, weights[0][self.outputs]  # [V, i] or [B, V, i]
