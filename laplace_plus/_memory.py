@@ -109,11 +109,7 @@ def slices(length: int, bytes_each: int, limit: int | None = None) -> Iterator[s
 
 
 def require_room(n_bytes: int, what: str, device: torch.device) -> None:
-    """Check that the memory budget holds an array that cannot be cut any further.
-
-    Raises:
-        ConfigurationError: It does not.
-    """
+    """Raise :class:`ConfigurationError` unless the memory budget holds an array that cannot be cut any further."""
     available = budget(device)
     if n_bytes > available:
         raise ConfigurationError(

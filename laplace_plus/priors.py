@@ -132,11 +132,7 @@ class GaussianPrior:
         return cls(precision, mean, layer_index, layers)
 
     def with_precision(self, precision: float | Tensor) -> GaussianPrior:
-        """The same prior at another precision, without looking at all entries again.
-
-        Raises:
-            ConfigurationError: As :meth:`create`.
-        """
+        """The same prior at another precision, without looking at all entries again; errors as :meth:`create`."""
         return replace(self, precision=_checked_precision(precision, len(self.layer_index), self.n_layers))
 
     @property

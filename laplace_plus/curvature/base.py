@@ -184,11 +184,7 @@ def register_backend(name: str, backend: type[Backend] | Callable[[], type[Backe
 
 
 def backend_class(name: str) -> type[Backend]:
-    """The registered backend of that name.
-
-    Raises:
-        ConfigurationError: No such backend.
-    """
+    """The registered backend of that name; :class:`ConfigurationError` if there is none."""
     if name not in _backends:
         raise ConfigurationError(
             "Unknown backend.",
@@ -201,18 +197,10 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def resolve_backend(backend: str | Backend) -> Backend:
-    """The backend of that name with its defaults, or the instance itself.
-
-    Raises:
-        ConfigurationError: No such backend.
-    """
+    """The backend of that name with its defaults, or the instance itself; errors as :func:`backend_class`."""
     return backend if isinstance(backend, Backend) else backend_class(backend)()
 
 
 def backend_from_config(config: dict) -> Backend:
-    """Rebuild a backend from :meth:`Backend.config`.
-
-    Raises:
-        ConfigurationError: No such backend.
-    """
+    """Rebuild a backend from :meth:`Backend.config`; errors as :func:`backend_class`."""
     return backend_class(config["name"])(**{key: value for key, value in config.items() if key != "name"})

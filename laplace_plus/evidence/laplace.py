@@ -167,12 +167,7 @@ class LaplaceModel:
         return self.likelihood.log_likelihood(self.statistics, noise_std)
 
     def log_marginal_likelihood(self, precision: Any, temperature: Any = 1.0, noise_std: Any = None) -> Tensor:
-        """The evidence, 0-d float64; differentiable in all three arguments.
-
-        Raises:
-            UnsupportedError: The structure does not take this prior.
-            NotPositiveDefiniteError: The posterior precision is not positive definite.
-        """
+        """The evidence, 0-d float64; differentiable in all three arguments; errors as :meth:`factors`."""
         prior = self.prior(precision)
         precision = prior.precision.to(self.vector.device, torch.float64)
         temperature = as_hyperparameter(temperature).to(self.vector.device, torch.float64)

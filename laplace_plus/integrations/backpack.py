@@ -76,7 +76,6 @@ class BackPack(ForeignBackend):
 
     @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
-        """Refuse by name what the backend cannot do."""
         super().check(structure, likelihood)
         if likelihood.n_noise > 1 and (self.kind != "ggn" or isinstance(structure, KroneckerStructure)):
             what = f"cannot separate the outputs in a {structure.name} {self.kind} curvature"

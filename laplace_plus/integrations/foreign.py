@@ -71,7 +71,6 @@ class ForeignBackend(Backend):
 
     @override
     def check(self, structure: Structure, likelihood: Likelihood) -> None:
-        """Refuse by name what the backend cannot do."""
         super().check(structure, likelihood)
         if isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected:
             raise self.refusal("has no eigenvalue correction", "eigenvalue_corrected=False", "True")

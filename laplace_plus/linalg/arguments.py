@@ -35,11 +35,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def require_choice(name: str, value: str, options: object) -> None:
-    """Check that ``value`` is one of the strings of the literal type ``options``.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Raise :class:`ConfigurationError` unless ``value`` is one of the strings of the literal type ``options``."""
     names = get_args(options)
     if value not in names:
         expected = ", ".join(repr(x) for x in names)
@@ -47,22 +43,14 @@ def require_choice(name: str, value: str, options: object) -> None:
 
 
 def require_count(name: str, value: int, least: int, fix: str | None = None) -> None:
-    """Check an integer.
-
-    Raises:
-        ConfigurationError: Not an integer, or less than ``least``.
-    """
+    """Raise :class:`ConfigurationError` unless a value is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         expected = f"an integer of at least {least}"
         raise ConfigurationError(f"{name} is out of range.", expected=expected, got=repr(value), fix=fix)
 
 
 def require_tolerance(**tolerances: float | None) -> None:
-    """Check tolerances, given by name.
-
-    Raises:
-        ConfigurationError: One of them is negative, infinite or NaN.
-    """
+    """Raise :class:`ConfigurationError` if a tolerance, given by name, is negative, infinite or NaN."""
     for name, value in tolerances.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < math.inf):

@@ -180,22 +180,13 @@ def invariant(size: Tensor, small: Tensor) -> Tensor:
 
 
 def breakdown_limit(tolerance: float | None, dtype: torch.dtype) -> float:
-    """The relative size below which a new vector is rounding error: ten times machine epsilon by default.
-
-    Raises:
-        ConfigurationError: A negative or infinite tolerance.
-    """
+    """The checked relative size below which a new vector is rounding error: ten times machine epsilon by default."""
     require_tolerance(tolerance=tolerance)
     return 10 * torch.finfo(dtype).eps if tolerance is None else tolerance
 
 
 def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
-    """The largest rank of a batch, after checks of the results; this is the only synchronisation with the device.
-
-    Raises:
-        OperatorError: A start vector of zero.
-        NonFiniteError: NaN or infinity in a start vector or in a product.
-    """
+    """The largest rank of a batch, after the checks of :meth:`KrylovSpace.extend`; the only wait for the device."""
     zero = torch.isinf(1 / norm)
     if bool(zero.any()):
         raise OperatorError(

@@ -349,11 +349,7 @@ def _recordable(vectors: Tensor) -> Tensor:
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
-    """Raise where forward-mode differentiation would silently lose a tangent.
-
-    Raises:
-        UnsupportedError: A tensor carries a tangent.
-    """
+    """Raise :class:`UnsupportedError` where forward-mode differentiation would silently lose a tensor's tangent."""
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):

@@ -150,11 +150,7 @@ def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:
 
 
 def derivative(f: SpectralFunction, values: Tensor) -> Tensor:
-    """``f′`` at eigenvalues, from automatic differentiation.
-
-    Raises:
-        ConfigurationError: torch cannot differentiate f.
-    """
+    """``f′`` at eigenvalues, from automatic differentiation; :class:`ConfigurationError` if torch cannot."""
     with torch.enable_grad():
         leaf = values.detach().requires_grad_()
         results = f(leaf)

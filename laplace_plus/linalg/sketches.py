@@ -62,11 +62,7 @@ class Sketch:
 
 
 def frobenius_norm(products: Tensor) -> float:
-    """The Frobenius norm of row-stacked products ``[k, n]``.
-
-    Raises:
-        NonFiniteError: The squares of the entries under- or overflow.
-    """
+    """The Frobenius norm of row-stacked products ``[k, n]``; :class:`NonFiniteError` if squares under- or overflow."""
     lengths = product_length(products)
     require_finite("The product with random vectors", lengths)
     return float(lengths.double().norm())

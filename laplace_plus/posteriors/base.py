@@ -24,7 +24,7 @@ from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import functional_samples, moments, pushed, samples_rather
+from laplace_plus.predictive.deviations import moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import (
     MANY_OUTPUTS,
     FunctionalPosterior,
@@ -111,7 +111,16 @@ class Posterior(Stored, ABC):
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order."""
+        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness; may live on another device.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: A number of draws that is not a positive integer.
+        """
 
     @full_precision
     def functional_posterior(
@@ -370,7 +379,8 @@ class Posterior(Stored, ABC):
             return None
         with torch.no_grad():
             chunks = (vectors - self.mean for vectors in self._sampled_chunks(n, generator))
-            return functional_samples(self.network, chunks, x)[1] + self._mean_shift(x)
+            mean, moved = pushed(self.network, chunks, x, n_outputs=None, ad_modes=ADModes())
+            return mean + moved + self._mean_shift(x)
 
     def _mean_shift(self, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""

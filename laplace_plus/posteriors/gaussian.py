@@ -222,11 +222,7 @@ class GaussianPosterior(Posterior):
 
     @property
     def sums(self) -> FitSums:
-        """The curvature and statistics of the fit.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """The curvature and statistics of the fit; :class:`NotFittedError` before it."""
         if self._sums is None:
             self.require_fit()
         assert self._sums is not None
@@ -342,18 +338,9 @@ class GaussianPosterior(Posterior):
             self._factor_cache = key, self.laplace_model().factors(precision.detach(), temperature.detach())
         return self._factor_cache[1]
 
+    @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw parameter vectors, ``[n, P]`` in ``parameter_names`` order.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; may live on another device.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: A number of draws that is not a positive integer.
-        """
         check_counts(n=n)
         model, factors = self.laplace_model(), self.factors()
         result = model.vector.expand(n, -1).clone()
@@ -453,11 +440,6 @@ class GaussianPosterior(Posterior):
 
     @override
     def summary(self) -> Summary:
-        """Which parameter is treated how.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
         self.require_fit()
         curvature = self.sums.curvature
         treatment: dict[str, list[str]] = {}

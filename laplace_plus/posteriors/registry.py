@@ -44,11 +44,7 @@ def register(name: str, cls: type[Any]) -> None:
 
 
 def get_posterior(name: str) -> type[Any]:
-    """The class of that name.
-
-    Raises:
-        ConfigurationError: No class has it.
-    """
+    """The class of that name; :class:`ConfigurationError` if no class has it."""
     points = {point.name: point for point in entry_points(group=ENTRY_POINTS)} if name not in _registered else {}
     if name in points:
         register(name, points[name].load())
@@ -63,11 +59,7 @@ def get_posterior(name: str) -> type[Any]:
 
 
 def name_of(cls: type[Any]) -> str:
-    """The name under which a class is registered.
-
-    Raises:
-        ConfigurationError: It is not registered.
-    """
+    """The name under which a class is registered; :class:`ConfigurationError` if it is not."""
     names = [name for name, known in _registered.items() if known is cls]
     names = names or [point.name for point in entry_points(group=ENTRY_POINTS) if point.load() is cls]
     if not names:

@@ -31,8 +31,9 @@ def pushed(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``f(θ̂, x)``, ``[B, *, C]``, and ``J(x) v``, ``[k, B, *, C]``, for deviations v, ``[k, P]`` or chunks.
 
-    Each deviation takes one forward-mode derivative, about the cost of a forward pass. Raises :class:`DataError` for
-    no examples, or another number of outputs than ``n_outputs``.
+    Each deviation takes one forward-mode derivative, about the cost of a forward pass. With many outputs that is far
+    less than their covariance, and takes no ``[C, C]`` matrix (Immer et al., 2021). Raises :class:`DataError` for no
+    examples, or another number of outputs than ``n_outputs``.
     """
     linear = Linearization(network, network.vector(), inputs, ad_modes)
     outputs = linear.outputs
@@ -49,25 +50,6 @@ def pushed(
         for some in slices(len(chunk), each, room):
             parts.append(linear.push(chunk[some].to(outputs)).to(wide))
     return outputs.to(wide), torch.cat(parts)
-
-
-def functional_samples(network: Network, deviations: Iterable[Tensor], inputs: Any) -> tuple[Tensor, Tensor]:
-    """Outputs of the linearised network at sampled parameters, ``f(θ̂, x) + J(x) (θ − θ̂)``.
-
-    With many outputs this takes far less than their covariance, and no ``[C, C]`` matrix (Immer et al., 2021); the
-    number of samples does not depend on C.
-
-    Args:
-        network: The network.
-        deviations: Chunks ``[n, P]`` of ``θ − θ̂`` for sampled θ.
-        inputs: A batch's inputs.
-
-    Returns:
-        Mean ``[B, *, C]`` and samples ``[S, B, *, C]``. For Gaussian deviations, these are joint draws from the
-        functional posterior over all inputs.
-    """
-    mean, moved = pushed(network, deviations, inputs, n_outputs=None, ad_modes=ADModes())
-    return mean, mean + moved
 
 
 def samples_rather(mean_shape: Sequence[int], *, joint: bool = False) -> bool:

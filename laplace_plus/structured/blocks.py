@@ -161,12 +161,7 @@ class Block(ABC):
 
     @abstractmethod
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
-        """``log det(H(w) + diagonal)``, 0-d float64; differentiable in both arguments.
-
-        Raises:
-            UnsupportedError: The structure cannot add a diagonal that is not a multiple of the identity.
-            NotPositiveDefiniteError: The sum is not positive definite.
-        """
+        """``log det(H(w) + diagonal)``, 0-d float64; differentiable in both arguments; errors as :meth:`factor`."""
 
     @abstractmethod
     def dense(self, weights: Tensor) -> Tensor:
@@ -195,16 +190,7 @@ _KINDS: dict[str, type[Block]] = {}
 def register_block(cls: B) -> B:
     """Make a kind of block known by its ``storage``, so that saved posteriors which hold such blocks can be loaded.
 
-    May be used as a decorator.
-
-    Args:
-        cls: The class.
-
-    Returns:
-        The class.
-
-    Raises:
-        ConfigurationError: Another class has this kind.
+    May be used as a decorator. Raises :class:`ConfigurationError` if another class has this kind.
     """
     known = _KINDS.setdefault(cls.storage, cls)
     if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
@@ -216,11 +202,7 @@ def register_block(cls: B) -> B:
 
 
 def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: Mapping[str, Tensor]) -> Block:
-    """Rebuild a block from its kind, its shape, and what :meth:`Block.tensors` returned.
-
-    Raises:
-        CheckpointError: No block of this kind has been registered.
-    """
+    """Rebuild a block from its registered kind (else CheckpointError), its shape, and its :meth:`Block.tensors`."""
     if storage not in _KINDS:
         what = f"A saved curvature holds a block of the unknown kind {storage!r}."
         fix = "Import the package that registers this kind with lp.structured.register_block."

@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laplace_plus as lp
+from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.posteriors import base
 from laplace_plus.predictive import linearized
-from laplace_plus.predictive.deviations import functional_samples, samples_rather
+from laplace_plus.predictive.deviations import pushed, samples_rather
 
 EXACT = 1e-10
 CLASSES = 3
@@ -318,13 +319,13 @@ def test_samples_in_function_space_have_the_functional_posterior():
     generator = torch.Generator().manual_seed(0)
     n = 1500
     deviations = posterior.sample(n, generator=generator) - posterior.mean
-    mean, samples = functional_samples(posterior.network, deviations.split(700), x)
-    assert samples.shape == (n, 5, CLASSES)
+    mean, moved = pushed(posterior.network, deviations.split(700), x, n_outputs=CLASSES, ad_modes=ADModes())
+    assert moved.shape == (n, 5, CLASSES)
     expected = posterior.functional_posterior(x, joint=True)
     assert relative_error(mean, expected.mean) < EXACT
     jacobians = jacobian(posterior.network.model, x).flatten(0, 1)
-    assert relative_error(samples - mean, (deviations @ jacobians.T).view_as(samples)) < EXACT
-    flat = (samples - mean).flatten(1)
+    assert relative_error(moved, (deviations @ jacobians.T).view_as(moved)) < EXACT
+    flat = moved.flatten(1)
     products = flat[:, :, None] * flat[:, None]
     error = (products.mean(0) - expected.covariance.view(15, 15)).abs()
     assert bool((error < 5 * products.std(0) / n**0.5).all())

@@ -401,15 +401,6 @@ class MetricBNN(ResumableFit):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw parameter vectors, ``[n, P]``.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; may live on another device.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
         check_counts(n=n)
         self.require_fit()
         device = None if generator is None else generator.device

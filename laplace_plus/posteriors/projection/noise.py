@@ -186,22 +186,14 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
 
     @property
     def noise(self) -> ProjectedNoise:
-        """The projected noise.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """The projected noise; :class:`NotFittedError` before :meth:`fit`."""
         self.require_fit()
         assert self._noise is not None
         return self._noise
 
     @property
     def report(self) -> NoiseReport:
-        """How the projections ended.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """How the projections ended; :class:`NotFittedError` before :meth:`fit`."""
         return self.noise.report
 
     def _project(self, center: Network, data: Iterable[Any], start: FitStart, *, progress: bool) -> ProjectedNoise:

@@ -230,7 +230,6 @@ class SampledLaplace(SampleBased, ResumableFit):
 
     @override
     def _deviations(self) -> Tensor:
-        """Samples ``z [k, P]`` at the present hyperparameters."""
         self.require_fit()
         now = self._hyperparameters()
         if any(a.shape != b.shape or not torch.equal(a, b.to(a)) for a, b in zip(self._solved_at, now, strict=True)):
@@ -282,7 +281,6 @@ class SampledLaplace(SampleBased, ResumableFit):
 
     @override
     def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs' mean ``[B, *, C]`` and the samples' deviations from it, ``[k, B, *, C]``."""
         z = self._deviations()
         if self._tangent_mean is not None:
             z = torch.cat([z, (self._tangent_mean - self.mean).to(z)[None]])
