@@ -73,7 +73,7 @@ class BoundAtMean:
         point = logs.detach().clone().requires_grad_()
         total, slope = torch.zeros_like(logs[0]), torch.zeros_like(logs)
         with torch.enable_grad():
-            for entry in self._entries():
+            for entry in self.entries():
                 value = self._nll(entry, point)
                 slope += torch.autograd.grad(value, point)[0]
                 total += value.detach()
@@ -86,7 +86,7 @@ class BoundAtMean:
         if options.optimizer == "adam":
             adam = torch.optim.Adam([logs], lr=options.learning_rate)
             for _ in range(options.epochs):
-                for entry in self._entries():
+                for entry in self.entries():
                     with torch.enable_grad():
                         objective, terms = self._objective(self._nll(entry, logs), len(entry[0]), logs)
                         (logs.grad,) = torch.autograd.grad(objective, logs)
@@ -100,12 +100,9 @@ class BoundAtMean:
             logs.grad = slope / n_data
             return -terms.elbo / n_data
 
+        steps = options.max_iterations
         optimizer = torch.optim.LBFGS(
-            [logs],
-            max_iter=options.max_iterations,
-            tolerance_grad=1e-10,
-            tolerance_change=1e-14,
-            line_search_fn="strong_wolfe",
+            [logs], max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
         optimizer.step(closure)
         terms, slope = self.evaluate(logs)
@@ -116,7 +113,7 @@ class BoundAtMean:
     def _objective(self, nll: Tensor, size: int, logs: Tensor) -> tuple[Tensor, ELBOTerms]:
         return self.elbo.objective(nll, size, self._distance, self.rank, logs)
 
-    def _entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[Entry]:
         """The batches, of which outputs and tangents are kept if they fit."""
         if self._kept is not None:
             yield from self._kept
@@ -138,12 +135,14 @@ class BoundAtMean:
             yield entry
         self._kept = kept or None
 
-    def _nll(self, entry: Entry, logs: Tensor) -> Tensor:
-        """A batch's expected negative log-likelihood."""
-        target, inputs, tangents = entry
+    def outputs(self, entry: Entry, logs: Tensor) -> Tensor:
+        """Outputs ``[k, B, *, C]`` of a batch under samples."""
+        _, inputs, tangents = entry
         if tangents is None:
             moves = deviations(logs, self.noise.null_space, self.noise.range)
-            outputs = of_networks(self.network, inputs, self._mean, moves)
-        else:
-            outputs = mirrored(inputs, deviations(logs, *tangents.chunk(2)))
-        return self.elbo.expected_nll(outputs, target).to(logs.device)
+            return of_networks(self.network, inputs, self._mean, moves)
+        return mirrored(inputs, deviations(logs, *tangents.chunk(2)))
+
+    def _nll(self, entry: Entry, logs: Tensor) -> Tensor:
+        """A batch's expected negative log-likelihood."""
+        return self.elbo.expected_nll(self.outputs(entry, logs), entry[0]).to(logs.device)

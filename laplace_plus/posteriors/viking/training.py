@@ -78,11 +78,8 @@ class ELBOTraining:
         check_counts(epochs=self.epochs, n_samples=self.n_samples, n_projected=self.n_projected)
         check_positive(learning_rate=self.learning_rate, scale_learning_rate=self.scale_learning_rate)
         if self.scale_epochs < 0 or not 0 <= self.gamma <= 1:
-            raise ConfigurationError(
-                "A number of the training is out of range.",
-                expected="scale_epochs >= 0 and 0 <= gamma <= 1",
-                got=str(self),
-            )
+            what, expected = "A number of the training is out of range.", "scale_epochs >= 0 and 0 <= gamma <= 1"
+            raise ConfigurationError(what, expected=expected, got=str(self))
         check_choice("noise", self.noise, ("projected", "alternating"))
 
 

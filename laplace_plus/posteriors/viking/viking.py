@@ -16,20 +16,24 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_choice
-from laplace_plus.geometry.loss import MovedNetwork, warn_of_kinks
+from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
+from laplace_plus.leave_one_out.auto import EXACT_OPERATIONS, KAPPA, TOLERANCE
+from laplace_plus.leave_one_out.predictions import INTERPOLATION
 from laplace_plus.linalg.null_space import ProjectionMethod, SVDProjection
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import check_positive, common_arguments, full_precision, resolve_option
 from laplace_plus.posteriors.projection.noise import NoiseReport, ProjectedNoise, ProjectedNoisePosterior
 from laplace_plus.posteriors.projection.rows import Rows
+from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.training_data import require_same_data
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, Expectation, terms_from_tensor, terms_to_tensor
 from laplace_plus.posteriors.viking.scales import BoundAtMean, ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
+from laplace_plus.predictive import from_samples
 from laplace_plus.predictive.deviations import pushed
 from laplace_plus.selection import Selection
 
@@ -97,6 +101,9 @@ class VIKING(ProjectedNoisePosterior):
     NonFiniteError if the bound is not finite, and UnsupportedError if there are as many independent rows as parameters.
     It warns (ConvergenceWarning) if a projection or the search for α and σ_im did not converge, and (SmoothnessWarning)
     if the mean is trained through projections of a network that is not twice differentiable.
+
+    For classes it loses where the network is not over-confident, as after early stopping or with strong weight decay.
+    With up to some thousand weights, training ends with a NoGainWarning where left-out data show it: half of the cases.
 
     Args:
         model, likelihood: As for :class:`Posterior`.
@@ -168,11 +175,8 @@ class VIKING(ProjectedNoisePosterior):
         self.scale_fit = scale_fit
         super().__init__(model, likelihood, rows, projector, n_samples, chunk_size, **common_arguments(locals()))
         if rank == "exact" and not isinstance(self.projector, SVDProjection):
-            raise ConfigurationError(
-                "Only a decomposition knows the rank.",
-                expected='projector="svd" with rank="exact"',
-                got=f"projector={self.projector!r}",
-            )
+            what, expected = "Only a decomposition knows the rank.", 'projector="svd" with rank="exact"'
+            raise ConfigurationError(what, expected=expected, got=f"projector={self.projector!r}")
         self._first_precision = self._learnt_precision = self._prior_precision
         self._image_std: Tensor | None = None
         self._history: list[ELBOTerms] = []
@@ -205,13 +209,36 @@ class VIKING(ProjectedNoisePosterior):
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
             center = MovedNetwork(self.network, theta)
         noise = self._project(center, data, start, progress=progress)
-        logs, converged = self._bound_at(elbo, center, noise, start.n_outputs).maximise(logs, self.scale_fit, history)
+        bound = self._bound_at(elbo, center, noise, start.n_outputs)
+        logs, converged = bound.maximise(logs, self.scale_fit, history)
         self._take_noise(noise, center.vector(), start)
         self._moved = None if self.training is None else center
         self._history, self._data_sum = history, float(start.sums[0])
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
         _warn_unless_converged(noise.report, converged, 7)
+        few = (self.n_data * self.n_outputs + self.n_parameters) * self.n_parameters**2 <= EXACT_OPERATIONS
+        if self.training is not None and self.likelihood.is_classifier and few:
+            self._warn_of_loss(bound, logs, data)
+
+    def _warn_of_loss(self, bound: BoundAtMean, logs: Tensor, data: Iterable[Any]) -> None:
+        """Leave out training data, under the prior with which the weights are nearest to a mode, as the network did."""
+        theta = self.network.vector()
+        slope = LossLandscape(self.network, self.likelihood, data, prior_precision=0.0).gradient(theta[None])[0]
+        away = theta - self._prior_mean.to(theta)
+        precision = -KAPPA * float((slope @ away) / away.square().sum())
+        own = get_posterior("Diagonal")(self.network.model, self.likelihood, parameters=self.parameter_names)
+        try:
+            left = own.fit(data).leave_one_out(data, prior_precision=precision, leverages="full")
+        except LaplacePlusError:  # the weights are far from any mode, or outputs differ in shape
+            return
+        outputs = torch.cat([bound.outputs(entry, logs) for entry in bound.entries()], 1) + left.displacement
+        log_prob = from_samples(self.likelihood, outputs).log_prob(left.targets)
+        worse = float(-log_prob.sum().double() / left.n_rows - left.nll(scale=0.0))
+        if worse > TOLERANCE and left.training_nll() >= INTERPOLATION:
+            what = f"Where training data are left out, this posterior loses {worse:.2g} nats against the network."
+            fix = 'Compare both on held-out data. If it predicts by sampled networks, try method="linearized".'
+            warnings.warn(f"{what} {fix}", NoGainWarning, stacklevel=7)
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
@@ -343,8 +370,5 @@ class VIKING(ProjectedNoisePosterior):
 def _warn_unless_converged(report: NoiseReport, converged: bool, stacklevel: int) -> None:
     report.warn_unless_converged(stacklevel)
     if not converged:
-        warnings.warn(
-            "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations.",
-            ConvergenceWarning,
-            stacklevel=stacklevel,
-        )
+        text = "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations."
+        warnings.warn(text, ConvergenceWarning, stacklevel=stacklevel)
