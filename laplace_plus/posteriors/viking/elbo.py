@@ -108,12 +108,9 @@ class ELBO:
         values = float(nll.detach()) / share, float(kl.detach()), float(alpha.detach()), float(image_std.detach())
         terms = ELBOTerms(*values, rank, self.kl_weight)
         if not bool(torch.isfinite(torch.tensor(astuple(terms))).all()):
-            raise NonFiniteError(
-                "The evidence lower bound is not finite.",
-                expected="finite terms",
-                got=str(terms),
-                fix="Start from a smaller image_std and a larger prior_precision, or lower the learning rate.",
-            )
+            what = "The evidence lower bound is not finite."
+            fix = "Start from a smaller image_std and a larger prior_precision, or lower the learning rate."
+            raise NonFiniteError(what, expected="finite terms", got=str(terms), fix=fix)
         return nll.to(logs.device) + share * self.kl_weight * kl, terms
 
 

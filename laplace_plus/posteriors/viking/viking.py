@@ -217,7 +217,8 @@ class VIKING(ProjectedNoisePosterior):
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
         _warn_unless_converged(noise.report, converged, 7)
-        few = (self.n_data * self.n_outputs + self.n_parameters) * self.n_parameters**2 <= EXACT_OPERATIONS
+        size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
+        few = (self.n_data * self.n_outputs + size) * size**2 <= EXACT_OPERATIONS
         if self.training is not None and self.likelihood.is_classifier and few:
             self._warn_of_loss(bound, logs, data)
 
