@@ -148,26 +148,9 @@ class GaussianPrior:
             return self.precision[self.layer_index.to(self.precision.device)]
         return self.precision.expand(len(self.layer_index))
 
-    def on(self, index: Tensor) -> Tensor:
-        """The precision on a block of entries: 0-d if they share one, else shaped like ``index``."""
-        if self.structure == "scalar":
-            return self.precision
-        if self.structure == "layerwise":
-            index = self.layer_index[index.cpu()]
-            first = index.flatten()[0]
-            if bool((index == first).all()):
-                return self.precision[first]
-        return self.precision[index.to(self.precision.device)]
-
     def deviation(self, vector: Tensor) -> Tensor:
         """``θ − μ``."""
         return vector - self.mean.to(vector)
-
-    def log_determinant(self) -> Tensor:
-        """``log det`` of the precision, 0-d float64."""
-        if self.structure == "scalar":
-            return len(self.layer_index) * self.precision.double().log()
-        return self.vector().double().log().sum()
 
 
 def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: bool = False) -> Tensor:

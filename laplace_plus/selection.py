@@ -76,11 +76,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def last_layer_of(model: nn.Module) -> str:
-    """Name of the last layer, in order of definition, that has parameters.
-
-    Raises:
-        SelectionError: The network has no parameters.
-    """
+    """Name of the last layer, in order of definition, that has parameters; :class:`SelectionError` if none has."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if not names:
         raise SelectionError("The network has no parameters.", expected="at least one nn.Parameter", got="none")

@@ -164,8 +164,7 @@ class JacobianOperator(_RowOperator):
         network: The network, or a module of which all parameters that require gradients are taken and whose last axis
             holds the outputs.
         data: An iterable of batches ``(x, y)`` that can be started again and keeps its order; the targets are not used.
-        chunk_size: Number of vectors that are pushed through the network at a time.
-        progress: Whether to show a progress bar for each pass.
+        chunk_size, progress: As for :class:`CurvatureOperator`.
 
     Raises:
         DataError: Data that can be run over only once, or of no known form.

@@ -40,11 +40,7 @@ class SummedOperator(Operator):
         return self._multiply(rows).view(vectors.shape)
 
     def serve(self) -> None:
-        """Take part in rank 0's products until it finishes.
-
-        Raises:
-            DistributedError: Another rank failed.
-        """
+        """Take part in rank 0's products until it finishes; :class:`DistributedError` if another rank failed."""
         while (count := self.group.exchange(_PRODUCT)[0]) is not None:
             self._multiply(torch.empty(count, self.shape[1], dtype=self.dtype, device=self.device))
 

@@ -245,11 +245,7 @@ def load_object(name: str) -> Any:
 
 
 def make(name: str, keywords: Mapping[str, Any]) -> Any:
-    """Call the function that `module:function` names.
-
-    Raises:
-        ConfigurationError: There is no such function, or it does not take one of the keywords.
-    """
+    """Call the function that `module:function` names; errors as :func:`load_object` and :func:`call`."""
     function = load_object(name)
     if not callable(function):
         raise ConfigurationError(f"{name} cannot be called.", expected="a function", got=type(function).__name__)

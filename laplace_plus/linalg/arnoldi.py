@@ -130,15 +130,8 @@ def lanczos(
     is differentiable in ``v`` and in the tensors that the operator depends on. The derivative costs K products, one
     vector–Jacobian product of K vectors, and memory for K more vectors; no graph of a product is stored.
 
-    Args:
-        matvec: A, a symmetric operator on row-stacked vectors.
-        v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
-        depth: K ≥ 1; at most n steps are taken.
-        parameters: The tensors to differentiate in, where they cannot be found from the operator.
-        tolerance: A Krylov space is invariant where ‖w‖ ≤ tolerance · max ‖A q_j‖; ten times machine epsilon by
-            default. 0 continues to the last direction of a nearly singular operator, which its derivatives need.
-        check_symmetry: Whether to check that A is symmetric, which takes no product.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
+    The arguments are those of :func:`arnoldi`; ``check_symmetry`` tells whether to check that A is symmetric, which
+    takes no product.
 
     Raises:
         ConfigurationError: A bad start vector, depth or tolerance.

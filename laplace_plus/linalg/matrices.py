@@ -246,11 +246,7 @@ class LowRankPlusDiagonal(Operator):
         return self.inverse()(vectors)
 
     def log_determinant(self) -> Tensor:
-        """``log det A = Σ log d + log det(I + C Uᵀ D⁻¹ U)``, 0-d.
-
-        Raises:
-            NotPositiveDefiniteError: d is not positive, or the matrix is not positive definite.
-        """
+        """``log det A = Σ log d + log det(I + C Uᵀ D⁻¹ U)``, 0-d; errors as :meth:`inverse`."""
         _, core = self._factored()
         added = self.added.expand(self.shape[0]).double().log().sum()
         return (added + torch.linalg.slogdet(core).logabsdet).to(self.dtype)

@@ -42,22 +42,9 @@ def minres(
     The gradient is that of ``(A + σ_t)⁻¹ b``: with the cotangents x̄_t it solves ``(A + σ_t) w_t = x̄_t``, which are S
     separate right-hand sides, and returns ``b̄ = Σ w_t``, ``Ā = -Σ w_t x_tᵀ`` and ``σ̄_t = -w_tᵀ x_t``.
 
-    Args:
-        matvec: The operator A on row-stacked vectors.
-        b: Right-hand sides, ``[..., n]``.
-        shifts: σ, ``[S]``; may require gradients. Not with a preconditioner or a first guess, with which different
-            shifts do not share a Krylov space.
-        preconditioner: ``P⁻¹`` on row-stacked vectors, symmetric positive definite.
-        x0: First guess, shaped like b.
-        rtol: Tolerance relative to ‖b‖; 1e-10 in float64, 1e-6 in float32, 1e-2 in half precision by default.
-        atol: Absolute tolerance.
-        max_iterations: Cap; ``max(1000, 10 n)`` by default.
-        parameters: The tensors A depends on, where they are not its leaves.
-        dtype: Type to work in, to which b and x0 are converted; that of b by default. Recurrences of half-precision
-            vectors run in float32.
-        check_symmetry: Whether to compare ``⟨v₁, A v₂⟩`` and ``⟨A v₁, v₂⟩`` for the first two Lanczos vectors; this
-            takes no product.
-        progress: Whether to show a progress bar.
+    The arguments are those of :func:`~laplace_plus.linalg.cg.cg`, and ``shifts``: σ, ``[S]``, which may require
+    gradients. They exclude a preconditioner and a first guess, with which different shifts share no Krylov space.
+    ``check_symmetry`` compares ``⟨v₁, A v₂⟩`` and ``⟨A v₁, v₂⟩`` for the first two Lanczos vectors.
 
     Returns:
         The solutions ``[..., n]``, with shifts ``[S, ..., n]``. Statuses: CONVERGED (also for a zero right-hand side),

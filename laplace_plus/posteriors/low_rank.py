@@ -122,7 +122,7 @@ class LowRank(GaussianPosterior):
         weights = model.weights() / self._temperature.to(model.vector.device)
         ((layout, block),) = model.curvature
         assert isinstance(block, LowRankBlock)
-        diagonal = self.prior().on(layout.index).to(weights)
+        diagonal = model.diagonals(self._prior_precision)[layout.key].to(weights)
         value, sem, change = block.remainder(weights, diagonal)
         probes, depth = len(block.rest), block.rest.depth
         rounding = torch.finfo(block.vectors.dtype).eps ** 0.5 * value.abs()
