@@ -325,6 +325,15 @@ def cut(inputs: Any, examples: slice | list[int]) -> Any:
     return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
+def thinned(batch: Batch, share: float) -> Batch:
+    """Evenly spread examples of a batch; the whole batch where it cannot be cut, or all are wanted."""
+    size = len(batch.target)
+    if share == 1 or not can_be_cut(batch.inputs, size):
+        return batch
+    chosen = torch.linspace(0, size - 1, max(1, round(share * size))).round().long().tolist()
+    return Batch(cut(batch.inputs, chosen), batch.target[chosen])
+
+
 def describe(tree: Any) -> str:
     """A tree's dtypes and shapes, as one line for an error message.
 

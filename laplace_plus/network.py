@@ -137,6 +137,12 @@ class Network:
         # State of the weights in the public method that runs.
         self._seen: tuple[Any, ...] | None = None
 
+    def selecting(self, parameters: Selection) -> Network:
+        """The same network with other parameters selected."""
+        other = Network(self.model, parameters, self.arrange)
+        other.ambient_autocast = self.ambient_autocast
+        return other
+
     def select_last_layer(self, layer: str | None) -> None:
         """Select the parameters; a batch may have shown which layer is last (None: the last one defined)."""
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)

@@ -156,8 +156,7 @@ def _affordable(model: LaplaceModel, whole: Network, data: Iterable[Any], n_rows
     for selection, route, enough in (("all", "tangent", _PLENTY), ("last_layer", "last_layer", _MANY)):
         if many >= enough:
             return None, "parameters"
-        network = Network(whole.model, selection, model.likelihood.arrange)
-        network.ambient_autocast = whole.ambient_autocast
+        network = whole.selecting(selection)
         if selection == "last_layer":  # which is known once a batch has gone through the network
             batch_jacobian(network, next(iter(iterate(data, device=whole.device, progress=False))).inputs)
         size = network.n_parameters

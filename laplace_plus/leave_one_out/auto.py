@@ -4,9 +4,9 @@ The evidence of a network that fits its data well, or whose curvature is cut int
 helps predictions. The default therefore compares posteriors by their leave-one-out loss, on training data alone:
 
 1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
-2. Outputs are displaced as if each datum had been left out, under the prior of training. Where that is not known, κ δ
-   stands for it. With few weights or few data the displacement is that of the exact Gauss-Newton matrix. Otherwise it
-   is the first-order ``f₋ₙ = f + V g`` of the posterior's own curvature, which has no leverages that could reach one.
+2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
+   that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
+   selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
 3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best: wide posteriors
    tell unfamiliar inputs apart. The last precision leaves the network's own predictions.
 
@@ -31,14 +31,13 @@ from torch import Tensor
 from laplace_plus.errors import DataError, NoGainWarning
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
-from laplace_plus.evidence.noise import noise_from_residuals
+from laplace_plus.evidence.noise import noise_from_residuals, trained_size
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
-from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
+from laplace_plus.leave_one_out.training_end import training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
-from laplace_plus.predictive.linearized import WHOLE
 
 LEVELS = tuple(10 ** (k / 2) for k in range(13))
 """Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
@@ -46,17 +45,17 @@ LEVELS = tuple(10 ** (k / 2) for k in range(13))
 TOLERANCE = 0.005
 """Nats for each observation by which the loss may exceed the least; standard errors of a comparison are rarely less."""
 
-EXACT_OPERATIONS = 1e11
-"""``N C P² + P³`` up to which the exact Gauss-Newton matrix is formed: a few seconds of one processor core."""
-
 ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 """Examples that are left out, evenly spread over the data: at most 2000, whose mean loss has a standard error of about
 .02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
 3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
 
-KAPPA, FIRST_ORDER_KAPPA = 2.0, 4.0
-"""Factors on the evidence's precision for displacements, as training stops short of the optimum: plain ones overshoot
-what retraining gives, those of block curvatures more so. Chosen on the development cells of benchmarks/defaults."""
+UNFINISHED = 2.0
+"""Decrement of the training's end, in effective parameters, from which ``why`` says that training stopped early."""
+
+KAPPA = 4.0
+"""Factor on a known weight decay, or on the evidence's precision, for displacements: block curvatures overshoot what
+retraining gives. Chosen on the development cells of benchmarks/defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,18 +160,23 @@ class Auto:
             warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=5)
             found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
-        exact = not noisy and n_data * model.n_outputs * size**2 + size**3 <= EXACT_OPERATIONS
-        leverages: Leverages = "full" if exact else "first_order"
-        if not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
-            known = LeaveOneOut(self.training_prior_precision, self.weight_decay)
-            training = known._training(posterior, model, data, progress)[0]
-        training = training * (KAPPA if exact else FIRST_ORDER_KAPPA)
-        deletions = Deletions(posterior, data, training, None, leverages, "position", share=share)
+        known = not noisy and check_training_prior(self.training_prior_precision, self.weight_decay)
+        if known:
+            given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
+            training = given._training(posterior, model, data, progress)[0]
+        end = None
+        affordable = share * n_data * model.n_outputs * trained_size(posterior.network) <= PRODUCTS
+        if model.likelihood.is_classifier and not known and affordable:
+            end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
+        displacing = None if end is None else end.covariances
+        deletions = Deletions(
+            posterior, data, KAPPA * training, None, "first_order", "position", share=share, displacing=displacing
+        )
+        deletions.without_own = posterior.structure.name == "full"
         if noisy:
             error = noise_from_residuals(posterior)
             variance = posterior.noise_std.square().to(error.noise_std)
             deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
-            deletions.without_own = WHOLE in model.parameter_slices
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
         levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * float(posterior.prior_precision)
         losses, scales, _, n_rows = tuner._search(
@@ -189,6 +193,10 @@ class Auto:
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
+        if end is not None and end.decrement > UNFINISHED:
+            why += (
+                f" Training stopped early (its Newton decrement is {end.decrement:.2g} times the parameters' number)."
+            )
         why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
             warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)

@@ -86,8 +86,7 @@ def exact_covariances(
     """
     (precision, temperature, noise_std), whole = point, network
     if leverages == "last_layer":
-        network = Network(whole.model, "last_layer", model.likelihood.arrange)
-        network.ambient_autocast = whole.ambient_autocast
+        network = whole.selecting("last_layer")
     size, allowed, item = network.n_parameters, budget(network.device), network.dtype.itemsize
     dense = 3 * item * size**2
     if leverages == "full" and dense > allowed:

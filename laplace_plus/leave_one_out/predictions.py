@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, in_words
-from laplace_plus.batches import Batch, can_be_cut, cut, iterate
+from laplace_plus.batches import iterate, thinned
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.tuning import Tunable, check_positive
-from laplace_plus.leave_one_out.leverages import Leverages, Unit, exact_covariances, factor_covariances
+from laplace_plus.leave_one_out.leverages import Covariances, Leverages, Unit, exact_covariances, factor_covariances
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
 from laplace_plus.predictive import Prediction, from_functional
@@ -256,7 +256,8 @@ class DeletionBatch:
 class Deletions:
     """Passes over the data of the fit that leave out each deletion unit.
 
-    Displacements have a prior precision, a noise (None for the likelihood's) and a curvature of their own.
+    Displacements have a prior precision, a noise (None for the likelihood's) and a curvature of their own; or they come
+    from covariances that are ``displacing``.
 
     Attributes:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
@@ -282,9 +283,10 @@ class Deletions:
         unit: Unit,
         *,
         share: float = 1.0,
+        displacing: Covariances | None = None,
     ):
         check_choices(leverages, unit)
-        self.share = share
+        self.share, self.exact = share, displacing
         self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
         self.temperature = posterior.temperature.detach()
         self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
@@ -292,7 +294,6 @@ class Deletions:
         self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
-        self.exact = None
         if leverages in ("full", "last_layer"):
             point = precision, self.temperature, noise_std
             self.exact = exact_covariances(leverages, self.model, self.network, data, point, unit)
@@ -316,7 +317,7 @@ class Deletions:
         own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
         for number, whole in enumerate(loader):
-            batch = whole if self.share == 1 else self._some(whole)
+            batch = thinned(whole, self.share)
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
             fitted.add(raw, batch.target)
@@ -350,14 +351,6 @@ class Deletions:
             yield DeletionBatch(raw, outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
         if self.share == 1:
             fitted.check()
-
-    def _some(self, batch: Batch) -> Batch:
-        """Evenly spread examples of a batch; the whole batch where it cannot be cut."""
-        size = len(batch.target)
-        if not can_be_cut(batch.inputs, size):
-            return batch
-        chosen = torch.linspace(0, size - 1, max(1, round(self.share * size))).round().long().tolist()
-        return Batch(cut(batch.inputs, chosen), batch.target[chosen])
 
     def _at(self, root: Tensor, gradient: Tensor, groups: list[Tensor], noise_std: Any = None) -> tuple[Tensor, Tensor]:
         """Root and gradient of the tempered log-likelihood at a noise level, from those at unit noise."""
