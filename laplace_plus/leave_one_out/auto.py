@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import DataError, NoGainWarning
+from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_plus.evidence.noise import noise_from_residuals, trained_size
@@ -164,10 +164,15 @@ class Auto:
         if known:
             given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
             training = given._training(posterior, model, data, progress)[0]
-        end = None
+        end, failed = None, ""
         affordable = share * n_data * model.n_outputs * trained_size(posterior.network) <= PRODUCTS
         if model.likelihood.is_classifier and not known and affordable:
-            end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
+            try:
+                end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
+            except (RuntimeError, LaplacePlusError) as error:  # weights outside the selection may have no derivatives
+                failed = (
+                    f" Without the curvature of all weights ({str(error).splitlines()[0]}), only the selected move."
+                )
         displacing = None if end is None else end.covariances
         deletions = Deletions(
             posterior, data, KAPPA * training, None, "first_order", "position", share=share, displacing=displacing
@@ -197,6 +202,7 @@ class Auto:
             why += (
                 f" Training stopped early (its Newton decrement is {end.decrement:.2g} times the parameters' number)."
             )
+        why += failed
         why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
             warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)

@@ -30,6 +30,9 @@ from laplace_plus.network import Network
 LOSS_RATIO = 40.0
 """Precision of training in units of ``S/‖θ‖²``: the least that left no class of posteriors worse than its network."""
 
+LEAST_LOSS = 1e-6
+"""Nats for each example below which a loss is rounding."""
+
 STATIONARY = 0.1
 """Residual ``‖g + δ̂ θ‖/‖g‖`` up to which weights count as stationary under a weight decay δ̂."""
 
@@ -67,7 +70,7 @@ def training_end(
     mean = model.prior_mean if model.prior_mean.ndim == 0 else 0.0  # a tensor's is known for the selected weights alone
     away, scale = vector - mean, temperature.to(vector) * n_examples / n_data
     gradient, square = gradient / scale, away.square().sum().clamp_min(torch.finfo(vector.dtype).tiny)
-    loss = -model.log_likelihood().to(vector) / temperature.to(vector)
+    loss = (-model.log_likelihood().to(vector)).clamp_min(LEAST_LOSS * n_data) / temperature.to(vector)
     blocks = replace(
         model,
         curvature=curvature,
@@ -80,7 +83,8 @@ def training_end(
     factors = blocks.factors(precision, scale)
     spent = (len(vector) - precision * blocks.variances(factors).sum()).clamp_min(1.0)
     decrement = float(gradient @ blocks.solve(factors, gradient) / spent)
-    if n_examples == n_data and bool((gradient + stationary * away).norm() <= STATIONARY * gradient.norm()):
+    residual = (gradient + stationary * away).norm() / gradient.norm()  # NaN for no gradient at all
+    if n_examples == n_data and bool(residual <= STATIONARY) and stationary > 0:
         precision = stationary
     elif decrement > 1:
         precision = precision * decrement
