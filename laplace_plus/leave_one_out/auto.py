@@ -88,8 +88,8 @@ class Auto:
 
     Args:
         data: Held-out batches; None for training data alone.
-        weight_decay: That of training, as for :class:`~laplace_plus.LeaveOneOut`; by default the evidence's precision
-            stands for it.
+        weight_decay: That of training, as for :class:`~laplace_plus.LeaveOneOut`; by default a classifier's is read
+            from where training ended.
         training_prior_precision: In place of the weight decay. Where noise is tuned, neither is used.
         link: As for ``predictive``.
         n_samples: As for ``predictive``.
@@ -170,9 +170,7 @@ class Auto:
             try:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
             except (RuntimeError, LaplacePlusError) as error:  # weights outside the selection may have no derivatives
-                failed = (
-                    f" Without the curvature of all weights ({str(error).splitlines()[0]}), only the selected move."
-                )
+                failed = f" Only selected weights were displaced: {str(error).splitlines()[0]}"
         displacing = None if end is None else end.covariances
         deletions = Deletions(
             posterior, data, KAPPA * training, None, "first_order", "position", share=share, displacing=displacing
@@ -199,9 +197,7 @@ class Auto:
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
         if end is not None and end.decrement > UNFINISHED:
-            why += (
-                f" Training stopped early (its Newton decrement is {end.decrement:.2g} times the parameters' number)."
-            )
+            why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed
         why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
