@@ -169,8 +169,8 @@ class Auto:
         if model.likelihood.is_classifier and not known and affordable:
             try:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
-            except (RuntimeError, LaplacePlusError) as error:  # weights outside the selection may have no derivatives
-                failed = f" Only selected weights were displaced: {str(error).splitlines()[0]}"
+            except (RuntimeError, LaplacePlusError) as failure:  # weights outside the selection may have no derivatives
+                failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
         displacing = None if end is None else end.covariances
         deletions = Deletions(
             posterior, data, KAPPA * training, None, "first_order", "position", share=share, displacing=displacing
