@@ -91,12 +91,7 @@ def budget(device: torch.device | None = None) -> int:
 
 
 def chunk_bytes(device: torch.device, *, of_caches: int = 1) -> int:
-    """Bytes that one array of an intermediate result may take, within the memory budget.
-
-    Args:
-        device: Where the array lives.
-        of_caches: On a CPU, the limit in units of :data:`CACHE_BYTES`.
-    """
+    """Bytes that one array may take within the memory budget; on a CPU at most ``of_caches`` :data:`CACHE_BYTES`."""
     quick = min(CHUNK_BYTES, of_caches * CACHE_BYTES) if device.type == "cpu" else CHUNK_BYTES
     return max(1, min(quick, budget(device) // _ARRAYS))
 

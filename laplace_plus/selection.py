@@ -133,12 +133,7 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
 
 
 def refine(selected: Iterable[Selected], chosen: Tensor | None = None) -> dict[str, Tensor]:
-    """Masks by parameter name for a selection, or for some of its entries; they are a selection again.
-
-    Args:
-        selected: The selection.
-        chosen: ``[P]`` bool over its parameter vector; None for all.
-    """
+    """Masks by parameter name for a selection, or for its ``chosen`` entries ``[P]``; they are a selection again."""
     masks, start = {}, 0
     for item in selected:
         mask = torch.ones(item.shape.numel(), dtype=torch.bool) if item.mask is None else item.mask.cpu().clone()

@@ -175,11 +175,7 @@ class Curvature:
         return [layout for layout, _ in self.blocks]
 
     def add_(self, other: Curvature) -> Curvature:
-        """Add the curvature of further data in place, and return the sum.
-
-        Raises:
-            DataError: The two treat some parameter differently.
-        """
+        """Add further data's curvature in place; :class:`DataError` if the two treat some parameter differently."""
         mine, theirs = {lay.key: block for lay, block in self}, {lay.key: block for lay, block in other}
         changed = sorted(mine.keys() ^ theirs.keys()) or [k for k in mine if type(mine[k]) is not type(theirs[k])]
         if changed:

@@ -110,14 +110,8 @@ def balanced_eigen(group: Group, sums: Sequence[GramSum]) -> list[EigenPairs]:
     """Eigendecompositions of sums that every rank has, each matrix decomposed by one rank.
 
     All ranks get the same bits of these, also where eigenvalues coincide and vectors are a matter of choice. Sums of
-    few rows are decomposed by every rank, through the small Gram matrix of their rows.
-
-    Args:
-        group: The ranks.
-        sums: The same on every rank.
-
-    Raises:
-        DistributedError: Another rank failed.
+    few rows are decomposed by every rank, through the small Gram matrix of their rows. :class:`DistributedError` if
+    another rank failed.
     """
     owners = [part.owner if isinstance(part, OwnedSum) else -1 for part in sums]
     costs = [float(part.groups * part.size**3) for part in sums]

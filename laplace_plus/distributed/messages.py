@@ -43,13 +43,7 @@ def sum_(group: Group, tensors: Iterable[Tensor]) -> None:
 
 
 def broadcast_(group: Group, tensors: Iterable[Tensor], source: int) -> None:
-    """Replace tensors by those of one rank: one ``broadcast`` for each type among them.
-
-    Args:
-        group: The ranks.
-        tensors: Of the same shapes and types, in the same order, on every rank; changed in place.
-        source: That rank's number within the group.
-    """
+    """Replace tensors, as for :func:`sum_`, by those of the rank ``source``: one ``broadcast`` for each type."""
 
     def send(flat: Tensor) -> None:
         dist.broadcast(flat, group=group.process_group, group_src=source)

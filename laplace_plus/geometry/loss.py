@@ -354,12 +354,8 @@ _KINKED = (
 def kinks(network: Network, inputs: Any) -> tuple[str, ...]:
     """Names of the operations that make a network's outputs other than twice continuously differentiable.
 
-    Seen in one forward pass. It finds functions of torch that are known for it, wherever they are called; whether the
-    selected parameters are before or after them it does not tell.
-
-    Args:
-        network: The network.
-        inputs: One batch's inputs.
+    Seen in one forward pass of a batch's inputs. It finds functions of torch that are known for it, wherever they are
+    called; whether the selected parameters are before or after them it does not tell.
     """
     seen = _SeenKinks()
     with torch.no_grad(), seen:

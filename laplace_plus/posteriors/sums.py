@@ -234,10 +234,7 @@ def require_owners(group: Group | None, owned: Sequence[OwnedSum]) -> None:
 def diagonalise_over_ranks(group: Group, curvature: Curvature, weights: Tensor) -> None:
     """Decompose every factor on one rank and tell the others, with about the same work for each.
 
-    Args:
-        group: The ranks.
-        curvature: The same on every rank.
-        weights: Component weights ``[K]``.
+    All ranks have the same curvature and component weights ``[K]``.
     """
     waiting = [b for _, b in curvature if isinstance(b, DecomposedBlock) and not b.is_diagonalised(weights)]
     factors = [block.factors_at(weights) for block in waiting]

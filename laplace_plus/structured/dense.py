@@ -72,11 +72,7 @@ class DenseBasis(Basis):
 @register_block
 @dataclass
 class DiagonalBlock(EigenBlock):
-    """A diagonal matrix.
-
-    Attributes:
-        values: ``[K, G, o, i]``.
-    """
+    """A diagonal matrix; its ``values`` are ``[K, G, o, i]``."""
 
     values: Tensor
 

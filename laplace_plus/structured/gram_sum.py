@@ -165,11 +165,7 @@ class GramSum:
 
 
 class DiagonalSum(GramSum):
-    """The diagonal of ``Σ x xᵀ``.
-
-    Args:
-        values: ``[G, d]``, which is added to in place.
-    """
+    """The diagonal of ``Σ x xᵀ``: ``values [G, d]``, which are added to in place."""
 
     is_formed = is_thin = True
 

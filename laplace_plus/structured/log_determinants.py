@@ -64,14 +64,9 @@ class Spectrum:
         self._evaluations = 0 if len(sides) == 1 and self.size > CHUNK else WORTHWHILE
 
     def log_determinant(self, weight: Tensor, shift: Tensor) -> Tensor:
-        """``log det(w H + δ I)``, 0-d float64.
+        """``log det(w H + δ I)``, 0-d float64, for positive w and δ, 0-d; to about 1e-13 of ``Σ |log(w λ + δ)|``.
 
-        Args:
-            weight: Positive w, 0-d.
-            shift: Positive δ, 0-d.
-
-        Returns:
-            Differentiable in both, any number of times; to about 1e-13 of ``Σ |log(w λ + δ)|``.
+        Differentiable in both, any number of times.
 
         Raises:
             NotPositiveDefiniteError: An eigenvalue ``w λ + δ`` is not positive.
@@ -123,15 +118,7 @@ class JoinedSpectra:
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self.nodes.device)
 
     def log_determinant(self, weight: Tensor, shifts: Tensor) -> Tensor:
-        """``Σ_b log det(w H_b + δ_g(b) I)``, 0-d float64.
-
-        Args:
-            weight: Positive w, 0-d float64.
-            shifts: Positive δ, ``[R]`` float64.
-
-        Returns:
-            Differentiable in both, any number of times.
-        """
+        """``Σ_b log det(w H_b + δ_g(b) I)``, 0-d float64; differentiable in w, 0-d, and δ ``[R]``, both positive."""
         levels = shifts.log()
         ratios = (weight.log() - levels)[self._group]
         return self._sizes @ levels + self._weights @ softplus(self.nodes + ratios, threshold=_LINEAR)

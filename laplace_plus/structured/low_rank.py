@@ -106,11 +106,7 @@ class LowRankCoordinates(CoordinateMap):
 
 @dataclass
 class ProjectedGradients(DerivedGradients):
-    """Gradients together with the inner products of their matrices with some vectors.
-
-    Attributes:
-        vectors: U, ``[r, n]``.
-    """
+    """Gradients together with the inner products of their matrices with some ``vectors`` U, ``[r, n]``."""
 
     vectors: Tensor
 

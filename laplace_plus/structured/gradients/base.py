@@ -127,11 +127,7 @@ class ExampleGradients(ABC):
 
 @dataclass
 class DenseGradients(ExampleGradients):
-    """Gradients that are written out.
-
-    Attributes:
-        values: ``[V, B, G, o, i]``.
-    """
+    """Gradients that are written out, as ``values [V, B, G, o, i]``."""
 
     values: Tensor
 

@@ -16,11 +16,7 @@ from laplace_plus.structured.gradients.outer import times
 
 @dataclass
 class DerivedGradients(ExampleGradients):
-    """Gradients that follow from others example by example.
-
-    Attributes:
-        source: The others.
-    """
+    """Gradients that follow from others, their ``source``, example by example."""
 
     source: ExampleGradients
 
