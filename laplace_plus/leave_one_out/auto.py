@@ -50,9 +50,6 @@ ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 .02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
 3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
 
-UNFINISHED = 2.0
-"""Decrement of the training's end, in effective parameters, from which ``why`` says that training stopped early."""
-
 KAPPA = 4.0
 """Factor on a known weight decay, or on the evidence's precision, for displacements: block curvatures overshoot what
 retraining gives. Chosen on the development cells of benchmarks/defaults."""
@@ -196,8 +193,6 @@ class Auto:
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
-        if end is not None and end.decrement > UNFINISHED:
-            why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed
         why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:

@@ -6,9 +6,7 @@ ending at t amounts to, is of the order ``S/‖θ‖²``: an interpolating netwo
 datum. Measured on the development cells of benchmarks/defaults, ``40 S/‖θ‖²`` displaces outputs as far as new data ask
 for, within a factor of two or three over four decades, where the evidence's precision is off by up to thirty.
 
-Weights that are far from where their gradient would lead have trained less still. The Newton decrement
-``gᵀ (H + δ)⁻¹ g`` is γ, the effective number of parameters, for weights drawn from the posterior, and 0 at its mode.
-Above γ their ratio is a factor on the precision. Weights that are stationary, ``g = −δ̂ θ``, tell the precision itself.
+Weights that are stationary, ``g = −δ̂ θ`` for the gradient g of S, tell the precision itself.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.leave_one_out.leverages import Covariances, factor_covariances
 from laplace_plus.network import Network
 
-LOSS_RATIO = 40.0
+LOSS_RATIO = 30.0
 """Precision of training in units of ``S/‖θ‖²``: the least that left no class of posteriors worse than its network."""
 
 LEAST_LOSS = 1e-6
@@ -43,12 +41,12 @@ class TrainingEnd:
 
     Attributes:
         precision: The prior precision that training acted with.
-        decrement: ``gᵀ (H + δ)⁻¹ g / γ``.
+        stationary: Whether it was read from weights that are stationary.
         covariances: V under Kronecker blocks of all weights at that precision.
     """
 
     precision: float
-    decrement: float
+    stationary: bool
     covariances: Covariances
 
 
@@ -79,15 +77,10 @@ def training_end(
         layer_index=whole.layer_index(),
         prior_mean=torch.zeros_like(square),
     )
-    precision, stationary = LOSS_RATIO * loss / square, -(gradient @ away) / square
-    factors = blocks.factors(precision, scale)
-    spent = (len(vector) - precision * blocks.variances(factors).sum()).clamp_min(1.0)
-    decrement = float(gradient @ blocks.solve(factors, gradient) / spent)
-    residual = (gradient + stationary * away).norm() / gradient.norm()  # NaN for no gradient at all
-    if n_examples == n_data and bool(residual <= STATIONARY) and stationary > 0:
-        precision = stationary
-    elif decrement > 1:
-        precision = precision * decrement
+    decay = -(gradient @ away) / square
+    residual = (gradient + decay * away).norm() / gradient.norm()  # NaN for no gradient at all
+    stationary = n_examples == n_data and bool((residual <= STATIONARY) & (decay > 0))
+    precision = decay if stationary else LOSS_RATIO * loss / square
     factors = blocks.factors(precision, scale)
     covariances = factor_covariances(whole, [factors], "position", model.n_outputs)
-    return TrainingEnd(float(precision), decrement, covariances)
+    return TrainingEnd(float(precision), stationary, covariances)
