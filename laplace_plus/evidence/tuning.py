@@ -36,6 +36,7 @@ class TuningResult:
         groups: Which entries share a precision ``[G]``; None for the groups that the posterior had before.
         vector: θ*, the tangent model's optimum ``[P]``, for tuners by its evidence; else None.
         predictive_mean: ``"tangent"`` if linearised predictions are to be around θ*, else ``"network"``.
+        link: What ``predictive`` is to take by default; None for the likelihood's first.
     """
 
     method: str
@@ -48,6 +49,7 @@ class TuningResult:
     groups: Groups | None = field(default=None, kw_only=True)
     vector: Tensor | None = field(default=None, kw_only=True)
     predictive_mean: str = field(default="network", kw_only=True)
+    link: str | None = field(default=None, kw_only=True)
 
 
 class Tuner(Protocol):

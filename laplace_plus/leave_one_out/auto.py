@@ -7,8 +7,9 @@ helps predictions. The default therefore compares posteriors by their leave-one-
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
-3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best: wide posteriors
-   tell unfamiliar inputs apart. The last precision leaves the network's own predictions.
+3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best, and no more
+   than the network's: wide posteriors tell unfamiliar inputs apart. Where none gains, the link ``"network"`` leaves the
+   network's own probabilities, and the posterior at δ still says how unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
@@ -45,10 +46,16 @@ LEVELS = tuple(10 ** (k / 2) for k in range(13))
 TOLERANCE = 0.005
 """Nats for each observation by which the loss may exceed the least; standard errors of a comparison are rarely less."""
 
+NEGLIGIBLE = 0.001
+"""Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
+
 ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 """Examples that are left out, evenly spread over the data: at most 2000, whose mean loss has a standard error of about
 .02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
 3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
+
+UNFINISHED = 2.0
+"""Newton decrement of the end of training, in effective parameters, from which ``why`` says that it was early."""
 
 KAPPA = 4.0
 """Factor on a known weight decay, or on the evidence's precision, for displacements: block curvatures overshoot what
@@ -60,8 +67,8 @@ class AutoTuning(TuningResult):
     """What the default tuning chose; ``value`` is minus the mean leave-one-out (or held-out) loss in nats.
 
     Attributes:
-        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (one at which
-            predictions are all but the network's own) or ``"validation"``.
+        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (predictions are
+            the network's own, or in regression all but them) or ``"validation"``.
         why: A sentence.
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
@@ -182,17 +189,22 @@ class Auto:
         losses, scales, _, n_rows = tuner._search(
             deletions, levels.new_ones(()), levels, seed=seed, noisy=noisy, progress=progress
         )
-        best = int((losses <= losses.min() + TOLERANCE).double().argmax())  # the first
-        gain = float(losses[-1] - losses[best])
-        chosen = "marginal_likelihood" if not best else "leave_one_out" if gain > 0 else "network"
+        least, last = float(losses.min()), float(losses[-1])
+        own = not noisy and self.link is None and "network" in model.likelihood.links and last - least <= NEGLIGIBLE
+        enough = least + TOLERANCE if noisy else min(least + TOLERANCE, last)
+        best = 0 if own else int((losses <= enough).double().argmax())  # the first
+        value = last if own else float(losses[best])
+        chosen = "network" if own or best and last <= value else "leave_one_out" if best else "marginal_likelihood"
         why = {
             "marginal_likelihood": "No larger precision has a clearly smaller leave-one-out loss.",
             "leave_one_out": f"{LEVELS[best]:.3g} times the evidence's precision has all but the least loss.",
-            "network": "No posterior has a smaller leave-one-out loss than the network itself.",
+            "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
         }[chosen]
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
+        if end is not None and end.decrement > UNFINISHED:
+            why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed
         why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
@@ -202,13 +214,14 @@ class Auto:
             method="auto",
             prior_precision=(levels[best] / scale**2).to(model.vector.dtype),
             noise_std=posterior.noise_std * scale if noisy else evidence.noise_std,
-            value=-float(losses[best]),
+            value=-value,
+            link="network" if own else None,
             converged=evidence.converged,
             n_evaluations=evidence.n_evaluations + len(levels),
             groups=evidence.groups,
             chosen=chosen,
             why=why,
-            expected_gain=gain,
+            expected_gain=last - value,
             evidence=evidence,
             precisions=levels,
             losses=losses,

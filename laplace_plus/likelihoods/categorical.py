@@ -15,6 +15,7 @@ Links from a Gaussian over the logits to class probabilities:
   MacKay (1998, "Choice of basis for Laplace approximation"), Hobbhahn, Kristiadi & Hennig (2022, arXiv:2003.01227).
   Exact for Gaussians that match a Dirichlet. The concentration follows from the variances, so the result is far from
   the integral for other variances, e.g. small and equal ones for classes of very different probability.
+* ``"network"``: ``softmax(m)``, no integral; the posterior then only says how unsure these probabilities are.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Categorical(Likelihood):
     ignore_index: int = -100
     output_axis: int = -1
     config_name = "categorical"
-    links = ("gumbel", "probit", "mc", "bridge")
+    links = ("gumbel", "probit", "mc", "bridge", "network")
     is_classifier = True
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
@@ -177,13 +178,15 @@ class Categorical(Likelihood):
         return CategoricalDistribution(logits=log_probabilities.logsumexp(0), validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
-        """``"gumbel"`` (takes variances alone for independent logits), ``"probit"`` (needs no more) or ``"bridge"``."""
+        """``"gumbel"`` (takes variances alone for independent logits), ``"bridge"``, or those that need no more."""
         if link == "gumbel":
             logits = _gumbel_logits(mean, covariance)
         elif link == "probit":
             logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         elif link == "bridge":
             logits = _bridge_log_concentration(mean, covariance)
+        elif link == "network":
+            logits = mean
         else:
             raise unknown_link(self, link)
         p = logits.softmax(-1)

@@ -133,7 +133,7 @@ class Bernoulli(Elementwise):
 
     output_axis: int = -1
     config_name = "bernoulli"
-    links = ("probit", "mc")
+    links = ("probit", "mc", "network")
     is_classifier = True
     wrong_targets = "There are binary targets other than 0 and 1."
     valid_targets = "exactly 0 or 1"
@@ -200,10 +200,10 @@ class Bernoulli(Elementwise):
         return BernoulliDistribution(logits=logits, validate_args=False)
 
     def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
-        """``"probit"``; needs variances only."""
-        if link != "probit":
+        """``"probit"``, which needs variances only, or ``"network"``: ``sigmoid(m)``."""
+        if link not in ("probit", "network"):
             raise unknown_link(self, link)
-        logits = mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
+        logits = mean if link == "network" else mean / (1 + math.pi / 8 * variance_of(mean, covariance)).sqrt()
         distribution = BernoulliDistribution(logits=logits, validate_args=False)
         return Marginal(logits.sigmoid(), logits.sigmoid() * (-logits).sigmoid(), distribution)
 

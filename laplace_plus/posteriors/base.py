@@ -317,7 +317,8 @@ class Posterior(Stored, ABC):
             method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
                 suits the class.
             link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
-                ``"bridge"`` for classification; by default the likelihood's first.
+                ``"bridge"`` for classification, or ``"network"`` for the network's own probabilities; by default
+                :attr:`link`, or else the likelihood's first.
             n_samples: Number of samples where any are drawn.
             joint: Whether inputs are treated jointly, with their cross-covariances.
             generator: Source of randomness.
@@ -333,7 +334,7 @@ class Posterior(Stored, ABC):
         chosen = self.default_method if method is None else method
         if chosen not in ("linearized", "sampled"):
             check_choice("method", method, ("linearized", "sampled"))
-        first, many = link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
+        first, many = link or self.link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
         if chosen == "sampled" or first == "mc":
             check_counts(n_samples=n_samples)
         if chosen == "sampled":
@@ -359,7 +360,7 @@ class Posterior(Stored, ABC):
         with torch.set_grad_enabled(differentiable):
             mean, covariance = self.functional_posterior(x, joint=joint, **options)
             prediction = from_functional(
-                self.likelihood, mean, covariance, link=link, n_samples=n_samples, generator=generator, joint=joint
+                self.likelihood, mean, covariance, link=first, n_samples=n_samples, generator=generator, joint=joint
             )
             if prediction.marginal is None:
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
@@ -455,7 +456,7 @@ class Posterior(Stored, ABC):
         self._prior_precision = result.prior_precision
         if result.noise_std is not None:
             self.noise_std = result.noise_std
-        self.tuning = result
+        self.tuning, self.link = result, result.link
         self._tangent_mean = result.vector if result.predictive_mean == "tangent" else None
 
     def summary(self) -> Summary:

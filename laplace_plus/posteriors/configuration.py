@@ -111,6 +111,9 @@ class Configured:
     """Whether the fit gives each of several outputs a noise level of its own: so for ``"regression"``, by its name,
     until a noise is set. Gaussian posteriors whose curvature stays affordable do so."""
 
+    link: str | None = None
+    """What ``predictive`` takes by default, as the last tuning chose it; None for the likelihood's first."""
+
     one_precision: ClassVar[bool] = False
     """Whether a single prior precision scales all entries, so that several are refused."""
 
@@ -192,7 +195,7 @@ class Configured:
     def prior_precision(self, value: float | Tensor) -> None:
         precision = self._checked_precision(value)
         GaussianPrior.create(value, self._prior_mean, self._group_index())
-        self._prior_precision = precision
+        self._prior_precision, self.link = precision, None
 
     def _checked_precision(self, value: float | Tensor) -> Tensor:
         precision = as_hyperparameter(value)

@@ -215,7 +215,7 @@ class GaussianPosterior(Posterior):
             self._prior_groups = None
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             self.prior()  # refuses a prior of another shape
-        self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, mean, None, None
+        self._sums, self._vector, self._factor_cache, self._tangent_mean, self.link = sums, mean, None, None, None
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
@@ -465,11 +465,11 @@ class GaussianPosterior(Posterior):
         tensors |= {"statistics": sums.statistics, "vector": self.mean}
         if self._tangent_mean is not None:
             tensors["tangent_mean"] = self._tangent_mean
-        return {"blocks": blocks}, tensors
+        return {"blocks": blocks, "link": self.link}, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         curvature = restored_curvature(header["blocks"], tensors)
         sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self.adopt(sums, tensors["vector"])
-        self._tangent_mean = tensors.get("tangent_mean")
+        self._tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")

@@ -40,7 +40,7 @@ WHOLE = "all"
 
 Outputs = Literal["diagonal", "independent"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
 
-_OF_LINKS: dict[str, Outputs] = {"gumbel": "independent", "probit": "diagonal"}
+_OF_LINKS: dict[str, Outputs] = {"gumbel": "independent", "network": "independent", "probit": "diagonal"}
 
 _LEAST_EXAMPLES = 8
 """Variances are computed for a few outputs at a time before a micro-batch gets smaller than this: products with fewer

@@ -82,6 +82,7 @@ class Dense:
         self.curvature = torch.einsum("ncp,ncd,ndq->pq", self.jacobians, self.hessians, self.jacobians)
         self.blocks = torch.kron(self.hessians.sum(0), self.rows.T @ self.rows / len(x))
         self.gradients = probabilities - nn.functional.one_hot(y, 2)
+        self.gradient = torch.einsum("ncp,nc->p", self.jacobians, self.gradients)
         self.weights = torch.cat([net.weight, net.bias[:, None]], 1).detach().flatten()
         self.loss = nn.functional.cross_entropy(net(x), y, reduction="sum").detach()
 
@@ -133,7 +134,11 @@ def test_where_training_ended(share):
     chosen = torch.arange(40) if share == 1 else torch.cat([half, half + 20])
     found, all_data, dense = end_of(net, share), Dense(net, x, y), Dense(net, x[chosen], y[chosen])
     assert not found.stationary
-    assert found.precision == pytest.approx(float(LOSS_RATIO * all_data.loss / dense.weights.square().sum()), rel=1e-6)
+    precision = LOSS_RATIO * all_data.loss / dense.weights.square().sum()
+    inverse, gradient = dense.inverse(dense.blocks / share, precision), dense.gradient / share
+    decrement = gradient @ inverse @ gradient / (8 - precision * inverse.trace()).clamp_min(1.0)
+    assert found.decrement == pytest.approx(float(decrement), rel=1e-5) and found.decrement > 1
+    assert found.precision == pytest.approx(float(precision * decrement), rel=1e-5)
     (covariances,) = found.covariances(0, x, net(x).detach())
     wanted = all_data.jacobians @ dense.inverse(dense.blocks / share, found.precision) @ all_data.jacobians.mT
     torch.testing.assert_close(covariances, wanted, rtol=1e-6, atol=1e-9)
