@@ -2,10 +2,10 @@
 
 Without weight decay, training that ends early acts as a prior. Under gradient flow on a network of homogeneous layers
 ``‖θ‖²`` grows with the time t at a rate of the order of the loss S summed over the data. So ``1/t``, the ridge that
-ending at t amounts to, is of the order ``S/‖θ‖²``: an interpolating network has trained for long, and gives way to each
-datum. On the development cells of benchmarks/defaults, 16 times that displaces outputs as far as new data ask for, within
-a factor of four over four decades, where the evidence's precision is off by up to thirty. Twice that is taken, as a gain
-that does not come is worse than one that is missed.
+ending at t amounts to, is of the order ``S/‖θ‖²``: an interpolating network has trained for long, and gives way to
+each datum. On the development cells of benchmarks/defaults, 16 times that displaces outputs as far as new data ask for,
+within a factor of four over four decades; the evidence's precision is off by up to thirty. Twice that is taken, as a
+gain that does not come is worse than one that is missed.
 
 Weights that are far from where their gradient g would lead have trained less still. The Newton decrement
 ``gᵀ (H + δ)⁻¹ g`` is γ, the effective number of parameters, for weights drawn from the posterior, and 0 at its mode.

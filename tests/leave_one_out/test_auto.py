@@ -99,7 +99,7 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, monkeypatch):
     net, x, y = linear_problem(classification=True)
     posterior = lp.Full(net, "classification").fit([(x, y)])
     tuner = lp.Auto(link="probit", training_prior_precision=3.0 if known else None)
-    with pytest.warns(NoGainWarning, match="No posterior"):
+    with pytest.warns(NoGainWarning, match="No posterior"):  # at the least precision, which is nearly the network
         posterior.fit_prior_precision(tuner)
     found, dense = posterior.tuning, Dense(net, x, y)
     # What is not known is read from the weights: training went to its end, under a prior precision of 1.
@@ -144,16 +144,30 @@ def test_where_training_ended(share):
     torch.testing.assert_close(covariances, wanted, rtol=1e-6, atol=1e-9)
 
 
-def test_a_posterior_that_is_no_better_leaves_the_network(monkeypatch):
-    monkeypatch.setattr(auto, "TOLERANCE", 0.0)
+@pytest.mark.parametrize("likelihood", ["classification", "binary"])
+def test_where_no_posterior_gains_the_network_predicts(likelihood, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto, "NEGLIGIBLE", 10.0)
     net, x, y = linear_problem(200, classification=True)
-    posterior = lp.KFAC(net, "classification").fit([(x, y)])
-    with pytest.warns(NoGainWarning, match="No posterior has a smaller"):
+    if likelihood == "binary":
+        net, y = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), y[:, None].double()
+    posterior = lp.KFAC(net, likelihood).fit([(x, y)])
+    with pytest.warns(NoGainWarning, match="No posterior has a clearly smaller"):
         posterior.fit_prior_precision()
-    assert posterior.tuning.chosen == "network"
-    prediction = posterior.predictive(x)
-    torch.testing.assert_close(prediction.mean, net(x).softmax(-1), rtol=0, atol=1e-5)
-    assert (prediction.epistemic > 0).all()  # which still puts inputs in order
+    found = posterior.tuning
+    assert (found.chosen, found.expected_gain, posterior.link) == ("network", 0.0, "network")
+    assert found.value == -float(found.losses[-1]) and found.prior_precision == found.evidence.prior_precision
+    probabilities = net(x).softmax(-1) if likelihood == "classification" else net(x).sigmoid()
+    posterior.save(tmp_path / "saved")
+    for one in (posterior, lp.load(tmp_path / "saved", net), copy.copy(posterior)):
+        prediction = one.predictive(x)
+        torch.testing.assert_close(prediction.mean, probabilities.detach(), rtol=1e-12, atol=0)
+        assert (prediction.epistemic > 0).all() and (prediction.mutual_information() > 0).all()  # which order inputs
+        assert not torch.allclose(one.predictive(x, link="probit").mean, probabilities, rtol=1e-4)
+    posterior.prior_precision = 1.0
+    assert posterior.link is None
+    posterior.link = "probit"
+    torch.testing.assert_close(posterior.predictive(x).mean, posterior.predictive(x, link="probit").mean)
+    assert posterior.fit([(x, y)]).link is None
 
 
 def test_some_of_many_examples_are_left_out(monkeypatch):
