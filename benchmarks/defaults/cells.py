@@ -321,7 +321,7 @@ def _cells() -> list[Cell]:
         ),
         Cell("100 classes", _many_classes, partial(_mlp, hidden=(64,)), True, epochs=30),
         Cell("digits, noisy", partial(_digits, noise=0.5), _convolutions, True, epochs=30),
-        Cell("digits, clean", partial(_digits, noise=0.0), _convolutions, epochs=30),
+        Cell("digits, clean", partial(_digits, noise=0.0), _convolutions, True, epochs=30),
         Cell("glass, early stopping", partial(_by_name, "glass"), _mlp, True, epochs=200, early=True),
         Cell("ionosphere, early stopping", partial(_by_name, "ionosphere"), _mlp, True, epochs=200, early=True),
         Cell("mnist, under-trained", partial(_images, "mnist", size=1000), _convolutions, True, epochs=3),
