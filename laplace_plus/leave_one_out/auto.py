@@ -7,9 +7,9 @@ helps predictions. The default therefore compares posteriors by their leave-one-
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
-3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best, and no more
-   than the network's: wide posteriors tell unfamiliar inputs apart. Where none gains, the link ``"network"`` leaves the
-   network's own probabilities, and the posterior at δ still says how unsure they are.
+3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best, and keeps nine
+   tenths of what that gains: wide posteriors tell unfamiliar inputs apart. Where none gains, the link ``"network"``
+   leaves the network's own probabilities, and the posterior at δ still says how unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
@@ -45,6 +45,9 @@ LEVELS = tuple(10 ** (k / 2) for k in range(13))
 
 TOLERANCE = 0.005
 """Nats for each observation by which the loss may exceed the least; standard errors of a comparison are rarely less."""
+
+SHARE = 0.1
+"""Of the gain over the network, which the loss may also exceed the least by, but in regression."""
 
 NEGLIGIBLE = 0.001
 """Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
@@ -191,7 +194,7 @@ class Auto:
         )
         least, last = float(losses.min()), float(losses[-1])
         own = not noisy and self.link is None and "network" in model.likelihood.links and last - least <= NEGLIGIBLE
-        enough = least + TOLERANCE if noisy else min(least + TOLERANCE, last)
+        enough = least + (TOLERANCE if noisy else min(TOLERANCE, SHARE * (last - least)))
         best = 0 if own else int((losses <= enough).double().argmax())  # the first
         value = last if own else float(losses[best])
         chosen = "network" if own or best and last <= value else "leave_one_out" if best else "marginal_likelihood"
