@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import resource
 import signal
 from typing import Any
 
@@ -20,8 +21,8 @@ STRUCTURES = {
     "Full": ("all", "full"),
 }
 
-SECONDS = 60
-"""After so long a row counts as failed."""
+SECONDS, BYTES = 60, 8 * 2**30
+"""After so long, or with so much memory, a row counts as failed."""
 
 STEPS = 300
 """Of Adam at 0.1 on prior precision and noise together, as in its regression example, which takes 1000."""
@@ -32,6 +33,7 @@ def peer_row(network: nn.Module, data: DataSet, name: str) -> Row:
 
     Raises:
         TimeoutError: It took too long.
+        RuntimeError: It took too much memory.
     """
 
     def stop(*_: Any) -> None:
@@ -39,10 +41,13 @@ def peer_row(network: nn.Module, data: DataSet, name: str) -> Row:
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, limits[1]))
     try:
         return {"nll": _nll(network, data, name)}
     finally:
         signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
         signal.signal(signal.SIGALRM, before)
 
 
