@@ -58,7 +58,7 @@ def _nll(network: nn.Module, data: DataSet, name: str) -> float:
     likelihood = "classification" if data.classification else "regression"
     peer: Any = Laplace(copy.deepcopy(network), likelihood, subset_of_weights=subset, hessian_structure=structure)
     rows = torch.utils.data.TensorDataset(*data.train)
-    peer.fit(torch.utils.data.DataLoader(rows, batch_size=500))
+    peer.fit(torch.utils.data.DataLoader(rows, batch_size=100))
     x, y = data.test
     if data.classification:
         peer.optimize_prior_precision()
