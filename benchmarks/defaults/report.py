@@ -146,6 +146,8 @@ def _bars() -> list[tuple[str, str, Callable[[list[Pair]], str]]]:
             lambda p: _gain(p, DEFAULT, 0.01),
         ),
         ("validation's, where it gains over .01", "", lambda p: _gain(p, VALIDATED, 0.01)),
+        ("the same for classes alone: the default's", "", lambda p: _gain(classes(p), DEFAULT, 0.01)),
+        ("validation's", "", lambda p: _gain(classes(p), VALIDATED, 0.01)),
         (
             "kept of the marginal likelihood's OOD AUROC gain",
             "80 %",
