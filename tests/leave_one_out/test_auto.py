@@ -240,3 +240,31 @@ def test_the_prior_of_training_is_given_once():
         one = copy.copy(posterior).fit_prior_precision(weight_decay=0.1).tuning
         other = copy.copy(posterior).fit_prior_precision(training_prior_precision=3.0).tuning
     torch.testing.assert_close(one.losses, other.losses)  # N = 30 terms in the mean
+
+
+def test_weights_without_derivatives_are_not_displaced():
+    """A last layer behind a function that has no backward pass."""
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round(decimals=2)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("rounding has no derivative")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(Rounded.apply(torch.tanh(self.body(x))))
+
+    _, x, y = linear_problem(classification=True)
+    posterior = lp.KFAC(Net().double(), "classification", parameters="last_layer").fit([(x, y)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGainWarning)
+        posterior.fit_prior_precision()
+    assert "Only selected weights were displaced: rounding has no derivative" in posterior.tuning.why
