@@ -13,8 +13,9 @@ helps predictions. The default therefore compares posteriors by their leave-one-
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
-:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does. Where a
-matrix over all weights fits single data, so that V is small at them alone, ``V₋ₙ`` is taken.
+:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does.
+
+A matrix over all weights fits single data, so that its V is small at them alone: there ``V₋ₙ`` is compared.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TOLERANCE = 0.005
 """Nats for each observation by which the loss may exceed the least; standard errors of a comparison are rarely less."""
 
 SHARE = 0.1
-"""Of the gain over the network, which the loss may also exceed the least by, but in regression."""
+"""Of the gain over the network: what a wider posterior may give up, for classes; in regression the tolerance counts."""
 
 NEGLIGIBLE = 0.001
 """Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
@@ -74,6 +75,7 @@ class AutoTuning(TuningResult):
             the network's own, or in regression all but them) or ``"validation"``.
         why: A sentence.
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
+        training_prior_precision: What the end of training says, over all weights; None where it was not looked at.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
         precisions: Those that were compared, ``[G]``.
         losses: The mean leave-one-out loss of each, ``[G]``.
@@ -82,6 +84,7 @@ class AutoTuning(TuningResult):
     chosen: str
     why: str
     expected_gain: float = math.nan
+    training_prior_precision: float | None = None
     evidence: TuningResult | None = None
     precisions: Tensor | None = None
     losses: Tensor | None = None
@@ -206,6 +209,10 @@ class Auto:
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
+        if end is not None and not end.stationary:
+            why += (
+                f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four or so."
+            )
         if end is not None and end.decrement > UNFINISHED:
             why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed
@@ -225,6 +232,7 @@ class Auto:
             chosen=chosen,
             why=why,
             expected_gain=last - value,
+            training_prior_precision=None if end is None else end.precision,
             evidence=evidence,
             precisions=levels,
             losses=losses,

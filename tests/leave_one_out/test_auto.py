@@ -102,6 +102,7 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, monkeypatch):
     with pytest.warns(NoGainWarning, match="No posterior"):  # at the least precision, which is nearly the network
         posterior.fit_prior_precision(tuner)
     found, dense = posterior.tuning, Dense(net, x, y)
+    assert found.training_prior_precision == (None if known else pytest.approx(1.0, rel=1e-3))
     # What is not known is read from the weights: training went to its end, under a prior precision of 1.
     curvature, precision = (dense.curvature, auto.KAPPA * 3.0) if known else (dense.blocks, 1.0)
     moved = dense.covariances(curvature, precision)
