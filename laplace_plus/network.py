@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from laplace_plus.differentiability import differentiable_kernels, eager, refuse
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.example_gradients import per_example_gradients
-from laplace_plus.selection import Selected, Selection, select
+from laplace_plus.selection import Selected, Selection, select, uses
 
 _STRIDE = 251
 """Entries that share one weighted sum; a prime, so that it divides no common layer size."""
@@ -148,6 +149,9 @@ class Network:
         self.selected: tuple[Selected, ...] = select(self.model, self.selection, last_layer=layer)
         self.parameter_names = tuple([item.name for item in self.selected])
         self.layers: tuple[str, ...] = tuple(dict.fromkeys([item.layer for item in self.selected]))
+        # Further names of tied parameters that are not selected as a whole: each use is told apart.
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._apart = [n for n, p in uses(self.model).items() if first[id(p)] not in (n, *self.parameter_names)]
         self.offsets: dict[str, int] = {}
         self.n_parameters = 0
         for item in self.selected:
@@ -170,10 +174,12 @@ class Network:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Detached views of all parameters, selected or not."""
+        """Detached views of all parameters, selected or not; of tied ones that are not selected, one for each use."""
         result = {}
         for name, parameter in self.model.named_parameters():
             result[name] = parameter.detach()
+        for name in self._apart:
+            result[name] = attrgetter(name)(self.model).detach()
         return result
 
     def vector(self) -> Tensor:
@@ -202,10 +208,9 @@ class Network:
         """The type that factorisations use: that of the selected parameters, at least float32."""
         if self._dtype is not None:
             return self._dtype
-        parameters = dict(self.model.named_parameters())
         dtype = torch.float32
         for item in self.selected:
-            dtype = torch.promote_types(dtype, parameters[item.name].dtype)
+            dtype = torch.promote_types(dtype, attrgetter(item.name)(self.model).dtype)
         if self.ambient_autocast is not None:  # nothing changes the model while a public method runs
             self._dtype = dtype
         return dtype
@@ -213,7 +218,7 @@ class Network:
     @property
     def device(self) -> torch.device:
         """The device of the first selected parameter; batches are moved there."""
-        return dict(self.model.named_parameters())[self.parameter_names[0]].device
+        return attrgetter(self.parameter_names[0])(self.model).device
 
     def receive(self, inputs: Any) -> Any:
         """Inputs moved to the network's device."""
@@ -232,7 +237,7 @@ class Network:
         with evaluation_mode(model), eager if "torch._dynamo" in sys.modules else nullcontext():
             arguments, keywords = batches.bind(model, inputs)
             known = parameters or {}
-            values: dict[int, Tensor] = {}  # by identity: tied tensors have one value
+            values: dict[int, Tensor] = {}  # by identity: tied tensors have one value, unless their use has its own
             for name, parameter in model.named_parameters():
                 values[id(parameter)] = known[name] if name in known else parameter.detach()
             for name, buffer in model.named_buffers():  # copies: some modules write to them even in evaluation mode
@@ -243,7 +248,7 @@ class Network:
             for prefix, module in model.named_modules():  # each object once
                 for named in (module.named_parameters, module.named_buffers):
                     for name, tensor in named(prefix=prefix, recurse=False, remove_duplicate=False):
-                        state[name] = values[id(tensor)]
+                        state[name] = known[name] if name in known else values[id(tensor)]
             enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
             with torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext():
                 try:

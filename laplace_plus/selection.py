@@ -22,13 +22,16 @@ from laplace_plus.errors import SelectionError
 Selection = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | Mapping[str, Tensor] | Tensor
 """What a user may pass as ``parameters=``."""
 
+_Named = dict[str, nn.Parameter]
+
 
 @dataclass(frozen=True)
 class Selected:
     """One selected parameter.
 
     Attributes:
-        name: Its name in ``model.named_parameters()``.
+        name: Its name in ``model.named_parameters()``; or a further name of a tied parameter (see :func:`uses`), which
+            means the use in that module alone.
         layer: Name of the layer that owns it (``""`` for the root); see :func:`layer_of`.
         shape: Its whole shape.
         mask: Flat bool tensor over its entries, or None where all are selected.
@@ -75,9 +78,20 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values() if others}
 
 
+def uses(model: nn.Module) -> _Named:
+    """The parameters of each module by name, tied ones under several names; in ``model.named_parameters()`` order.
+
+    An object that the model holds several times is one module.
+    """
+    found: _Named = {}
+    for prefix, module in model.named_modules():
+        found.update(module.named_parameters(prefix, recurse=False, remove_duplicate=False))
+    return found
+
+
 def last_layer_of(model: nn.Module) -> str:
     """Name of the last layer, in order of definition, that has parameters; :class:`SelectionError` if none has."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = list(uses(model))
     if not names:
         raise SelectionError("The network has no parameters.", expected="at least one nn.Parameter", got="none")
     return layer_of(names[-1])
@@ -91,7 +105,8 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
         selection: See the module's docstring. Names match whole parameter names, whole module names (then everything
             below the module) and shell-style globs over either. A mask is a bool tensor over all parameter entries in
             ``model.parameters()`` order, or a mapping from parameter names to bool tensors of their shapes. Names
-            without a match are also tried without the prefixes of compiled and data-parallel wrappers.
+            without a match are also tried as further names of tied parameters, which mean the use in that module alone,
+            and without the prefixes of compiled and data-parallel wrappers. The last layer is a use alone, too.
         last_layer: Name of the last layer (see :func:`layer_of`), once that is known; by default the last one defined.
 
     Returns:
@@ -100,22 +115,19 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     Raises:
         SelectionError: Nothing is selected, a name matches nothing, or a mask has the wrong shape or type.
     """
-    parameters = dict(model.named_parameters())
+    parameters, every = dict(model.named_parameters()), uses(model)
     masks: dict[str, Tensor | None]
     if isinstance(selection, (Tensor, Mapping)):
-        masks = _check_masks(parameters, selection)
+        masks = _check_masks(parameters, every, selection)
     elif callable(selection) and not isinstance(selection, nn.Module):
         masks = {name: None for name, parameter in parameters.items() if selection(name, parameter)}
     elif isinstance(selection, str) and selection == "all":
         masks = {name: None for name, parameter in parameters.items() if parameter.requires_grad}
     elif isinstance(selection, str) and selection == "last_layer":
         layer = last_layer_of(model) if last_layer is None else last_layer
-        # Tied parameters are selected under their first name, whichever layer that names.
-        every_name = model.named_parameters(remove_duplicate=False)
-        owned = {id(parameter) for name, parameter in every_name if layer_of(name) == layer}
-        masks = {name: None for name, parameter in parameters.items() if id(parameter) in owned}
+        masks = {name: None for name in every if layer_of(name) == layer}
     elif isinstance(selection, Iterable) and not isinstance(selection, nn.Module):
-        masks = _match(parameters, [selection] if isinstance(selection, str) else selection)
+        masks = _match(parameters, every, [selection] if isinstance(selection, str) else selection)
     else:
         masks = {}
     if not masks:
@@ -125,10 +137,11 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
             got=repr(selection) if isinstance(selection, str) else type(selection).__name__,
             fix='For frozen networks, name the parameters: "all" means those that require gradients.',
         )
+    whole = {id(parameter) for name, parameter in parameters.items() if name in masks}  # further names add nothing
     return tuple(
         Selected(name, layer_of(name), parameter.shape, masks[name])
-        for name, parameter in parameters.items()
-        if name in masks
+        for name, parameter in every.items()
+        if name in masks and (name in parameters or id(parameter) not in whole)
     )
 
 
@@ -152,10 +165,11 @@ def _spellings(name: str) -> Iterator[str]:
         yield name
 
 
-def _match(parameters: dict[str, nn.Parameter], patterns: Iterable[str]) -> dict[str, Tensor | None]:
+def _match(parameters: _Named, every: _Named, patterns: Iterable[str]) -> dict[str, Tensor | None]:
     def hits(pattern: str) -> list[str]:
         globs = (pattern, f"{pattern}.*")
-        return [n for n in parameters if n.startswith(f"{pattern}.") or any(fnmatchcase(n, glob) for glob in globs)]
+        found = [n for n in every if n.startswith(f"{pattern}.") or any(fnmatchcase(n, glob) for glob in globs)]
+        return [n for n in found if n in parameters] or found
 
     found: dict[str, Tensor | None] = {}
     for pattern in patterns:
@@ -173,7 +187,7 @@ def _match(parameters: dict[str, nn.Parameter], patterns: Iterable[str]) -> dict
     return found
 
 
-def _check_masks(parameters: dict[str, nn.Parameter], masks: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def _check_masks(parameters: _Named, every: _Named, masks: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """Flat masks by parameter name: without the empty ones, and None in place of full ones."""
     if isinstance(masks, Tensor):
         sizes = [parameter.numel() for parameter in parameters.values()]
@@ -181,15 +195,15 @@ def _check_masks(parameters: dict[str, nn.Parameter], masks: Tensor | Mapping[st
         masks = {n: part.reshape(parameters[n].shape) for n, part in zip(parameters, masks.split(sizes), strict=True)}
     known: dict[str, Tensor | None] = {}
     for given, mask in masks.items():
-        name = next((spelling for spelling in _spellings(str(given)) if spelling in parameters), None)
-        if name is None or name in known:
+        name = next((spelling for spelling in _spellings(str(given)) if spelling in every), None)
+        if name is None or any(every[name] is every[other] for other in known):
             raise SelectionError(
                 f"The mask named {given!r} belongs to no parameter, or to one that has a mask already.",
                 expected="names of the network's parameters, each at most once",
                 got=", ".join(map(str, masks)),
                 fix="Print [name for name, _ in model.named_parameters()] to see the names.",
             )
-        _check_mask(mask, f"of {name!r}", parameters[name].shape)
+        _check_mask(mask, f"of {name!r}", every[name].shape)
         known[name] = None if mask.all() else mask.detach().flatten().clone()
     return {name: mask for name, mask in known.items() if mask is None or mask.any()}
 

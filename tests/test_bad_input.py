@@ -346,10 +346,19 @@ def test_a_layer_wise_prior_keeps_a_parametrized_weight_and_its_bias_together():
     assert torch.equal(posterior.prior().vector(), torch.where(second, 3.0, 1.0))
 
 
-def test_tied_parameters_belong_to_the_last_layer_under_their_first_name():
+def test_further_names_of_tied_parameters_mean_one_use_alone():
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     net[2].weight = net[0].weight
-    assert [s.name for s in select(net, "last_layer")] == ["0.weight", "2.bias"]
+
+    def names(selection):
+        return [s.name for s in select(net, selection)]
+
+    assert names("last_layer") == names(["2.weight", "2.bias"]) == ["2.weight", "2.bias"]
+    assert names(["2.weight", "0"]) == names(["0.weight", "0.bias", "2.weight"]) == ["0.weight", "0.bias"]
+    every = torch.ones(3, 3, dtype=torch.bool)
+    assert names({"2.weight": every}) == ["2.weight"]
+    with pytest.raises(SelectionError, match="has a mask already"):
+        select(net, {"0.weight": every, "2.weight": every})
 
 
 def test_messages_about_names_show_how_to_find_them():

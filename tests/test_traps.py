@@ -116,10 +116,14 @@ def tied():
     ],
 )
 def test_summary_says_which_weights_are_tied(network, names):
-    """Of a head that is the table of the tokens, too, under the first name."""
+    """Of a head that is the table of the tokens, too: the head's use alone is the last layer."""
     posterior = lp.KFAC(network(), "classification", parameters="last_layer")
     posterior.fit([{"input_ids": IDS, "labels": SHIFTED}])
     ((name, _, _, treatment),) = posterior.summary().rows
+    assert name == names[1]
+    assert treatment.endswith(f"this use alone, tied to {names[0]}")
+    whole = lp.Diagonal(network(), "classification", parameters=[names[0]])
+    ((name, _, _, treatment),) = whole.fit([{"input_ids": IDS, "labels": SHIFTED}]).summary().rows
     assert name == names[0]
     assert treatment.endswith(f"tied to {names[1]}")
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
-from laplace_plus.curvature.last_layer import last_layer, reached
+from laplace_plus.curvature.last_layer import REARRANGING, last_layer, reached, rows_of
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 
@@ -71,8 +71,8 @@ class _Recorder(TorchFunctionMode):
 
     ``rows`` says by a tensor's id what it is of which parameter. As ids are only unique among living tensors, ``alive``
     holds on to them. Parameters are ``switched_off`` that are used detached, or while gradients were switched off.
-    ``latest`` is the output of the latest recorded call, for an identity test; ``uses`` are the names of all parameters
-    in the order of their use.
+    ``latest`` is the output of the latest recorded call after the functions in ``moves``, each with its arguments, and
+    ``version`` the number of writes to it; ``uses`` are the names of all parameters in the order of their use.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
@@ -85,6 +85,8 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.counts: dict[str, int] = {}
         self.latest: Tensor | None = None
+        self.moves: list[Any] = []
+        self.version = 0
         self.covered: set[str] = set()
         self.uncovered: set[str] = set()
         self.switched_off: set[str] = set()
@@ -133,6 +135,9 @@ class _Recorder(TorchFunctionMode):
             output = self._record(call, output) if call.rows else output
         elif used:
             self._note_other_use(func, used, output)
+        elif func in REARRANGING and args and args[0] is self.latest and self.latest._version == self.version:
+            self.latest, self.version = output, output._version
+            self.moves.append((func, args[1:], kwargs))
         elif func in _DETACHING and self.uses:
             self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
         elif func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
@@ -170,7 +175,8 @@ class _Recorder(TorchFunctionMode):
             call.value = call.value.detach()
         self.calls.append(call)
         # ReLUs and other operations write in place, which a leaf does not allow; the edge still points to the leaf.
-        self.latest = output.clone() if output.is_leaf else output
+        self.latest, self.moves = output.clone() if output.is_leaf else output, []
+        self.version = self.latest._version
         return self.latest
 
     def _note_other_use(self, func: Any, used: list[ParameterRows], output: Any) -> None:
@@ -213,8 +219,9 @@ class Capture:
         output_shape, n_examples: ``[B, *, C]`` in any case, and B or B'.
         calls: The recorded calls, in order.
         unused: Selected parameters that the forward pass did not use, or whose use no gradient reaches.
-        pointwise: Whether the only recorded call produced the network's output itself (a last layer), so that no
-            backward pass is needed and positions do not depend on each other.
+        pointwise: Whether the only recorded call produced the network's output itself (a last layer), at most in
+            another order, so that no backward pass is needed and positions do not depend on each other.
+        order: Then which of the call's positions each row of ``outputs`` is, ``[B']``; None where they are the same.
         last_used: Name of the last parameter used, except for those known to have no influence on the outputs; None
             where uses are hidden (scripted modules) and it is not known.
         n_bytes, cotangent_bytes: About the memory of the forward pass, and of one cotangent's backward pass.
@@ -258,13 +265,17 @@ class Capture:
                 self.calls.append(call)
                 self.cotangent_bytes += 2 * call.output_shape.numel() * call.output_like.element_size()
         self.output_shape = arranged.shape
-        self.pointwise = (
-            len(self.calls) == 1
-            and not uncovered
-            and recorder.latest is raw
-            and self.calls[0].pointwise
-            and self.calls[0].feature_axis % raw.ndim == _feature_axis(network, raw)
-        )
+        self.order: Tensor | None = None
+        self.pointwise = len(self.calls) == 1 and not uncovered and self.calls[0].pointwise
+        self.pointwise = self.pointwise and recorder.latest is raw and recorder.version == raw._version
+        if self.pointwise and recorder.moves:
+            order = rows_of(self.calls[0], recorder.moves, network)
+            self.pointwise = order is not None
+            if order is not None and not torch.equal(order, torch.arange(len(order))):
+                self.order = order.to(raw.device)
+        elif self.pointwise:
+            own = raw.movedim(self.calls[0].feature_axis, -1)
+            self.pointwise = own.shape == arranged.shape and own.stride() == arranged.stride()
         with torch.enable_grad():
             self.graph_outputs = arranged.flatten(0, -2) if self.pointwise else arranged
         self.outputs = self.graph_outputs if differentiable else self.graph_outputs.detach()
@@ -279,8 +290,10 @@ class Capture:
         if not self.calls:
             return []
         if self.pointwise:
-            positions = cotangents.unflatten(1, self.output_shape[:-1])
-            return [positions.movedim(-1, 1 + self.calls[0].feature_axis % (positions.ndim - 1))]
+            rows = cotangents if self.order is None else cotangents[:, self.order.argsort()]
+            lead, axis = [*self.calls[0].output_shape], self.calls[0].feature_axis
+            del lead[axis]
+            return [rows.unflatten(1, lead).movedim(-1, axis + (axis >= 0))]
         found: Any = [None] * len(self.calls)
         if self.graph_outputs.requires_grad:
             edges = list(map(attrgetter("edge"), self.calls))
@@ -346,14 +359,6 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
             )
         known.update(answers)
     return frozenset(name for name in unseen if known[name])
-
-
-def _feature_axis(network: Network, raw: Tensor) -> int:
-    """Which axis of the raw output ``arrange`` moves last."""
-    if raw.ndim < 2:
-        return -1
-    probe = network.arrange(torch.empty(tuple(range(2, 2 + raw.ndim)), device="meta"))  # all sizes differ
-    return probe.shape[-1] - 2
 
 
 def capture_batch(network: Network, batch: Batch) -> Capture:

@@ -102,10 +102,13 @@ class Gradients:
                         fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
                     )
                 assert call.axis is not None
-                use = call.gradients(gradients[number], self.capture.output_shape[0], call.axis)
-                if self.capture.pointwise and isinstance(use, OuterGradients):  # each position is an example
+                pointwise, order = self.capture.pointwise, self.capture.order
+                n_examples = call.output_shape[0] if pointwise else self.capture.output_shape[0]
+                use = call.gradients(gradients[number], n_examples, call.axis)
+                if pointwise and isinstance(use, OuterGradients):  # each position is an example
                     every = slice(0, use.n_examples)
                     right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)
+                    right, left = (right, left) if order is None else (right[order], left[:, order])
                     use = OuterGradients(right[:, None], left[:, :, None])
                 uses.append(use)
             if not uses:

@@ -1,4 +1,4 @@
-"""Which layer is the last one on the path to the outputs.
+"""Which layer is the last one on the path to the outputs, and whether its outputs are the network's, only rearranged.
 
 Execution order alone is misled by an auxiliary head that runs after the main one, and by a layer that only feeds a
 metric. A layer from which no gradient reaches the outputs is never the last one.
@@ -6,6 +6,7 @@ metric. A layer from which no gradient reaches the outputs is never the last one
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,6 +21,18 @@ from laplace_plus.selection import layer_of
 
 _ASKED = ((0, 8), (8, 32), (32, None))
 """Which parameters autograd is asked about together, counted from the end. An auxiliary head often has fewer than 8."""
+
+
+REARRANGING = frozenset(
+    getattr(owner, name)
+    for name in (
+        *("permute", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "clone"),
+        *("reshape", "view", "flatten", "unflatten", "contiguous", "ravel", "view_as", "reshape_as", "__getitem__"),
+    )
+    for owner in (torch, Tensor)
+    if hasattr(owner, name)
+) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+"""Functions behind a head after which its outputs may still be the network's, in another order."""
 
 
 def reached(network: Network, inputs: Any, names: Collection[str]) -> dict[str, bool]:
@@ -73,3 +86,24 @@ def _comes_from(output: Tensor, nodes: Collection[Node]) -> bool:
             seen.add(node)
             waiting.extend(before for before, _ in node.next_functions)  # type: ignore[union-attr]
     return False
+
+
+def rows_of(call: Call, moves: Sequence[Any], network: Network) -> Tensor | None:
+    """Which position of a call's output, after functions with further arguments, each arranged output is, ``[B']``.
+
+    None unless every position is one row, with its features in order. Numbers are moved in place of the outputs.
+    """
+    lead = [*call.output_shape]
+    size = lead.pop(call.feature_axis)
+    numbers, features = torch.arange(float(math.prod(lead))), torch.arange(float(size))
+    moved = []
+    for values in (numbers.view(lead).unsqueeze(-1).expand(*lead, size), features.expand(*lead, size)):
+        own = values.movedim(-1, call.feature_axis)
+        for function, arguments, options in moves:
+            own = function(own, *arguments, **options)
+        moved.append(network.arrange(own).flatten(0, -2))
+    rows, columns = moved
+    fits = lead and len(numbers) <= 2**24 and rows.shape == (len(numbers), size)  # float32 counts no further
+    if not fits or bool((rows != rows[:, :1]).any() or (columns != features).any()):
+        return None
+    return rows[:, 0].long() if torch.equal(rows[:, 0].sort().values, numbers) else None

@@ -144,9 +144,12 @@ class ForeignBackend(Backend):
         no weight is copied, and none may be written to.
 
         Raises:
-            UnsupportedError: The model cannot be copied, or has weights of less than single precision.
+            UnsupportedError: The model cannot be copied, has weights of half precision, or a tied last layer.
         """
         memo: dict[int, object] = {}
+        tied = set(network.parameter_names).difference(dict(network.model.named_parameters()))
+        if tied:
+            raise self.refusal("cannot tell uses of a tied weight apart", "weights that are not tied", f"{tied}")
         for name, parameter in network.model.named_parameters():
             selected = name in network.parameter_names
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=selected)

@@ -25,6 +25,7 @@ from laplace_plus.evidence.tangent_model import batch_jacobian
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import functional_posteriors
 from laplace_plus.priors import as_hyperparameter
+from laplace_plus.selection import tied_names
 from laplace_plus.structured import Factor
 
 Leverages = Literal["own", "full", "last_layer", "first_order"]
@@ -113,8 +114,10 @@ def _on_last_layer(
     model: LaplaceModel, whole: Network, last: Network, precision: Tensor
 ) -> tuple[LaplaceModel, Tensor]:
     """The model with the last layer's weights and prior mean, and the last layer's precisions out of ``[P]``."""
-    starts = whole.offsets
-    sizes = {item.name: item.size for item in whole.selected}
+    starts, sizes = dict(whole.offsets), {item.name: item.size for item in whole.selected}
+    for first, others in tied_names(whole.model).items():
+        for name in others if first in starts else ():  # one use has the prior of all
+            starts[name], sizes[name] = starts[first], sizes[first]
     missing = [item.name for item in last.selected if sizes.get(item.name) != item.size]
     if missing:
         what = "The posterior is not over the last layer, and has no prior there."

@@ -450,8 +450,10 @@ class GaussianPosterior(Posterior):
             for name in layout.names:
                 if text not in treatment.setdefault(name, []):
                     treatment[name].append(text)
-        for name, others in tied_names(self.network.model).items():
-            treatment.get(name, []).append(f"tied to {', '.join(others)}")
+        for first, others in tied_names(self.network.model).items():
+            treatment.get(first, []).append(f"tied to {', '.join(others)}")
+            for name in others:
+                treatment.get(name, []).append(f"this use alone, tied to {first}")
         rows = [(s.name, s.size, s.layer, "; ".join(treatment[s.name])) for s in self.network.selected]
         title = f"{self!r}, {curvature.n_bytes() / 2**20:.1f} MiB of curvature"
         return Summary(title, tuple(rows), self.describe_groups())

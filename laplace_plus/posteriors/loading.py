@@ -19,6 +19,7 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import with_prefix
 from laplace_plus.priors import Groups
+from laplace_plus.selection import uses
 
 
 def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Posterior:
@@ -55,7 +56,7 @@ def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modu
     masks, hyper = with_prefix(tensors, "mask."), with_prefix(tensors, "hyper.")
     parameters: Any = header["parameters"]
     if masks:
-        shapes = {name: parameter.shape for name, parameter in inner.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in uses(inner).items()}
         whole = {name: torch.ones(shapes[name], dtype=torch.bool) for name in parameters}
         parameters = {name: masks[name].view(mask.shape) if name in masks else mask for name, mask in whole.items()}
     precision = hyper["prior_precision"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily, Normal
 
+from laplace_plus._memory import CACHE_BYTES, slices
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
 from laplace_plus.likelihoods.base import check_outputs, checked_log_density, shape_text, widen
@@ -328,12 +329,16 @@ class Prediction:
         """
         if self.marginal is not None and self.marginal.information is not None:
             return self.marginal.information
-        total = _closed_entropy(self.likelihood.mixture(self.functional_samples), self._n_lead)
-        if total is None:
-            return self._sampled_entropy[1].clamp_min(0.0)
-        conditional = _closed_entropy(self.likelihood.distribution(self.functional_samples), self._n_lead + 1)
-        assert conditional is not None  # a mixture with a closed entropy has components with one
-        return (total - conditional.mean(0)).clamp_min(0.0)
+        samples, parts = self.functional_samples.flatten(1, -2), []
+        each = 8 * samples[:, :1].numel() * samples.element_size()
+        for rows in slices(max(1, samples.shape[1]), each, 4 * CACHE_BYTES):
+            total = _closed_entropy(self.likelihood.mixture(samples[:, rows]), 1)
+            if total is None:
+                return self._sampled_entropy[1].clamp_min(0.0)
+            conditional = _closed_entropy(self.likelihood.distribution(samples[:, rows]), 2)
+            assert conditional is not None  # a mixture with a closed entropy has components with one
+            parts.append((total - conditional.mean(0)).clamp_min(0.0))
+        return torch.cat(parts).reshape(self.functional_mean.shape[:-1])
 
     @property
     def _n_lead(self) -> int:

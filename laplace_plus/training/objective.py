@@ -24,6 +24,7 @@ from laplace_plus.batches import Batch, call, output_tensor
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.priors import Groups, PriorStructure
+from laplace_plus.selection import uses
 
 
 class TrainingObjective:
@@ -33,7 +34,7 @@ class TrainingObjective:
         network, prior = posterior.network, posterior.prior()
         self._model, self._likelihood = model, posterior.likelihood
         self._n_data, self._scale = n_data, float(posterior.temperature) * mean_batch_size
-        parameters = dict(network.model.named_parameters())
+        parameters = uses(network.model)
         self._entries: list[tuple[nn.Parameter, Tensor | None]] = []
         for item in network.selected:
             parameter = parameters[item.name]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.curvature.capture import Capture
 from laplace_plus.likelihoods import Categorical
 
 CLASSES = [
@@ -89,3 +90,144 @@ def test_only_the_last_layer_gets_a_diagonal_output_factor(weight_sharing):
     weight = slice(20, 36)  # rows of different outputs do not meet
     same = torch.block_diag(*[torch.ones(4, 4)] * 4).bool()
     torch.testing.assert_close(got[weight, weight], want[weight, weight] * same, rtol=1e-12, atol=1e-13)
+
+
+# -- heads in other forms ----------------------------------------------------------------------------------------------
+
+
+class Pixels(nn.Module):
+    """Four classes for each of 4 × 5 pixels, by a head in one of several forms that all have the same weights."""
+
+    def __init__(self, is_convolution, rearranged):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, head = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(3, 4)
+        self.head, self.rearranged = nn.Conv2d(3, 4, 1) if is_convolution else head, rearranged
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(head.parameters()), self.head.parameters())
+
+    def forward(self, x):
+        features = torch.tanh(self.body(x))
+        is_convolution = isinstance(self.head, nn.Conv2d)
+        return self.rearranged(self.head(features if is_convolution else features.permute(0, 2, 3, 1)))
+
+
+def same(y):
+    return y
+
+
+def pixels():
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randint(4, (3, 4, 5), generator=generator)
+    y[0, 0, :2] = -100
+    return torch.randn(3, 2, 4, 5, generator=generator, dtype=torch.float64), y
+
+
+# Of each form: whether the head is a convolution, what follows it, the axis of classes, and the order of positions.
+FORMS = {
+    "convolution": (True, same, 1, same),
+    "permuted": (True, lambda t: t.permute(0, 2, 3, 1), -1, same),
+    "rows": (True, lambda t: t.permute(0, 2, 3, 1).contiguous().view(len(t), -1, 4), -1, lambda y: y.flatten(1, 2)),
+    "flat": (True, lambda t: t.flatten(2), 1, lambda y: y.flatten(1, 2)),
+    "movedim": (False, lambda t: t.movedim(-1, 1), 1, same),
+    "squeezed": (False, lambda t: torch.squeeze(t[:, None], 1), -1, same),
+    "transposed": (True, lambda t: t.transpose(2, 3), 1, lambda y: y.transpose(1, 2)),
+    "transposed rows": (
+        *(True, lambda t: torch.reshape(t.mT, (len(t), 4, 20)), 1),
+        lambda y: y.transpose(1, 2).flatten(1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", CLASSES[:3], ids=["full", "diagonal", "KFAC"])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_every_form_are_those_of_a_plain_linear_head(make, form):
+    is_convolution, rearranged, axis, moved = FORMS[form]
+    x, y = pixels()
+    plain = make(Pixels(False, same).double(), "classification", parameters="last_layer").fit([(x, y)])
+    model, likelihood = Pixels(is_convolution, rearranged).double(), Categorical(output_axis=axis)
+    posterior = make(model, likelihood, parameters="last_layer").fit([(x[:1], moved(y)[:1]), (x[1:], moved(y)[1:])])
+    assert Capture(posterior.network, x).pointwise
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), plain.log_marginal_likelihood())
+    wanted, found = plain.functional_posterior(x), posterior.functional_posterior(x)
+    torch.testing.assert_close(found.mean, moved(wanted.mean))
+    torch.testing.assert_close(found.covariance, moved(wanted.covariance))
+    torch.testing.assert_close(posterior.predictive(x).mean, moved(plain.predictive(x).mean))
+    best = found.mean.topk(2).indices
+    variances = posterior.functional_posterior(x, outputs=best).covariance.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(variances, found.covariance.diagonal(dim1=-2, dim2=-1).gather(-1, best))
+    sampled = make(model, likelihood, parameters="last_layer", backend=lp.Native("ggn_mc"))
+    assert torch.isfinite(sampled.fit([(x, moved(y))]).log_marginal_likelihood())
+
+
+def times_two_in_place(t):
+    rows = t.view(3, -1, 4)
+    t.mul_(2)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("other", "wanted"),
+    [
+        (lambda t: t.mul_(2), lambda t: t * 2),
+        (times_two_in_place, lambda t: t.view(3, -1, 4) * 2),
+        (lambda t: t[..., [1, 0, 2, 3]], lambda t: torch.stack([t[..., k] for k in (1, 0, 2, 3)], -1)),
+        (lambda t: t[:, :, :4], lambda t: t.narrow(2, 0, 4)),
+    ],
+    ids=["in place", "in place behind a view", "features moved", "some positions"],
+)
+def test_heads_whose_outputs_change_are_not_taken_for_the_networks_own(other, wanted):
+    x, y = pixels()
+    found = []
+    for after in (other, wanted):
+        model = Pixels(False, after).double()
+        labels = y.reshape(model(x).shape[:-1]) if model(x).numel() == 4 * y.numel() else y[..., :4]
+        posterior = lp.Full(model, "classification", parameters="last_layer").fit([(x, labels)])
+        assert not Capture(posterior.network, x).pointwise
+        found.append((posterior.log_marginal_likelihood(), posterior.functional_posterior(x).covariance))
+    torch.testing.assert_close(*found)
+
+
+class Language(nn.Module):
+    """Tokens to tokens, with a table that the head shares or not."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.mix, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight if is_tied else nn.Parameter(self.table.weight.detach().clone())
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.mix(self.table(x).cumsum(1))))
+
+
+@pytest.mark.parametrize("make", CLASSES, ids=["full", "diagonal", "expand", "reduce", "diagonal outputs"])
+def test_a_tied_head_alone_is_the_last_layer(make, tmp_path):
+    x = torch.randint(7, (5, 3), generator=torch.Generator().manual_seed(1))
+    data, found = [(x, x.roll(1, 1))], []
+    for is_tied in (True, False):
+        model = Language(is_tied).double()
+        posterior = make(model, "classification", parameters="last_layer").fit(data)
+        assert posterior.parameter_names == ("head.weight",)
+        posterior.save(tmp_path / str(is_tied))
+        loaded = lp.load(tmp_path / str(is_tied), model)
+        generator = torch.Generator().manual_seed(0)
+        found.append(
+            [
+                posterior.log_marginal_likelihood(),
+                posterior.functional_posterior(x),
+                loaded.functional_posterior(x),
+                posterior.predictive(x, method="sampled", n_samples=3, generator=generator).mean,
+                posterior.network.tangent(x, posterior.mean + 1),
+            ]
+        )
+        assert Capture(loaded.network, x).pointwise
+    torch.testing.assert_close(*found)
+
+
+def test_the_last_layers_leverages_of_a_tied_head():
+    x = torch.randint(7, (5, 3), generator=torch.Generator().manual_seed(1))
+    found = []
+    for is_tied in (True, False):
+        posterior = lp.Full(Language(is_tied).double(), "classification").fit([(x, x.roll(1, 1))])
+        found.append(posterior.leave_one_out(leverages="last_layer").leverages)
+    torch.testing.assert_close(*found)

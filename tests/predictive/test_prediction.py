@@ -12,6 +12,7 @@ import torch.distributions as td
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import generator, normal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_plus.errors import LabelError, UnsupportedError
 from laplace_plus.likelihoods import (
@@ -391,3 +392,31 @@ def test_a_prediction_cannot_be_changed_and_prints_briefly():
     with pytest.raises(AttributeError):
         prediction.link = "mc"
     assert repr(prediction) == "Prediction(Gaussian(noise_std=0.5), outputs=[3, 1], link='exact', joint=False)"
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest memory that any operation's result takes, except for views of known tensors."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.bytes, self.known = 0, [tensor.untyped_storage().data_ptr() for tensor in known]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def test_many_rows_take_little_memory_beside_their_samples():
+    """As of the pixels of an image."""
+    mean, root = normal(1, 40, 40, 8), normal(1, 40, 40, 8, 8)
+    prediction = from_functional(Categorical(), mean, root @ root.mT, generator=generator())
+    samples = prediction.functional_samples  # 10 MB
+    with Largest(samples) as seen:
+        found = prediction.mutual_information()
+    assert seen.bytes < 1e6
+    p = samples.softmax(-1)
+    total = td.Categorical(p.mean(0)).entropy()
+    torch.testing.assert_close(found, total - td.Categorical(p).entropy().mean(0))

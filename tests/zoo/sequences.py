@@ -197,7 +197,7 @@ NETWORKS = [
         ("query", "attention.bias_k", "attention.bias_v"),
     ),
     Architecture(
-        "tied_language_model", TiedLanguageModel, tokens(4, 7), 7, ("embedding.weight",), ("embedding.weight",), (4,)
+        "tied_language_model", TiedLanguageModel, tokens(4, 7), 7, ("decoder.weight",), ("embedding.weight",), (4,)
     ),
     Architecture("bert", bert, padded(5), 3, weights("classifier"), ("*position_embeddings*",), as_mapping=True),
     Architecture(
@@ -219,7 +219,7 @@ NETWORKS = [
         gpt2_language_model,
         mapping(tokens(3), "input_ids"),
         11,
-        ("transformer.wte.weight",),
+        ("lm_head.weight",),
         ("transformer.wpe.weight", "transformer.wte.weight"),
         (3,),
         as_mapping=True,

@@ -52,10 +52,20 @@ def output_hessian(architecture: Architecture, outputs: torch.Tensor) -> torch.T
     return torch.diag_embed(p) - p[:, :, None] * p[:, None]
 
 
+def untied(model: torch.nn.Module) -> torch.nn.Module:
+    """The same function with a parameter of its own for each use of a tied one."""
+    first = {name for name, _ in model.named_parameters()}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if name not in first:
+            prefix, _, own = name.rpartition(".")
+            setattr(model.get_submodule(prefix), own, torch.nn.Parameter(parameter.detach().clone()))
+    return model
+
+
 @cache
-def oracle(architecture: Architecture) -> tuple[torch.Tensor, torch.Tensor, dict[str, slice]]:
+def oracle(architecture: Architecture, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, slice]]:
     """Jacobians ``[B, M·C, P]`` example by example through plain autograd, the dense GGN, and where parameters lie."""
-    model = plain(architecture)
+    model = untied(plain(architecture)) if apart else plain(architecture)
     chosen = [p for p in model.parameters() if p.requires_grad]
     inputs, _ = architecture.data(N)
     jacobians = []
@@ -71,8 +81,8 @@ def oracle(architecture: Architecture) -> tuple[torch.Tensor, torch.Tensor, dict
         curvature = curvature + torch.einsum("mcp,mcd,mdq->pq", jacobian, hessian, jacobian)
         jacobians.append(jacobian.flatten(0, 1))
     places, start = {}, 0
-    model = architecture.model()
-    for name, parameter in getattr(model, "_orig_mod", model).named_parameters():
+    own = architecture.model()
+    for name, parameter in (model if apart else getattr(own, "_orig_mod", own)).named_parameters():
         if parameter.requires_grad:
             places[name] = slice(start, start + parameter.numel())
             start += parameter.numel()
@@ -81,6 +91,8 @@ def oracle(architecture: Architecture) -> tuple[torch.Tensor, torch.Tensor, dict
 
 def selected(architecture: Architecture, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     jacobian, curvature, places = oracle(architecture)
+    if not places.keys() >= set(names):
+        jacobian, curvature, places = oracle(architecture, apart=True)
     index = torch.cat([torch.arange(places[name].start, places[name].stop) for name in names])
     return jacobian[..., index], curvature[index[:, None], index]
 
