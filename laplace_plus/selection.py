@@ -79,10 +79,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def uses(model: nn.Module) -> _Named:
-    """The parameters of each module by name, tied ones under several names; in ``model.named_parameters()`` order.
-
-    An object that the model holds several times is one module.
-    """
+    """The parameters of each module by name, tied ones under several; a module that is held twice counts once."""
     found: _Named = {}
     for prefix, module in model.named_modules():
         found.update(module.named_parameters(prefix, recurse=False, remove_duplicate=False))

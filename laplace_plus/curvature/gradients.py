@@ -103,8 +103,8 @@ class Gradients:
                     )
                 assert call.axis is not None
                 pointwise, order = self.capture.pointwise, self.capture.order
-                n_examples = call.output_shape[0] if pointwise else self.capture.output_shape[0]
-                use = call.gradients(gradients[number], n_examples, call.axis)
+                shape = call.output_shape if pointwise else self.capture.output_shape
+                use = call.gradients(gradients[number], shape[0], call.axis)
                 if pointwise and isinstance(use, OuterGradients):  # each position is an example
                     every = slice(0, use.n_examples)
                     right, left = use.right(every).flatten(0, 1), use.left(every).flatten(1, 2)

@@ -23,15 +23,12 @@ _ASKED = ((0, 8), (8, 32), (32, None))
 """Which parameters autograd is asked about together, counted from the end. An auxiliary head often has fewer than 8."""
 
 
-REARRANGING = frozenset(
-    getattr(owner, name)
-    for name in (
-        *("permute", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "clone"),
-        *("reshape", "view", "flatten", "unflatten", "contiguous", "ravel", "view_as", "reshape_as", "__getitem__"),
-    )
-    for owner in (torch, Tensor)
-    if hasattr(owner, name)
-) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+_NAMES = (
+    "permute movedim moveaxis transpose swapaxes swapdims t squeeze unsqueeze clone contiguous reshape view flatten"
+)
+_NAMES += " unflatten ravel view_as reshape_as __getitem__"
+REARRANGING = {getattr(owner, name) for owner in (torch, Tensor) for name in _NAMES.split() if hasattr(owner, name)}
+REARRANGING |= {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Functions behind a head after which its outputs may still be the network's, in another order."""
 
 

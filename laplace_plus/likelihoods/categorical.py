@@ -64,6 +64,10 @@ _FAR, _SMOOTH = 4.0, 3.0
 """A class ``s² + 4s + 4`` or more below a time, of deviation s up to 3, needs no inner integral. No probability of 105
 Gaussians changed by 3e-6. For s = 4 the nodes' error, 3e-5 of F, must be equal at all times to cancel."""
 
+_SMALL = 1e-4
+"""Bound of ``Σ p (1 − p) (e^d − 1)²`` for variances d and ``p = softmax(m)``, below which the second order is used. No
+probability of 32 000 rows changed by 2e-5, nor its logarithm by 2e-4; a segmentation took a quarter of the time."""
+
 _LARGEST_WEIGHT = 0.45
 """Bound of a class's weight in the fit of independent variances. Mean KL to the truth was .0027, without it .0032."""
 
@@ -241,6 +245,13 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     narrow steps cut wider ones off, so they lie near the end that nodes count from, whatever the variances' ratios.
     """
     variance = independent_variances(mean, covariance) if covariance.dim() > mean.dim() else covariance
+    shape, mean, variance = mean.shape, mean.flatten(0, -2), variance.flatten(0, -2)
+    p = mean.softmax(-1)
+    result = (mean + variance / 2 * (1 - 2 * p)).log_softmax(-1)
+    large = ~((torch.expm1(variance).square() * p * (1 - p)).sum(-1) < _SMALL)
+    if not bool(large.any()):
+        return result.view(shape)
+    mean, variance = mean[large], variance[large]
     # The square root has no derivative at zero; the shift is rounding beside the Gumbel noise's variance.
     rounding = torch.finfo(mean.dtype).eps
     deviation = (variance + rounding).clamp_min(rounding / 2).sqrt()
@@ -248,8 +259,7 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     n_times, n_nodes = times.shape[1], nodes.shape[1]
     limit = 4 * CACHE_BYTES if mean.device.type == "cpu" else CHUNK_BYTES
     room = max(1, limit // (2 * n_nodes * size * mean.element_size()))  # pairs of a row and a time
-    per_row = mean.reshape(-1, size).split(-(-room // n_times)), deviation.reshape(-1, size).split(-(-room // n_times))
-    for m, s in zip(*per_row, strict=True):
+    for m, s in zip(mean.split(-(-room // n_times)), deviation.split(-(-room // n_times)), strict=True):
         m = m - m.detach().amax(-1, keepdim=True)  # noqa: PLW2901
         # From the time that the largest surely passes, by the class that tells, to the time that none does.
         reach = _REACH * s
@@ -285,7 +295,7 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
             log_density = log_density.flatten().scatter(0, close, (values * falling).sum(-1).log() - lowest).view_as(x)
             densities.append(log_density - log_cdf + (log_cdf.sum(-1) + log_step).unsqueeze(-1))
         parts.append(torch.cat(densities, 1).logsumexp(1))
-    return torch.cat(parts).log_softmax(-1).view_as(mean)
+    return result.index_put((large,), torch.cat(parts).log_softmax(-1)).view(shape)
 
 
 def _bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:

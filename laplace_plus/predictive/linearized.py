@@ -212,7 +212,7 @@ def from_functional(
         )
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
-    if mean.dim() < 2 or not bool(torch.isfinite(mean).all() & torch.isfinite(covariance).all()):
+    if mean.dim() < 2 or not bool(torch.isfinite(mean.sum() + covariance.sum())):
         check_outputs(mean)
         check_finite(covariance, "The functional covariance")
     given = covariance

@@ -25,19 +25,13 @@ from laplace_plus.likelihoods.sampling import draw_seed
 _MAX_ENTROPY_DRAWS = 128
 """Draws for a sampled entropy: the standard error is then below a tenth of the spread of log p, at S·128 densities."""
 
-
 _HALVINGS = 60
 """Steps of the bisection for a mixture's quantile, which leave 1e-18 of the distance between its components."""
 
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Random streams that do not depend on the order of access.
-
-    Attributes:
-        seed: Seed of all streams, or ``None`` for the global generator.
-        device: Device of the generators.
-    """
+    """Random streams that do not depend on the order of access; without a seed, the global generator."""
 
     seed: int | None = None
     device: str = "cpu"
@@ -315,7 +309,7 @@ class Prediction:
         """
         if self.marginal is not None and self.marginal.together is not None:
             return self.marginal.together.entropy()
-        closed = _closed_entropy(self._marginal_distribution, self._n_lead)
+        closed = _closed_entropy(self._marginal_distribution, self.functional_mean.dim() - 1)
         return self._sampled_entropy[0] if closed is None else closed
 
     def mutual_information(self) -> Tensor:
@@ -339,10 +333,6 @@ class Prediction:
             assert conditional is not None  # a mixture with a closed entropy has components with one
             parts.append((total - conditional.mean(0)).clamp_min(0.0))
         return torch.cat(parts).reshape(self.functional_mean.shape[:-1])
-
-    @property
-    def _n_lead(self) -> int:
-        return self.functional_mean.dim() - 1
 
     @cached_property
     def _sampled_entropy(self) -> tuple[Tensor, Tensor]:

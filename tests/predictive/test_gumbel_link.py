@@ -74,6 +74,22 @@ def test_two_classes_are_the_logistic_normal_integral():
         assert abs(float(link(mean[None], covariance[None])[0, 0].exp() - truth)) < 3e-4
 
 
+def test_small_variances_leave_the_integral_as_it_is():
+    """Of 3000 pairs, about half take the second order in the deviations instead of the integral."""
+    grid, v, m = torch.linspace(-9, 9, 401, dtype=F64), torch.logspace(-4, -1, 30, dtype=F64), normal(100) * 4
+    weight = (-grid.square() / 2).softmax(0)
+    mean, variance = (part.flatten()[:, None] for part in torch.meshgrid(m, v, indexing="ij"))
+    mean, variance = torch.cat([mean, -mean / 2], 1), torch.cat([variance, variance / 3], 1)
+    gap, deviation = mean.diff(dim=1), variance.sum(1, keepdim=True).sqrt()
+    truth = (torch.nn.functional.logsigmoid(gap + deviation * grid).exp() * weight).sum(1)
+    for extra in (0.0, 5.0):  # of a class that cannot win
+        several = torch.cat([mean, torch.full_like(gap, -40.0)], 1), torch.cat([variance, extra + 0 * gap], 1)
+        found = link(*several)
+        assert (found[:, 1].exp() - truth).abs().max() < 3e-5
+        assert (found[:, 1] - truth.log()).abs().max() < 2e-4
+        torch.testing.assert_close(link(several[0][:50], several[1][:50]), found[:50])
+
+
 def test_what_all_logits_share_does_not_matter():
     mean, covariance = normal(4, 6), torch.stack([wishart(6, 4.0, seed=n) for n in range(4)])
     torch.testing.assert_close(link(mean + 7.0, covariance + 50.0), link(mean, covariance))

@@ -262,6 +262,9 @@ class OuterGradients(ExampleGradients):
             return scale @ left[0].square().T
         if mode == "diagonal":
             return torch.bmm(left.square(), scale[:, :, None])[..., 0]
+        if self.is_shared and left.shape[2] <= len(scale):  # one product, with a table no larger than the result
+            pairs = (left[0, :, None] * left[0]).flatten(0, 1)  # [V·V, G·o]
+            return (scale @ pairs.T).unflatten(1, (left.shape[1], -1))
         return (left * scale[:, None]) @ left.mT
 
     def _written_quadratic(self, weights: Tensor, mode: str) -> Tensor:
