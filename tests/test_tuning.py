@@ -150,6 +150,51 @@ def test_within_the_promised_nats_of_the_best(name, structure, task):
 
 
 @pytest.mark.parametrize("task", ["classification", "regression", "regression per output"])
+def test_a_precision_for_each_entry_in_closed_form(task):
+    """Each is the best on a fine grid; without curvature it is the common one, with a weight of zero it is large."""
+    net, x, y = problem(task)
+    with torch.no_grad():
+        net[0].weight[0, 0] = 0.0
+        net[2].weight[:, 1] = net[0].bias[1] = 0.0
+        net[0].weight[1] = torch.tensor([0.3, -0.2])  # of a hidden unit that nothing depends on
+    posterior = lp.Diagonal(net, likelihood_of(task), temperature=0.7).fit([(x, y)])
+    posterior.fit_prior_precision("marginal_likelihood", structure="diagonal")
+    assert posterior.tuning.converged
+    assert posterior.tuning.gradient_norm < 1e-3
+    model, found, mean = posterior.laplace_model(), posterior.prior_precision, posterior.mean
+    h = model.curvature.dense(model.weights(posterior.noise_std) / 0.7).diagonal()
+    dead = torch.zeros_like(mean, dtype=torch.bool)
+    dead[[2, 3, 2 * net[0].out_features + 1]] = True
+    assert torch.equal(h == 0, dead)
+    common = found[dead].unique()
+    assert len(common) == 1
+    grid = (common.log() + torch.linspace(-15, 15, 30_001).double()).exp()
+    value = grid.log() - (h[:, None] + grid).log() - grid * mean.square()[:, None]
+    best = grid[value.argmax(1)].clamp(min=1e-4 * common)
+    inside = ~dead & (mean != 0)
+    torch.testing.assert_close(found[inside], best[inside], rtol=2e-3, atol=0)
+    assert (found[~dead & (mean == 0)] > 1e6 * common).all()
+    if "regression" in task:  # and the noise is the best for these
+
+        def evidence(noise):
+            return posterior.log_marginal_likelihood(found, noise).item()
+
+        assert all(evidence(posterior.noise_std) >= evidence(posterior.noise_std * f) for f in (0.98, 1.02))
+
+
+def test_a_precision_for_each_of_many_entries_is_no_search():
+    """One evaluation at 60 000 entries, where L-BFGS took more than a hundred; no entry is worse off than in common."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(600, 100), nn.ReLU(), nn.Linear(100, 3))
+    x, y = torch.randn(20, 600), torch.arange(20) % 3
+    posterior = lp.Diagonal(net, "classification").fit([(x, y)])
+    common = posterior.fit_prior_precision("marginal_likelihood", structure="scalar").tuning.value
+    posterior.fit_prior_precision("marginal_likelihood", structure="diagonal")
+    assert posterior.tuning.n_evaluations == 1
+    assert posterior.tuning.value > common
+
+
+@pytest.mark.parametrize("task", ["classification", "regression", "regression per output"])
 @pytest.mark.parametrize("structure", ["scalar", "layerwise"])
 @pytest.mark.parametrize("method", ["mackay", "em"])
 def test_the_methods_agree(method, structure, task):

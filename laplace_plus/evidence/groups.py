@@ -56,7 +56,13 @@ def g_prior_scaling(model: LaplaceModel, structure: PriorStructure) -> Tensor:
     With features scaled by ``s_j = [Σ JᵀΛJ]_jj^-½`` and an isotropic prior on the weights of the scaled features, the
     weights themselves have the prior precisions ``λ s_j⁻² = λ diag(H)_j`` (Zellner, 1986; Antorán et al., 2023).
     """
-    weights = model.weights()
+    diagonal = curvature_diagonal(model, model.weights())
+    index = torch.zeros_like(model.layer_index) if structure == "scalar" else model.layer_index
+    return with_floor(diagonal, index.to(diagonal.device))
+
+
+def curvature_diagonal(model: LaplaceModel, weights: Tensor) -> Tensor:
+    """``diag(H)`` at component weights ``[K]``, ``[P]`` float64."""
     diagonal = torch.empty(len(model.vector), dtype=torch.float64, device=model.vector.device)
     for layout, block in model.curvature:
         if isinstance(block, EigenBlock):
@@ -67,8 +73,7 @@ def g_prior_scaling(model: LaplaceModel, structure: PriorStructure) -> Tensor:
         else:
             own = block.dense(weights).diagonal(dim1=-2, dim2=-1).reshape(block.shape)
         model.parameter_slices[layout.key].scatter_(diagonal, own)
-    index = torch.zeros_like(model.layer_index) if structure == "scalar" else model.layer_index
-    return with_floor(diagonal, index.to(diagonal.device))
+    return diagonal
 
 
 def with_floor(diagonal: Tensor, index: Tensor) -> Tensor:

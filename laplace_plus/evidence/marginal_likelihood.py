@@ -82,7 +82,7 @@ class MarginalLikelihood(EvidenceTuner):
     Args:
         structure: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` (one precision for each layer that feeds a
             normalisation, one for the last layer and one for the rest), ``"diagonal"`` where the curvature's structure
-            allows one precision for each entry, or :class:`~laplace_plus.Groups`.
+            allows one precision for each entry (in closed form where it is diagonal), or :class:`~laplace_plus.Groups`.
         scaling: ``"g_prior"`` multiplies each entry's precision by its diagonal entry of the curvature, so that one
             precision suits layers of all scales; where the curvature's structure allows one for each entry.
         tune_noise: Whether to tune Gaussian noise; None for whenever there is any.
