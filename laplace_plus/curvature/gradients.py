@@ -281,7 +281,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         each, allowed = network.bytes_per_example or 0, _memory.budget(network.device)
         quick = min(_QUICK_BYTES, allowed // 2) if network.device.type == "cpu" else allowed // 2
         if each * size > quick and network.can_cut is None:
-            network.can_cut = _runs_apart(network, batch)
+            network.can_cut = runs_apart(network, batch)
         if each * size > quick and network.can_cut:
             _memory.require_room(each, "the gradients of one output for one example", network.device)
             step = max(1, quick // each)
@@ -293,10 +293,10 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         yield part, Gradients(network, capture_batch(network, part))
 
 
-def _runs_apart(network: Network, batch: Batch) -> bool | None:
+def runs_apart(network: Network, batch: Batch) -> bool | None:
     """Whether an example's outputs do not depend on the others; None where the batch does not tell.
 
-    The first example runs with the last one that differs from it, and alone.
+    The first example runs with the last one that differs from it, and each of them alone.
     """
     other = 0
     for leaf in batches.flatten(batch.inputs)[0]:
@@ -308,10 +308,10 @@ def _runs_apart(network: Network, batch: Batch) -> bool | None:
     try:
         capture = capture_batch(network, Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]]))
         Gradients(network, capture)  # refuses what it cannot tell apart
-        alone = network.forward(batches.cut(batch.inputs, [0]))
+        alone = torch.cat([network.forward(batches.cut(batch.inputs, [number])) for number in (0, other)])
     except Exception:  # noqa: BLE001  -- as above
         return False
-    return same_outputs(alone, capture.outputs.view(capture.output_shape)[:1])
+    return same_outputs(alone, capture.outputs.view(capture.output_shape))
 
 
 def same_outputs(some: Tensor, among_others: Tensor) -> bool:

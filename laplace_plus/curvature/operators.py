@@ -104,7 +104,7 @@ class _RowOperator(NetworkOperator):
         """Each batch linearised, its ``J v`` for some vectors or none, S, and its slice of rows."""
         start = first_row = 0
         pushed = torch.empty(0)
-        for batch, line in self._stream.linearizations(type(self).__name__, ordered=True):
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=True, join=True):
             if vectors is not None:  # the outputs come with it
                 pushed = torch.cat([line.push(vectors[some]) for some in self._stream.chunks(len(vectors))])
             root = self._output_root(batch, line.outputs, first_row)
@@ -164,21 +164,11 @@ class JacobianOperator(_RowOperator):
         network: The network, or a module of which all parameters that require gradients are taken and whose last axis
             holds the outputs.
         data: An iterable of batches ``(x, y)`` that can be started again and keeps its order; the targets are not used.
-        chunk_size, progress: As for :class:`CurvatureOperator`.
-
-    Raises:
-        DataError: Data that can be run over only once, or of no known form.
-        EmptyDataError: No data.
-        NonFiniteError: NaN or infinity in the parameters, the inputs or the outputs.
+        chunk_size, progress: As for :class:`CurvatureOperator`, also for errors.
     """
 
     def __init__(
-        self,
-        network: Network | nn.Module,
-        data: Iterable[Any],
-        *,
-        chunk_size: int = CHUNK_SIZE,
-        progress: bool = False,
+        self, network: Network | nn.Module, data: Iterable[Any], *, chunk_size: int = CHUNK_SIZE, progress: bool = False
     ):
         stream = Stream(network, resolve_likelihood("regression").arrange, data, chunk_size, progress)
         with exact_arithmetic(stream.network):
@@ -251,7 +241,7 @@ class _SandwichOperator(CurvatureOperator):
     def _multiply(self, vectors: Tensor) -> Tensor:
         result = torch.zeros_like(vectors)
         first_row = 0
-        for batch, line in self._stream.linearizations(type(self).__name__, ordered=self._ordered):
+        for batch, line in self._stream.linearizations(type(self).__name__, ordered=self._ordered, join=True):
             root = self.output_root(batch, line.outputs, first_row)
             first_row += line.outputs.shape[:-1].numel()
             for some in self._stream.chunks(len(vectors)):
@@ -375,7 +365,7 @@ class HessianOperator(CurvatureOperator):
     @override
     def _multiply(self, vectors: Tensor) -> Tensor:
         result, point = torch.zeros_like(vectors), self.network.vector()
-        for batch in self._stream.batches(type(self).__name__, ordered=False):
+        for batch in self._stream.batches(type(self).__name__, ordered=False, join=True):
             pull = Pullback(*loss_gradient(self.network, self.likelihood, batch, point), self._stream.ad_modes)
             try:
                 if not self._checked:
@@ -419,13 +409,8 @@ def curvature_operator(
 ) -> Operator:
     """The operator of a backend's curvature of all the data, at unit observation noise.
 
-    Args:
-        backend: Its own :meth:`Backend.operator` is preferred; otherwise its kind and number of samples count.
-        network: The network.
-        likelihood: The likelihood.
-        data: An iterable of batches that can be started again; each product passes over it.
-        generator: Source of the sampled labels of ``"ggn_mc"``.
-        progress: Whether to show a progress bar for each pass.
+    Arguments are as for :class:`CurvatureOperator`. A backend's own :meth:`Backend.operator` is preferred; otherwise
+    its kind and number of samples count, and ``generator`` is the source of the sampled labels of ``"ggn_mc"``.
 
     Raises:
         UnsupportedError: The backend has no low-rank curvature of its kind.

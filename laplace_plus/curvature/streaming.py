@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import batches
-from laplace_plus._memory import slices
+from laplace_plus._memory import budget, slices
 from laplace_plus.batches import Batch, DataSums, same_sum
 from laplace_plus.curvature.capture import capture_batch
+from laplace_plus.curvature.gradients import runs_apart
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.linalg.arguments import require_count
@@ -23,13 +24,17 @@ from laplace_plus.network import Network
 CHUNK_SIZE = 16
 """Default number of vectors that are pushed through the network together: activations take this times the memory."""
 
+_JOINED_BYTES = 16 * 2**20
+"""Memory of a graph up to which batches are joined: beyond, the 3 ms that a linearisation takes at any size are few."""
+
 
 class Stream:
     """A network and a data loader, passed over again and again inside :func:`~laplace_plus.network.exact_arithmetic`.
 
     Of a module, all parameters that require gradients are taken, and ``arrange`` puts its outputs into the shape
     ``[B, *, C]``. After the first pass, ``n_data`` and ``n_outputs`` are the numbers of examples and of all their
-    outputs. ``checksum`` is a sum over the data that does not depend on batches and order.
+    outputs. ``checksum`` is a sum over the data that does not depend on batches and order. Up to ``most`` examples may
+    come together from several batches.
 
     Raises:
         DataError: Data that can be iterated over only once, or of no known form.
@@ -53,7 +58,7 @@ class Stream:
         self.ad_modes = ADModes()
         self.network.check_finite()
         self._state, self._names = self.network.state(), self.network.parameter_names
-        self.n_data = self.n_outputs = 0
+        self.n_data = self.n_outputs = self.most = 0
         self.checksum = self._order_sum = 0.0
 
     def survey(self, description: str) -> Iterator[tuple[Batch, Tensor]]:
@@ -62,7 +67,9 @@ class Stream:
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
                 capture_batch(self.network, batch)  # tells which layer is the last one, and refuses detached outputs
-                self._names = self.network.parameter_names
+                self._names, each = self.network.parameter_names, self.network.bytes_per_example
+                if each and isinstance(batch.inputs, Tensor) and runs_apart(self.network, batch):
+                    self.most = min(_JOINED_BYTES, budget(self.network.device) // 16) // each
             outputs = self.network.forward(batch.inputs)
             if not bool(torch.isfinite(outputs).all()):
                 raise _not_finite(batch, outputs, number)
@@ -72,8 +79,10 @@ class Stream:
         self.n_data = sums.count
         self.checksum, self._order_sum = sums.values()
 
-    def batches(self, description: str, *, ordered: bool) -> Iterator[Batch]:
+    def batches(self, description: str, *, ordered: bool, join: bool = False) -> Iterator[Batch]:
         """One more pass over the same batches; ``ordered`` if the order of the examples matters.
+
+        With ``join`` small ones come together, since to linearise the network takes milliseconds at any size.
 
         Raises:
             ModelChangedError: The network is not what it was in the first pass.
@@ -86,8 +95,8 @@ class Stream:
                 got="others",
                 fix="Make a new operator after training, or give this one a copy of the model.",
             )
-        sums = DataSums(self.network.device)
-        for batch in self._iterate(description):
+        sums, items = DataSums(self.network.device), self._iterate(description)
+        for batch in _joined(items, self.most) if join and self.most else items:
             sums.add(batch, batches.batch_size(batch.target))
             if sums.count > self.n_data:
                 raise self.changed(f"more than {self.n_data} examples")
@@ -100,10 +109,10 @@ class Stream:
         if ordered and not same_sum(self._order_sum, order):
             raise self.changed("the same in another order")
 
-    def linearizations(self, description: str, *, ordered: bool) -> Iterator[tuple[Batch, Linearization]]:
-        """One more pass, with the network linearised on each batch; errors as for :meth:`batches`."""
+    def linearizations(self, name: str, *, ordered: bool, join: bool = False) -> Iterator[tuple[Batch, Linearization]]:
+        """One more pass, with the network linearised on each batch; arguments and errors as for :meth:`batches`."""
         vector = self.network.vector()
-        for batch in self.batches(description, ordered=ordered):
+        for batch in self.batches(name, ordered=ordered, join=join):
             yield batch, Linearization(self.network, vector, batch.inputs, self.ad_modes)
 
     def chunks(self, total: int) -> Iterator[slice]:
@@ -121,6 +130,22 @@ class Stream:
             got=got,
             fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
         )
+
+
+def _joined(data: Iterable[Batch], most: int) -> Iterator[Batch]:
+    """Successive batches of single tensors as one, up to ``most`` examples, where their shapes are alike."""
+    last: Batch | None = None
+    for batch in data:
+        pairs = [] if last is None else [(last.inputs, batch.inputs), (last.target, batch.target)]
+        alike = all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
+        if last is not None and alike and len(last.target) + len(batch.target) <= most:
+            last = Batch(*map(torch.cat, pairs))
+            continue
+        if last is not None:
+            yield last
+        last = batch
+    if last is not None:
+        yield last
 
 
 def _not_finite(batch: Batch, outputs: Tensor, number: int) -> NonFiniteError:

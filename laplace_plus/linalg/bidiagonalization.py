@@ -184,11 +184,7 @@ def _golub_kahan(
 
 
 def _pullback(
-    operator: LinearMap,
-    start: Tensor,
-    outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    rank: Tensor,
+    operator: LinearMap, start: Tensor, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], rank: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The adjoint of Lanczos' process for the augmented operator; its multipliers alternate between both sides."""
     depth, m, n = outputs[2].shape[-1], operator.m, operator.n

@@ -26,14 +26,7 @@ from laplace_plus.linalg.arguments import (
     working_type,
 )
 from laplace_plus.linalg.krylov import require_symmetric
-from laplace_plus.linalg.linear_maps import (
-    LinearMap,
-    Matvec,
-    add_gradients,
-    attach_one,
-    number_type,
-    require_finite,
-)
+from laplace_plus.linalg.linear_maps import LinearMap, Matvec, add_gradients, attach_one, number_type, require_finite
 from laplace_plus.linalg.matrix_functions import KrylovGradient
 from laplace_plus.linalg.probes import Probes, draw_probes
 from laplace_plus.linalg.quadrature import SpectralFunction, SpectralSpace, derivative, evaluate

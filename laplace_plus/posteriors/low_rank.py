@@ -174,15 +174,8 @@ class LowRank(GaussianPosterior):
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters
         wanted = min(self.rank, total)
-        pairs = eigsh(
-            operator,
-            total,
-            wanted,
-            which="largest",
-            tolerance=self.tolerance,
-            max_restarts=self.max_restarts,
-            generator=generator,
-        )
+        limits: Any = {"tolerance": self.tolerance, "max_restarts": self.max_restarts}
+        pairs = eigsh(operator, total, wanted, generator=generator, **limits)
         if not pairs.converged:
             warnings.warn(
                 f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {self.tolerance:g} "
