@@ -3,7 +3,7 @@
 The methods compute ``P v = v − A⁺A v`` for a tall matrix A, such as the Jacobian of a network over a data set, with a
 cutoff relative to the largest singular value:
 
-* :class:`SVDProjection` forms A; exact, for small problems, and finds the rank;
+* :class:`SVDProjection` forms A; exact, for small problems, and finds the rank; :class:`AutoProjection` takes it there;
 * :class:`LSMRProjection` solves ``min ‖v − Aᵀz‖`` by LSMR on products with A (Fong and Saunders, 2011);
 * :class:`AlternatingProjection` projects onto the null space of one batch of rows after the other, repeatedly (von
   Neumann, 1950; Miani et al., 2025), with the exact line search of Gearhart and Koshy (1989) after each sweep.
@@ -17,7 +17,7 @@ where singular values span many orders of magnitude.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,17 +27,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
+from laplace_plus._memory import budget
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg.arguments import require_count, without_autocast
 from laplace_plus.linalg.linear_maps import Matvec, attach
-from laplace_plus.linalg.lsmr import (
-    LeastSquaresOptions,
-    LeastSquaresSolution,
-    lsmr,
-    result_length,
-    solve_least_squares,
-)
+from laplace_plus.linalg.lsmr import LeastSquaresOptions, LeastSquaresSolution, lsmr, result_length, solve_least_squares
 from laplace_plus.linalg.operators import Operator
 from laplace_plus.linalg.results import Status
 from laplace_plus.linalg.solving import (
@@ -55,6 +50,9 @@ _GRAM_RTOL = 5e-7
 
 _GRAM_SIZE = 256
 """Smallest dimension from which a Gram matrix is used; below, an SVD takes milliseconds."""
+
+_FEW, _ENTRIES = 1024, 2**25
+"""Rows or columns, and entries, up to which A is decomposed by default: in seconds, where LSMR may take minutes."""
 
 
 @without_autocast
@@ -143,10 +141,7 @@ class NullSpaceProjector(Operator):
         shape: ``(m, n)`` of A.
         dtype: Type of the vectors.
         device: Device of the vectors.
-        atol: Relative accuracy of A; see :func:`project_null_space`, also for the following arguments.
-        btol: Relative accuracy of the vectors.
-        conlim: Limit of the condition number.
-        max_iterations: Cap.
+        atol, btol, conlim, max_iterations: As for :func:`project_null_space`.
         parameters: The tensors ``matvec`` depends on; they are not searched.
 
     Example:
@@ -339,6 +334,17 @@ class LSMRProjection(ProjectionMethod):
 
 
 @dataclass(frozen=True)
+class AutoProjection(ProjectionMethod):
+    """:class:`SVDProjection` where A has few rows or columns and fits into memory, else :class:`LSMRProjection`."""
+
+    @override
+    def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
+        m, n = whole.shape
+        small = min(m, n) <= _FEW and m * n <= min(_ENTRIES, budget(whole.device) // 32)
+        return (SVDProjection() if small else LSMRProjection()).prepare(whole, parts)
+
+
+@dataclass(frozen=True)
 class AlternatingProjection(ProjectionMethod):
     """Project onto the null space of one batch of rows after the other.
 
@@ -395,6 +401,13 @@ class AlternatingProjection(ProjectionMethod):
                 break
         return Projection(v, residual, sweeps, ~active)
 
+
+PROJECTORS: Mapping[str, type[ProjectionMethod]] = {
+    "auto": AutoProjection,
+    "svd": SVDProjection,
+    "lsmr": LSMRProjection,
+    "alternating": AlternatingProjection,
+}
 
 _Batch = tuple[Operator, Tensor, Tensor, float]
 """``A_b``, the eigenvectors of ``A_b A_bᵀ`` and the inverses of its eigenvalues above the cutoff, and ``‖A_b‖``."""

@@ -72,11 +72,11 @@ class NullSpace(ProjectedNoisePosterior):
     does not tell how uncertain predictions are near the training data (:class:`VIKING` does). The null space must not
     be zero: there have to be fewer independent rows than parameters.
 
-    Memory is that of ``n_samples`` vectors of the network's size and a few for the projection. Time is that of passes
-    over the data: one Jacobian product and one transposed product for each iteration, a few samples at once. The number
-    of iterations grows with the rows' condition number: tens on images with ``rows="loss"``, more than thousands for
-    many points of a curve, where ``projector="svd"`` is better. Samples that did not converge still leave predictions
-    on the training data nearly as they are (``report.residual``), but are too large elsewhere.
+    Memory is that of ``n_samples`` vectors of the network's size and a few for the projection. Up to a thousand rows or
+    weights are decomposed. Else time is that of passes over the data: one Jacobian product and one transposed product
+    for each iteration, a few samples at once. The number of iterations grows with the rows' condition number: tens on
+    images with ``rows="loss"``, more than thousands for many points of a curve. Samples that did not converge still
+    leave predictions on the training data nearly as they are (``report.residual``), but are too large elsewhere.
 
     The prior precision α scales all samples alike. :meth:`fit_prior_precision` sets it to its optimum
     ``rank / ‖θ̂ − μ‖²``, by a line search on the training loss, or by held-out data. The optimum often leaves the range
@@ -91,8 +91,9 @@ class NullSpace(ProjectedNoisePosterior):
             them (for classes, all but a common shift); ``"loss"``, the loss of each example to first order, which takes
             one row for each example rather than C and leaves a larger null space. Examples that are fitted exactly have
             no such row; the report counts them.
-        projector: ``"lsmr"``, ``"svd"`` (exact, for small problems), ``"alternating"`` (the paper's sweeps), or
-            ``lp.linalg.LSMRProjection``, ``SVDProjection`` or ``AlternatingProjection`` with options.
+        projector: ``"svd"`` (exact, for small problems), ``"lsmr"``, ``"auto"`` for the one that suits the size,
+            ``"alternating"`` (the paper's sweeps), or ``lp.linalg.SVDProjection``, ``LSMRProjection`` or
+            ``AlternatingProjection`` with options.
         n_samples: Number k of samples.
         chunk_size: Number of vectors that are pushed through the network at a time.
         parameters, prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`.
@@ -123,7 +124,7 @@ class NullSpace(ProjectedNoisePosterior):
         likelihood: Any,
         *,
         rows: Rows = "logit",
-        projector: str | ProjectionMethod | dict[str, Any] = "lsmr",
+        projector: str | ProjectionMethod | dict[str, Any] = "auto",
         n_samples: int = 30,
         chunk_size: int = 16,
         parameters: Selection = "all",

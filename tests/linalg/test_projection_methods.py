@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.linalg import Dense
-from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, SVDProjection, row_space
+from laplace_plus.linalg.null_space import (
+    AlternatingProjection,
+    AutoProjection,
+    LSMRProjection,
+    SVDProjection,
+    row_space,
+)
 
 METHODS = {
     "svd": SVDProjection(),
@@ -158,3 +164,9 @@ def test_bad_requests_are_named():
             make()
     with pytest.raises(NonFiniteError):
         prepared(SVDProjection(), rows.index_fill(0, torch.tensor([1]), float("nan")))
+
+
+def test_the_default_decomposes_what_is_small():
+    chosen = [prepared(AutoProjection(), torch.ones(m, n)).rank for m, n in ((30, 2000), (2000, 30), (1100, 1200))]
+    assert chosen == [1, 1, None]
+    assert prepared(AutoProjection(), torch.ones(300, 150_000)).rank is None  # 45 million entries

@@ -6,7 +6,7 @@ The range is that of ``Aᵀ``, the orthogonal complement of the null space of A.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,19 +19,13 @@ from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.linalg import Estimate
-from laplace_plus.linalg.null_space import AlternatingProjection, LSMRProjection, ProjectionMethod, SVDProjection
+from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
 from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
-
-PROJECTORS: Mapping[str, type[ProjectionMethod]] = {
-    "svd": SVDProjection,
-    "lsmr": LSMRProjection,
-    "alternating": AlternatingProjection,
-}
 
 _TOGETHER = 8
 """Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""

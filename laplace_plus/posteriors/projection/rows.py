@@ -48,13 +48,7 @@ class NullSpaceRows:
     """
 
     def __init__(
-        self,
-        network: Network,
-        likelihood: Likelihood,
-        data: Iterable[Any],
-        kind: Rows,
-        *,
-        chunk_size: int = CHUNK_SIZE,
+        self, network: Network, likelihood: Likelihood, data: Iterable[Any], kind: Rows, *, chunk_size: int = CHUNK_SIZE
     ):
         check_rows(kind)
         self._network, self._likelihood, self._data = network, likelihood, data

@@ -95,10 +95,9 @@ class VIKING(ProjectedNoisePosterior):
     learnt mean, as post hoc; the stored scales are thus an optimum of the bound itself. Training from weights that fit
     well takes many noisy steps to gain on the post-hoc bound; compare ``elbo()`` of both.
 
-    Memory is that of ``2 n_samples`` vectors of the network's size. Time is that of projecting half of them: one
-    Jacobian product and one transposed product over the data for each iteration. Training adds at each step a
-    projection onto the null space of the batch's rows, and one more solve for its gradient. The data come in the same
-    batches, in the same order, each time.
+    Memory is that of ``2 n_samples`` vectors of the network's size, and time that of :class:`NullSpace` for half of
+    them. Training adds at each step a projection onto the null space of the batch's rows, and one more solve for its
+    gradient. The data come in the same batches, in the same order, each time.
 
     :meth:`fit` raises ConfigurationError if the weights equal the prior mean, where the bound has no optimum,
     NonFiniteError if the bound is not finite, and UnsupportedError if there are as many independent rows as parameters.
@@ -113,7 +112,7 @@ class VIKING(ProjectedNoisePosterior):
         mode: ``"post_hoc"``, ``"train"``, or :class:`ELBOTraining` with options.
         rows: The rows whose null space P projects onto: ``"logit"``, ``"ggn"`` or ``"loss"``, as for
             :class:`NullSpace`; by default ``"logit"`` in regression and ``"loss"`` otherwise.
-        projector: ``"lsmr"``, ``"svd"`` (exact, for small problems), ``"alternating"``, or one with options.
+        projector: As for :class:`NullSpace`.
         expectation: Whether the expected log-likelihood, and predictions by default, are those of the ``"linearized"``
             network (by default post hoc) or of ``"sampled"`` networks (in training).
         rank: The dimension of the range in the divergence: ``"exact"``, which needs ``projector="svd"``;
@@ -149,7 +148,7 @@ class VIKING(ProjectedNoisePosterior):
         *,
         mode: str | ELBOTraining | dict[str, Any] = "post_hoc",
         rows: Rows | None = None,
-        projector: str | ProjectionMethod | dict[str, Any] = "lsmr",
+        projector: str | ProjectionMethod | dict[str, Any] = "auto",
         expectation: Expectation | None = None,
         rank: Literal["auto", "exact", "stochastic"] = "auto",
         kl_weight: float = 1.0,
