@@ -203,7 +203,7 @@ def test_batches_and_their_noise_add_up():
     J = jacobian(network, x)
     vectors = randn(2, network.n_parameters)
     torch.testing.assert_close(curvature(vectors), vectors @ J.T @ J)  # at unit noise
-    parts = [product(vectors) for product in curvature.minibatches()]
+    parts = [product(vectors) for product in curvature.minibatches(4)]
     torch.testing.assert_close(torch.stack(parts).mean(0), curvature(vectors))  # though the last batch is smaller
     assert (curvature.n_batches, curvature.n_classes, curvature.n_data) == (4, 1, 20)
     estimate = curvature.estimated_diagonal(300, generator())

@@ -64,6 +64,7 @@ class TangentCurvature(GGNOperator):
     Attributes:
         n_batches: Number of batches.
         n_classes: C, the number of outputs for each example or position.
+        comes_together: Whether all data are few enough for a product with ``M₁`` to cost what one of a batch does.
     """
 
     n_batches = 0
@@ -74,6 +75,7 @@ class TangentCurvature(GGNOperator):
         noise = likelihood.noise_std
         unit = likelihood if noise is None else likelihood.with_noise(torch.ones_like(noise))
         super().__init__(network, unit, data, chunk_size=chunk_size)
+        self.comes_together = self.n_data <= self._stream.most
         if self._doubt > 0:
             doubt_logits(likelihood, self._doubt)
 
@@ -119,11 +121,14 @@ class TangentCurvature(GGNOperator):
             eta = draw_probes("gaussian", count, root.size, generator=generator, dtype=self.dtype, device=self.device)
             yield line, root.up(eta).to(self.dtype)
 
-    def minibatches(self) -> Iterator[Rows]:
-        """For each batch the product with its part of ``M₁``, times the number of batches.
+    def minibatches(self, n_batches: int) -> Iterator[Rows]:
+        """For each batch the product with its part of ``M₁``, times the number of batches; for one, that with ``M₁``.
 
         Their mean is ``M₁``; with a factor ``N / B`` a smaller last batch would count for too much.
         """
+        if n_batches == 1:
+            yield self
+            return
         for batch, line in self._stream.linearizations("minibatches", ordered=False):
             root = self.output_root(batch, line.outputs, 0)
 
@@ -182,7 +187,7 @@ class PriorUnits:
             residual = b.sub_(u).sub_(image).norm(dim=-1) / size
         return Solved(u / self.root, u, image, residual.double(), iterations, bool((residual <= tolerance).all()))
 
-    def learning_rate(self, draws: Draws, momentum: float) -> float:
+    def learning_rate(self, draws: Draws, momentum: float, n_batches: int) -> float:
         """A stable learning rate of gradient descent, from the largest eigenvalue ``1 + λ`` of some batches' systems.
 
         A single batch is the system itself: ``1/(1 + λ)``. With several, momentum μ amplifies the gradient noise, and
@@ -190,9 +195,9 @@ class PriorUnits:
         """
         largest, few = 0.0, draws.prior[:2]
         with exact_arithmetic(self.curvature.network), torch.no_grad():
-            for _, product in zip(range(_PROBED_BATCHES), self.curvature.minibatches()):  # noqa: B905
+            for _, product in zip(range(_PROBED_BATCHES), self.curvature.minibatches(n_batches)):  # noqa: B905
                 largest = max(largest, largest_eigenvalue(partial(self.image, product=product), few, _POWER_ITERATIONS))
-        return (1 if self.curvature.n_batches == 1 else 1 - momentum) / (1 + 1.2 * largest)
+        return (1 if n_batches == 1 else 1 - momentum) / (1 + 1.2 * largest)
 
 
 def largest_eigenvalue(product: Rows, start: Tensor, iterations: int) -> float:

@@ -130,10 +130,11 @@ class SGDSolver:
     """Stochastic gradient descent with Nesterov's momentum, one step for each batch of the loader.
 
     For data of which one pass is expensive. The linear decay is that with which samples of a ResNet-18 were published;
-    the loader may shuffle.
+    the loader may shuffle. It starts at the prior's draw, as steps hardly move what the data do not determine.
 
     Attributes:
-        epochs: Number of passes over the data.
+        epochs: Number of passes over the data; None for 10, or as many as make 1000 steps. Few data then come as one
+            batch, for exact gradients at a constant learning rate, until the tolerance is met.
         learning_rate: That of the first step; None to find it from the largest eigenvalue of some batches.
         momentum: Nesterov's.
         final_learning_rate: Part of the learning rate that is left at the last step.
@@ -144,7 +145,7 @@ class SGDSolver:
         checkpoint_every: Epochs from one checkpoint to the next, where any are written.
     """
 
-    epochs: int = 10
+    epochs: int | None = None
     learning_rate: float | None = None
     momentum: float = 0.9
     final_learning_rate: float = 1 / 330
@@ -154,8 +155,8 @@ class SGDSolver:
     checkpoint_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "checkpoint_every"):
-            require_count(name, getattr(self, name), 1)
+        require_count("epochs", 1 if self.epochs is None else self.epochs, 1)
+        require_count("checkpoint_every", self.checkpoint_every, 1)
         for name, low, high in (("momentum", -1e-30, 1), ("average", -1e-30, 1), ("final_learning_rate", 0, 1.0001)):
             _require_between(name, getattr(self, name), low, high)
         for name in ("learning_rate", "clip", "tolerance"):
@@ -185,8 +186,10 @@ class SGDSolver:
         Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013. Only the product
         is stochastic. The average is that of Polyak and Juditsky (1992).
         """
-        total = self.epochs * n_batches
+        last = self.epochs or max(10, -(-1000 // n_batches))
+        exact, total = self.epochs is None and n_batches == 1, last * n_batches
         averaged_from = total - round(self.average * total)
+        decay = 0.0 if exact else 1 - self.final_learning_rate
         if state is None:
             x, velocity, step = torch.zeros_like(b) if start is None else start, torch.zeros_like(b), 0
             mean = torch.zeros_like(b) if averaged_from < total else None
@@ -194,16 +197,18 @@ class SGDSolver:
             x, velocity, step = state["x"].clone(), state["velocity"].clone(), int(state["iteration"])
             mean, rate = state["mean"].clone() if "mean" in state else None, float(state["rate"])
         longest = b.norm(dim=-1)
-        epochs = range(step // n_batches + 1, self.epochs + 1)
+        epochs = range(step // n_batches + 1, last + 1)
         for epoch in progress_bar(epochs, enabled=progress, description=description):
             for product in products():
-                eta = rate * (1 - min(1.0, step / max(1, total - 1)) * (1 - self.final_learning_rate))
+                eta = rate * (1 - min(1.0, step / max(1, total - 1)) * decay)
                 gradient = product(x).sub_(b)
                 norm = gradient.norm(dim=-1)
                 if not bool(torch.isfinite(norm).all()):
                     what = f"Stochastic gradient descent diverged after {step} steps."
                     fix = f"Lower the learning rate, which is {eta:.3g}, or use conjugate gradients."
                     raise NonFiniteError(what, expected="finite gradients", fix=fix)
+                if exact and bool((norm <= self.tolerance * longest).all()):
+                    return x, epoch
                 if self.clip is not None:
                     gradient.mul_((self.clip * longest / norm.clamp_min(1e-30)).clamp_max(1.0)[:, None])
                 velocity.mul_(self.momentum).add_(gradient)
@@ -211,11 +216,11 @@ class SGDSolver:
                 step += 1
                 if mean is not None and step > averaged_from:
                     mean.lerp_(x, 1 / (step - averaged_from))
-            if keep is not None and (epoch % self.checkpoint_every == 0 or epoch == self.epochs):
+            if keep is not None and (epoch % self.checkpoint_every == 0 or epoch == last):
                 tensors = {"x": x, "velocity": velocity, "iteration": torch.tensor(step)}
                 tensors["rate"] = torch.tensor(rate, dtype=torch.float64)
                 keep(tensors if mean is None else {**tensors, "mean": mean})
-        return x if mean is None else mean, self.epochs
+        return x if mean is None else mean, last
 
 
 Solver = CGSolver | SGDSolver
@@ -260,19 +265,21 @@ class TangentProblem:
         solver, curvature = self.solver, self.curvature
         with exact_arithmetic(curvature.network), torch.no_grad():
             b = system.right_hand_side(draws)
-            guess = None if start is None else start * system.root
+            guess = draws.prior.clone()  # exact where the data determine nothing
             if isinstance(solver, CGSolver):
+                guess = guess if start is None else start * system.root
                 precondition = self.preconditioner(system)
                 u, n = solver.iterate(system.system, b, start=guess, precondition=precondition, **options)
             else:
                 rate = solver.learning_rate or 0.0
+                n_batches = 1 if solver.epochs is None and curvature.comes_together else curvature.n_batches
                 if solver.learning_rate is None and options.get("state") is None:
-                    rate = system.learning_rate(draws, solver.momentum)
+                    rate = system.learning_rate(draws, solver.momentum, n_batches)
 
                 def products() -> Iterator[Rows]:
-                    return (partial(system.system, product=product) for product in curvature.minibatches())
+                    return (partial(system.system, product=product) for product in curvature.minibatches(n_batches))
 
-                u, n = solver.iterate(products, curvature.n_batches, b, rate=rate, start=guess, **options)
+                u, n = solver.iterate(products, n_batches, b, rate=rate, start=guess, **options)
             return system.check(u, draws, solver.largest_residual, n)
 
 
