@@ -39,8 +39,8 @@ def exponential_map(
     start: Tensor,
     velocities: Tensor,
     *,
-    rtol: float = 1e-4,
-    atol: float = 1e-4,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
     max_evaluations: int = 10_000,
     max_energy_change: float = 0.1,
 ) -> GeodesicResult:
@@ -54,7 +54,8 @@ def exponential_map(
         landscape: The loss surface, a function of ``[P]``, or one landscape for each geodesic.
         start: ``[P]``, or one for each geodesic, ``[k, P]``.
         velocities: ``[k, P]``.
-        rtol: Relative tolerance of a step's error.
+        rtol: Relative tolerance of a step's error. On small smooth networks the default ends within 1e-3 of a tighter
+            solve, and 1e-4 up to .012 away. With ReLUs 1e-4 takes two fifths of the evaluations, and 1e-3 a fifth.
         atol: Its absolute tolerance, in units of the parameters.
         max_evaluations: Cap for each geodesic.
         max_energy_change: Relative change of the energy beyond which a step is repeated with a smaller one; what is
@@ -84,8 +85,8 @@ def geodesic(
     velocities: Tensor,
     times: Tensor,
     *,
-    rtol: float = 1e-4,
-    atol: float = 1e-4,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
     max_evaluations: int = 10_000,
     max_energy_change: float = 0.1,
 ) -> GeodesicResult:
@@ -109,17 +110,10 @@ def geodesic(
             "Bad times of a path.", expected="positive and increasing numbers [T]", got=repr(times.tolist())
         )
     points = start.detach().expand_as(velocities)
+    settings = {"rtol": rtol, "atol": atol, "max_energy_change": max_energy_change}
     with torch.no_grad():
-        return integrate(
-            _derivatives(landscape, len(points)),
-            points,
-            velocities,
-            times,
-            rtol=rtol,
-            atol=atol,
-            max_evaluations=max_evaluations,
-            max_energy_change=max_energy_change,
-        )
+        field = _derivatives(landscape, len(points))
+        return integrate(field, points, velocities, times, max_evaluations=max_evaluations, **settings)
 
 
 def _derivatives(landscape: Surface, k: int) -> Callable[[Tensor, Tensor, Tensor], Derivatives]:

@@ -11,6 +11,7 @@ from scipy.integrate import quad, solve_ivp
 from scipy.optimize import minimize
 from torch import nn
 
+import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.geometry import (
     FunctionLandscape,
@@ -206,6 +207,42 @@ def test_tolerances_are_met():
         costs.append(int(found.n_evaluations.sum()))
     assert errors[0] < 5e-2 and errors[1] < 1e-3
     assert costs[0] < costs[1]
+
+
+def regression_landscape():
+    """Steep walls along a curve: 1e-4 ends up to .012 away."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = vectors(40, 1, seed=1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=300, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        value = (net(x) - x.mul(2).sin()).square().sum() / 0.18 + sum(p.square().sum() for p in net.parameters()) / 2
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return LossLandscape(net, lp.Gaussian(0.3), [(x, x.mul(2).sin())], prior_precision=1.0)
+
+
+@pytest.mark.parametrize("surface", ["bowl", "waves", "classes", "regression"])
+def test_defaults_end_within_a_thousandth_of_a_tight_solve(surface):
+    landscape, start, v = lambda p: 2 * p.square().sum(), torch.zeros(4, dtype=DTYPE), vectors(2, 4, 1)
+    if surface == "waves":
+        landscape, start = wavy, vectors(1, 4)[0]
+    elif surface != "bowl":
+        landscape = network_landscape() if surface == "classes" else regression_landscape()
+        start, v = (
+            landscape.vector,
+            vectors(2, len(landscape.vector), 1, scale=0.05 if surface == "regression" else 0.5),
+        )
+    exact = exponential_map(landscape, start, v, **TIGHT)
+    sampling = {name: getattr(lp.ExponentialMap(), name) for name in ("rtol", "atol", "max_energy_change")}
+    for options in ({}, sampling):
+        found = exponential_map(landscape, start, v, **options)
+        assert exact.arrived.all() and found.n_evaluations.sum() < exact.n_evaluations.sum()
+        assert (found.endpoint - exact.endpoint).abs().max() < 1e-3
 
 
 def test_each_sample_has_its_own_steps():

@@ -49,8 +49,8 @@ class ExponentialMap:
         ConfigurationError: Numbers out of range.
     """
 
-    rtol: float = 1e-3
-    atol: float = 1e-3
+    rtol: float = 1e-5
+    atol: float = 1e-5
     max_evaluations: int = 10_000
     max_energy_change: float = 0.3
     linearized: bool = False

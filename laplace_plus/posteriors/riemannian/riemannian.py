@@ -22,12 +22,7 @@ from typing_extensions import override
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import (
-    ConfigurationError,
-    ConvergenceWarning,
-    SamplingError,
-    UnsupportedError,
-)
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult, fitted_data
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import LossLandscape, PathStatus
