@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +30,8 @@ CACHE_BYTES = 2**20
 
 _ARRAYS = 4
 """Arrays of one size that a computation holds at a time; each may take this fraction of the memory budget."""
+
+_looked_up = [0.0, 0.0]  # when a CPU's free memory was, and the share of it; for so small a time it may be out of date
 
 _ceiling: ContextVar[int | None] = ContextVar("memory_budget", default=None)
 
@@ -87,7 +90,10 @@ def budget(device: torch.device | None = None) -> int:
         return in_force
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // _SHARE
-    return psutil.virtual_memory().available // (_SHARE * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if time.monotonic() > _looked_up[0] + 0.05:
+        parts = _SHARE * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _looked_up[:] = time.monotonic(), psutil.virtual_memory().available // parts
+    return int(_looked_up[1])
 
 
 def chunk_bytes(device: torch.device, *, of_caches: int = 1) -> int:

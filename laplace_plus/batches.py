@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputErr
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """The keys under which a mapping may hold its target; the first that is present is taken."""
+
+signature_of = lru_cache(256)(inspect.signature)  # of plain functions: a method as key would keep its object alive
 
 _ENOUGH_REPEATED = 8
 """Targets that repeat their own tokens until data are refused; a masked language model's do so with odds of 1 to 9."""
@@ -201,6 +204,7 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
         ((), {'a': 1, 'b': 2})
     """
     forward = source.forward if isinstance(source, nn.Module) else source
+    owner = (source,) if (function := getattr(forward, "__func__", None)) else ()
     candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     if isinstance(inputs, Mapping):
         if all(isinstance(key, str) for key in inputs):
@@ -208,20 +212,20 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
     elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         candidates.append((tuple(inputs), {}))
     try:
-        signature = inspect.signature(forward)
+        signature = inspect.signature(forward) if function is None else signature_of(function)
     except (TypeError, ValueError):  # compiled code may have none
         return candidates[0] if candidates else ((inputs,), {})
     if not (isinstance(inputs, Mapping) and signature.parameters.keys() & inputs.keys()):
         candidates.append(((inputs,), {}))
     for args, kwargs in candidates:
         with suppress(TypeError):
-            signature.bind(*args, **kwargs)
+            signature.bind(*owner, *args, **kwargs)
             return args, kwargs
-    owner = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
+    named = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
     shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
     raise DataError(
-        f"The inputs do not fit {owner}.",
-        expected=f"inputs for the parameters ({', '.join(shown)})",
+        f"The inputs do not fit {named}.",
+        expected=f"inputs for the parameters ({', '.join(shown[len(owner) :])})",
         got=describe(inputs),
         fix="let the loader yield just the inputs that the network takes, under the names of its parameters",
     )

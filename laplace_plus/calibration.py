@@ -25,8 +25,8 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import scipy
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from laplace_plus import io
@@ -329,7 +329,7 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[f
     """Where a loss is least, and that loss: on a grid of 11 points, then around the best of them."""
     best = min((low + (high - low) * number / 10 for number in range(11)), key=loss)
     bounds = max(best - (high - low) / 10, low), min(best + (high - low) / 10, high)
-    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    found = scipy.optimize.minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-6})
     best = min((best, float(found.x)), key=loss)
     return best, loss(best)
 

@@ -1,24 +1,21 @@
 """The trained module as a pure function ``f(θ, x)`` of its parameters and inputs.
 
-The user's model stays as it is: it runs through ``torch.func.functional_call`` in evaluation mode, on detached views of
-its parameters and on copies of its buffers. Every mode is restored, also when the network fails.
+The user's model stays as it is: it runs in evaluation mode, with detached views of its parameters and copies of its
+buffers in their places. All of them and every mode are restored, also when the network fails.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache
-from operator import attrgetter
-from typing import Any
+from contextlib import contextmanager, nullcontext, suppress
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import BaseTorchFunctionMode
 
 from laplace_plus import batches
@@ -26,14 +23,12 @@ from laplace_plus._memory import memory_budget
 from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
-from laplace_plus.example_gradients import per_example_gradients
 from laplace_plus.selection import Selected, Selection, select, uses
 
-_STRIDE = 251
-"""Entries that share one weighted sum; a prime, so that it divides no common layer size."""
+_WHOLE, _SAMPLED = 4096, 512
+"""Entries up to which each public method compares all of a tensor, and how many of a larger one."""
 
-_SMALL = 2**16
-"""Tensors with at most this many entries are summed together: one call for all biases costs less than one for each."""
+_own_parameters, _own_buffers = attrgetter("_parameters"), attrgetter("_buffers")  # a module's, without its submodules'
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _registering = threading.Lock()
@@ -67,17 +62,30 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
         if network.ambient_autocast is not None:  # inside another public method of the same thread
             yield
             return
-        device = network.device
-        kind = device.type
-        network.ambient_autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         try:
-            with torch.inference_mode(False), torch.autocast(kind, enabled=False), memory_budget(memory, device):
+            network.kept["inside"] = True
+            device = network.device
+            kind = device.type
+            enabled = torch.is_autocast_enabled(kind)
+            network.ambient_autocast = enabled, torch.get_autocast_dtype(kind)
+            no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
+            with torch.inference_mode(False), no_autocast, memory_budget(memory, device):
                 yield
         except RuntimeError as error:
             refuse_checkpointing(error)
             raise
         finally:
-            network.ambient_autocast = network._dtype = network._seen = None
+            network.ambient_autocast = None
+            network.kept.clear()
+
+
+class Held(NamedTuple):
+    """A model's modules, each once; its tensors by their (first) names; the places of all by every name."""
+
+    modules: list[nn.Module]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    places: dict[str, tuple[dict[str, Any], str, Tensor]]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -123,7 +131,8 @@ class Network:
         self.sharded = sharded_source(model)
         self.selection = parameters
         self.arrange = arrange
-        self._dtype: torch.dtype | None = None
+        # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
+        self.kept: dict[str, Any] = {}
         with turn(self.model):
             _refuse_unsuitable(self.model)
             self.select_last_layer(None)
@@ -135,8 +144,6 @@ class Network:
         self.can_cut: bool | None = None
         # The caller's autocast while a public method runs; None outside.
         self.ambient_autocast: tuple[bool, torch.dtype] | None = None
-        # State of the weights in the public method that runs.
-        self._seen: tuple[Any, ...] | None = None
 
     def selecting(self, parameters: Selection) -> Network:
         """The same network with other parameters selected."""
@@ -158,6 +165,7 @@ class Network:
             self.offsets[item.name] = self.n_parameters
             self.n_parameters += item.size
         self._layer_index: Tensor | None = None
+        self.kept.clear()
         # What curvature.gradients learns about the network: the example axis of each call, and each block's positions
         # in the parameter vector.
         self.example_axes: dict[str, Any] = {}
@@ -173,52 +181,68 @@ class Network:
         return self._layer_index
 
     @property
+    def held(self) -> Held:
+        """What the model holds, from one walk over its modules in each public method."""
+        if "held" in self.kept:
+            return self.kept["held"]
+        held, seen = Held([], {}, {}, {}), set()
+        for prefix, module in self.model.named_modules():
+            held.modules.append(module)
+            for named, own in (held.parameters, _own_parameters(module)), (held.buffers, _own_buffers(module)):
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        held.places[name] = own, key, tensor
+                        if id(tensor) not in seen:
+                            named[name] = tensor
+                            seen.add(id(tensor))
+        if self.kept:
+            self.kept["held"] = held
+        return held
+
+    @property
     def parameters(self) -> dict[str, Tensor]:
         """Detached views of all parameters, selected or not; of tied ones that are not selected, one for each use."""
         result = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.held.parameters.items():
             result[name] = parameter.detach()
         for name in self._apart:
-            result[name] = attrgetter(name)(self.model).detach()
+            result[name] = self.held.places[name][2].detach()
         return result
 
     def vector(self) -> Tensor:
         """The network's current selected entries, ``[P]``, at least float32."""
-        parameters, slices = self.parameters, []
+        parameters, dtype, slices = self.parameters, self.dtype, []
         for item in self.selected:
             flat = parameters[item.name].flatten()
             flat = flat if item.mask is None else flat[item.mask.to(flat.device)]
-            slices.append(flat.to(self.dtype))
+            slices.append(flat.to(dtype))
         return torch.cat(slices)
 
-    def substitute(self, vector: Tensor) -> dict[str, Tensor]:
-        """Parameter tensors with the selected entries taken from ``vector [P]``; differentiable."""
-        parameters, result = self.parameters, {}
-        for item, entries in zip(self.selected, vector.split([item.size for item in self.selected]), strict=True):
+    def substitute(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Parameter tensors with the selected entries taken from ``vectors [..., P]``; differentiable."""
+        parameters, result, lead = self.parameters, {}, vectors.shape[:-1]
+        for item, entries in zip(self.selected, vectors.split([item.size for item in self.selected], -1), strict=True):
             original = parameters[item.name]
             entries = entries.to(original.dtype)
             if item.mask is not None:
                 index = item.mask.to(original.device).nonzero().squeeze(-1)
-                entries = original.flatten().index_copy(0, index, entries)
-            result[item.name] = entries.view(item.shape)
+                entries = original.flatten().expand(*lead, -1).index_copy(-1, index, entries)
+            result[item.name] = entries.view((*lead, *item.shape))
         return result
 
     @property
     def dtype(self) -> torch.dtype:
         """The type that factorisations use: that of the selected parameters, at least float32."""
-        if self._dtype is not None:
-            return self._dtype
-        dtype = torch.float32
+        dtype, places = torch.float32, self.held.places
         for item in self.selected:
-            dtype = torch.promote_types(dtype, attrgetter(item.name)(self.model).dtype)
-        if self.ambient_autocast is not None:  # nothing changes the model while a public method runs
-            self._dtype = dtype
+            dtype = torch.promote_types(dtype, places[item.name][2].dtype)
         return dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the first selected parameter; batches are moved there."""
-        return attrgetter(self.parameter_names[0])(self.model).device
+        return self.held.places[self.parameter_names[0]][2].device
 
     def receive(self, inputs: Any) -> Any:
         """Inputs moved to the network's device."""
@@ -232,36 +256,54 @@ class Network:
         Raises:
             InputError: The network fails on these inputs.
         """
-        model = self.model
+        return self.raw_each(inputs, [parameters or {}])[0]
+
+    def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+        """As :meth:`raw`, with one set of parameters after the other."""
+        held, found = self.held, []
+        enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
         # Nothing is compiled before torch._dynamo is imported, which takes a second.
-        with evaluation_mode(model), eager if "torch._dynamo" in sys.modules else nullcontext():
-            arguments, keywords = batches.bind(model, inputs)
-            known = parameters or {}
-            values: dict[int, Tensor] = {}  # by identity: tied tensors have one value, unless their use has its own
-            for name, parameter in model.named_parameters():
-                values[id(parameter)] = known[name] if name in known else parameter.detach()
-            for name, buffer in model.named_buffers():  # copies: some modules write to them even in evaluation mode
-                values[id(buffer)] = known[name] if name in known else buffer.clone()
-            # torch's own tie_weights=True looks tensors up by name. If the model holds a module object twice, torch
-            # then replaces its tensors twice, and restores the first replacement instead of the original.
-            state: dict[str, Tensor] = {}
-            for prefix, module in model.named_modules():  # each object once
-                for named in (module.named_parameters, module.named_buffers):
-                    for name, tensor in named(prefix=prefix, recurse=False, remove_duplicate=False):
-                        state[name] = known[name] if name in known else values[id(tensor)]
-            enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
-            with torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext():
-                try:
-                    return functional_call(model, state, arguments, keywords, tie_weights=False)
-                except (torch.OutOfMemoryError, ConfigurationError):  # the latter comes from a rule of a layer
-                    raise
-                except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                    raise InputError(
-                        f"The network failed on a batch: {error}.",
-                        expected="inputs that model(inputs) takes",
-                        got=batches.describe(inputs),
-                        fix="Look at the error above this one, and call the model on such a batch yourself.",
-                    ) from error
+        with (
+            evaluation_mode(self.model, held.modules) as before,
+            eager if "torch._dynamo" in sys.modules else nullcontext(),
+            torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
+        ):
+            arguments, keywords = batches.bind(self.model, inputs)
+            try:
+                for number, known in enumerate(parameters):
+                    if number:
+                        _restore(before)
+                    values: dict[int, Tensor] = {}  # by identity: tied tensors have one value, if their use has none
+                    for name, buffer in held.buffers.items():  # copies: some modules write to them even so
+                        values[id(buffer)] = known[name] if name in known else buffer.clone()
+                    for name, parameter in held.parameters.items():
+                        values[id(parameter)] = known[name] if name in known else parameter.detach()
+                    for name, (own, key, tensor) in held.places.items():
+                        own[key] = known[name] if name in known else values[id(tensor)]
+                    found.append(self.model(*arguments, **keywords))
+            except (torch.OutOfMemoryError, ConfigurationError):  # the latter comes from a rule of a layer
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise InputError(
+                    f"The network failed on a batch: {error}.",
+                    expected="inputs that model(inputs) takes",
+                    got=batches.describe(inputs),
+                    fix="Look at the error above this one, and call the model on such a batch yourself.",
+                ) from error
+            finally:
+                for own, key, tensor in held.places.values():
+                    own[key] = tensor
+        return found
+
+    def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
+        """Outputs ``[B, *, C]`` with the selected entries taken from each of ``vectors [S, P]``, no derivatives."""
+        stacked = self.substitute(vectors)
+        sets = [dict(zip(stacked, one, strict=True)) for one in zip(*map(Tensor.unbind, stacked.values()), strict=True)]
+        # Other kernels, with other rounding, where no mode is active and no derivatives are asked for.
+        fused = any(isinstance(m, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) for m in self.held.modules)
+        with torch.no_grad(), BaseTorchFunctionMode() if fused else nullcontext():
+            found = self.raw_each(inputs, sets)
+        return [self.arrange(batches.output_tensor(raw)) for raw in found]
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
@@ -286,27 +328,20 @@ class Network:
             (pushed,) = torch.autograd.grad(pulled, dummy, tangent.to(pulled))
         return pushed.detach()
 
-    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
-        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
-
-        The general path for parameters whose use in the network no rule describes. ``cotangents`` is ``[V, B, *, C]``.
-        """
-        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
-
     def refresh(self) -> None:
         """Take up the present weights of a model that is :attr:`sharded` over ranks; to be called on all of them."""
         refresh_(self.model, self.sharded)
-        self._seen = None
+        self.kept.clear()
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if any parameter, selected or not, is NaN or infinite."""
-        if math.isfinite(sum(self.state()[1])):
-            return
         for name, parameter in self.parameters.items():
-            # Eight-bit floats cannot be compared.
-            finite = torch.isfinite(parameter.float() if parameter.itemsize == 1 else parameter)
+            values = parameter.float() if parameter.itemsize == 1 else parameter  # eight-bit floats cannot be compared
+            if bool(torch.isfinite(values.sum())):  # which NaNs and infinities reach
+                continue
+            finite = torch.isfinite(values)
             if not bool(finite.all()):
                 raise NonFiniteError(
                     f"Parameter {name!r} is not finite.",
@@ -315,23 +350,37 @@ class Network:
                     fix="The training diverged; train again, e.g. with a smaller learning rate.",
                 )
 
-    def state(self) -> tuple[Any, ...]:
-        """Names, identities and checksums of all weights and buffers; equal states have equal values.
+    def mark(self) -> list[Any]:
+        """What differs after a change of weights or buffers: identities, addresses, torch's counts of writes, entries.
 
-        Costs one pass over them in each public method, a small part of a forward pass. Writes through ``.data``, NumPy
-        or a custom kernel leave no other trace. Another device or number of threads may also show, by rounding.
+        Of large tensors, unless they are sparse or of other classes, some entries stand for all.
         """
-        with turn(self.model):
-            if self._seen is not None:
-                return self._seen
-            names, tensors = [], []
-            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                names.append((name, id(tensor)))
-                tensors.append(tensor)
-            state = names, checksums(tensors)
-            if self.ambient_autocast is not None:  # nothing changes the model while a public method runs
-                self._seen = state
-            return state
+        if "mark" in self.kept:
+            return self.kept["mark"]
+        found: list[Any] = []
+        entries: dict[Any, list[Tensor]] = {}
+        for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
+            found.append((name, id(tensor)))
+            if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
+                sparse = tensor.detach().to_sparse_coo().coalesce()
+                parts = [sparse.indices(), sparse.values()]
+            elif type(tensor) not in (Tensor, nn.Parameter):
+                parts = [tensor.detach().double()]
+            else:
+                with suppress(RuntimeError):  # of inference mode
+                    found.append((tensor.data_ptr(), tensor._version))
+                parts = [tensor.detach()]
+                if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
+                    parts = [parts[0].permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))]
+                if tensor.numel() > _WHOLE:
+                    parts = [parts[0].flatten()[:: tensor.numel() // _SAMPLED | 1]]
+            for part in parts:
+                entries.setdefault((part.dtype, part.device), []).append(part.flatten())
+        for own in entries.values():
+            found.append(torch.cat(own).view(torch.uint8).cpu().numpy().tobytes())
+        if self.kept:
+            self.kept["mark"] = found
+        return found
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:
@@ -353,38 +402,46 @@ def _refuse_unsuitable(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[Any]:
     """Put every submodule into evaluation mode, and restore its mode and its tensors afterwards.
 
     ``training`` is set directly, because a custom ``train()`` may do more, e.g. merge adapter weights. A forward pass
     may store tensors that exist in this call only: recurrent layers keep a list of their weights, weight normalisation
     sets the weight, and some networks remember activations. Attributes that hold tensors are therefore restored; other
-    attributes, such as counters, stay as the network left them.
+    attributes, such as counters, stay as the network left them. The context gives what :func:`_restore` takes.
     """
     with turn(model):
         before = []
-        for module in model.modules():
-            attributes = dict(vars(module))
-            lists = {}
-            for name, value in attributes.items():
+        for module in modules or model.modules():
+            own, training = vars(module), module.training
+            if training:
+                module.training = False
+            attributes, lists = dict(own), {}
+            for name, value in own.items():
                 if type(value) is list and _holds_tensors(value):
                     lists[name] = list(value)
-            before.append((module, module.training, attributes, lists))
-            module.training = False
+            before.append((module, training, own, attributes, lists))
         try:
-            yield
+            yield before
         finally:
-            for module, training, attributes, lists in before:
-                module.training = training
-                now = vars(module)
-                for name in [*now]:
-                    if name not in attributes and _holds_tensors(now[name]):
-                        del now[name]
-                for name, value in attributes.items():
-                    if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
-                        now[name] = value
-                for name, content in lists.items():
-                    now[name][:] = content
+            _restore(before)
+            for module, training, *_ in before:
+                if module.training != training:
+                    module.training = training
+
+
+def _restore(before: Any) -> None:
+    """Restore the attributes that hold tensors, from modules with all attributes now and before and lists' content."""
+    for _, _, now, attributes, lists in before:
+        if now.keys() != attributes.keys() or not all(map(is_, now.values(), attributes.values())):
+            for name in [*now]:
+                if name not in attributes and _holds_tensors(now[name]):
+                    del now[name]
+            for name, value in attributes.items():
+                if now.get(name) is not value and (_holds_tensors(value) or _holds_tensors(now.get(name))):
+                    now[name] = value
+        for name, content in lists.items():
+            now[name][:] = content
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -392,40 +449,3 @@ def _holds_tensors(value: Any) -> bool:
     if type(value) not in (list, tuple):
         return isinstance(value, Tensor)
     return any(isinstance(entry, (Tensor, weakref.ReferenceType)) for entry in value)
-
-
-def checksums(tensors: Sequence[Tensor]) -> list[float]:
-    """Weighted sums of all entries, which tell permutations apart: one for each large tensor, one for all small ones.
-
-    A NaN or infinity makes its sum non-finite. Sparse tensors count with their stored entries and indices. The sums
-    depend on the number of threads and on the device, by rounding.
-    """
-    large: list[Tensor] = []
-    small: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        values = [tensor.detach()]
-        if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
-            coalesced = values[0].to_sparse_coo().coalesce()
-            values = [coalesced.indices(), coalesced.values()]
-        for stored in values:
-            if stored.numel() > _SMALL:
-                large.append(stored.flatten() if stored.is_floating_point() else stored.flatten().double())
-            else:
-                small.setdefault(stored.device, []).append(stored.flatten().double())
-    for several in small.values():
-        large.append(torch.cat(several))
-    sums = []
-    for flat in large:
-        columns = len(flat) // _STRIDE
-        whole = columns * _STRIDE
-        ramp = _ramp(0.5, _STRIDE, flat.dtype, flat.device)
-        total = (ramp @ flat[:whole].view(_STRIDE, columns)).double() @ _ramp(1.0, columns, torch.float64, flat.device)
-        sums.append(float(total + (flat[whole:] * ramp[: len(flat) - whole]).double().sum()))
-    return sums
-
-
-@lru_cache(maxsize=64)
-def _ramp(start: float, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Weights that rise linearly from ``start`` to ``start + 1``."""
-    with torch.inference_mode(False):
-        return torch.linspace(start, start + 1, length, dtype=dtype, device=device)

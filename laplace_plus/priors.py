@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,12 +27,12 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
         >>> as_hyperparameter(0.1).dtype
         torch.float64
     """
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference():
+        return value
     try:
         with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later
-            if isinstance(value, Tensor) and value.is_inference():
-                value = value.clone()
             if isinstance(value, Tensor) and value.is_floating_point():
-                return value
+                return value.clone()
             if isinstance(value, Tensor) and value.is_complex():
                 raise TypeError
             return torch.as_tensor(value, dtype=torch.float64)
@@ -133,7 +133,8 @@ class GaussianPrior:
 
     def with_precision(self, precision: float | Tensor) -> GaussianPrior:
         """The same prior at another precision, without looking at all entries again; errors as :meth:`create`."""
-        return replace(self, precision=_checked_precision(precision, len(self.layer_index), self.n_layers))
+        checked = _checked_precision(precision, len(self.layer_index), self.n_layers)
+        return GaussianPrior(checked, self.mean, self.layer_index, self.n_layers)
 
     @property
     def structure(self) -> PriorStructure:

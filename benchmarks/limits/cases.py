@@ -210,6 +210,17 @@ def diagonal_predict(problem: Problem) -> Iterator[Task]:
     yield from _predict(problem, lp.Diagonal, "diag", "diagonal_predict")
 
 
+def small_predict(problem: Problem) -> Iterator[Task]:
+    """One input of a tiny network, by the default link: what calls cost, whatever they compute."""
+    x = problem.probe(1)
+    one = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1]}))
+    kinds = {"KFAC": (lp.KFAC, "all"), "Full": (lp.Full, "all"), "Diagonal": (lp.Diagonal, "all")}
+    for name, (kind, selection) in (kinds | {"last layer": (lp.KFAC, "last_layer")}).items():
+        posterior = _fit(problem, kind, parameters=selection)
+        predict = partial(posterior.predictive, x)
+        yield Task("small_predict", f"{name} predictive, B=1", one, predict, one.forward, "1 forward", Target(8))
+
+
 # -- hyperparameters and samples ---------------------------------------------------------------------------------------
 
 
@@ -400,7 +411,8 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "diagonal_fit": (diagonal_fit, ("mlp1024", "lenet")),
     "kfac_predict": (kfac_predict, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
     "diagonal_predict": (diagonal_predict, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
-    "evidence": (evidence, ("mlp50", "mlp1024")),
+    "small_predict": (small_predict, ("mlp32", "mlp32_2")),
+    "evidence": (evidence, ("mlp50", "mlp1024", "lenet")),
     "kfac_samples": (kfac_samples, ("mlp1024",)),
     "last_layer": (last_layer, ("resnet18_1000",)),
 }

@@ -143,6 +143,12 @@ def friedman(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, ((y - 14.4) / 4.9 + noise)[:, None]
 
 
+def halves(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The same inputs, and whether the function is above its mean."""
+    x, y = friedman(n, generator)
+    return x, (y[:, 0] > 0).long()
+
+
 def thousand_classes(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Noisy copies of 1000 smooth random images."""
     own = torch.Generator().manual_seed(1000)
@@ -200,6 +206,8 @@ class Recipe:
 
 IMAGE = (3, 32, 32)
 RECIPES: dict[str, Recipe] = {
+    "mlp32": Recipe(lambda: multilayer(8, 32, 32, 1, activation=nn.Tanh), friedman, 1, 200, 100, True, 1000, 1e-2),
+    "mlp32_2": Recipe(lambda: multilayer(8, 32, 32, 2, activation=nn.Tanh), halves, 2, 200, 100, True, 1000, 1e-2),
     "mlp50": Recipe(lambda: multilayer(8, 50, 50, 1, activation=nn.Tanh), friedman, 1, 1000, 100, True, 2000, 1e-2),
     "mlp1024": Recipe(lambda: multilayer(784, 1024, 1024, 10), digits(784), 10, 2000, 64, True, 400),
     "lenet": Recipe(lenet, digits(1, 28, 28), 10, 2000, 64, True, 800, 2e-3),

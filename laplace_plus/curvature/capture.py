@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 import warnings
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -57,7 +57,10 @@ _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detac
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
-_NAME = attrgetter("name")
+_FEW = 4
+"""Cotangents that go backwards one after the other on a CPU: torch's batching takes as long as 5 small networks do."""
+
+_NAME, _label = attrgetter("name"), lru_cache(4096)(str)
 
 _MAX_PROBES = 16
 """Pairs of examples that are tried before a call is left to the general path; one is enough if it reaches the layer.
@@ -92,6 +95,7 @@ class _Recorder(TorchFunctionMode):
         self.switched_off: set[str] = set()
         self.may_be_cut_off = self.packed = False
         self.uses: list[str] = []
+        self.rule_context = nullcontext() if keep_graph else torch.no_grad()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,11 +106,11 @@ class _Recorder(TorchFunctionMode):
                     return _attention_body(*args, **kwargs)
             finally:
                 self.packed = packed
-        used = list(filter(None, map(self.rows.get, map(id, _tensors((args, kwargs))))))
-        call = None
+        used = tuple(filter(None, map(self.rows.get, map(id, _tensors((args, kwargs))))))
+        call, rows = None, used
         if used and func in RULES:
             try:
-                with nullcontext() if self.keep_graph else torch.no_grad():
+                with self.rule_context:
                     call = RULES[func](lambda value: self.rows.get(id(value)), *args, **kwargs)
                 if call is not None and not isinstance(call, Call):
                     raise TypeError(f"it returned {call!r}")
@@ -121,7 +125,7 @@ class _Recorder(TorchFunctionMode):
                     fix="Correct the rule that was given to laplace_plus.curvature.register_rule.",
                 ) from error
             # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
-            if call is not None and not set(map(_NAME, call.rows)).issuperset(map(_NAME, used)):
+            if call is not None and used != call.rows and not {*map(_NAME, call.rows)}.issuperset(map(_NAME, used)):
                 call = None
         if call is not None:
             self.uses += map(_NAME, used)
@@ -129,10 +133,11 @@ class _Recorder(TorchFunctionMode):
                 call.weight = None
             if call.bias is not None and call.bias.name not in self.wanted:
                 call.bias = None
-            call.version = call.value._version if call.rows and torch.is_grad_enabled() else 0
+            rows = call.rows
+            call.version = call.value._version if rows and torch.is_grad_enabled() else 0
         output = func(*args, **kwargs)
         if call is not None:
-            output = self._record(call, output) if call.rows else output
+            output = self._record(call, rows, output) if rows else output
         elif used:
             self._note_other_use(func, used, output)
         elif func in REARRANGING and args and args[0] is self.latest and self.latest._version == self.version:
@@ -147,9 +152,9 @@ class _Recorder(TorchFunctionMode):
             self.n_bytes += output.numel() * output.element_size()
         return output
 
-    def _record(self, call: Call, output: Tensor) -> Tensor:
+    def _record(self, call: Call, rows: tuple[ParameterRows, ...], output: Tensor) -> Tensor:
         """Note a call and have its output take gradients; returns the output for the network to go on with."""
-        names = set(map(_NAME, call.rows))
+        names = set(map(_NAME, rows))
         if not torch.is_grad_enabled():  # no later operation will ask for this call's gradient
             self.switched_off |= names
             self.may_be_cut_off = True
@@ -165,10 +170,10 @@ class _Recorder(TorchFunctionMode):
             self.uncovered |= names
             return output
         self.covered |= names
-        label = str(call.rows)
+        label = _label(rows)
         self.counts[label] = self.counts.get(label, 0) + 1
         call.label, call.packed, call.edge = f"{label}#{self.counts[label]}", self.packed, get_gradient_edge(output)
-        call.output_shape, call.output_like = output.shape, output.detach().new_empty(0)
+        call.output_shape, call.output_like = output.shape, output.new_empty(0)
         if self.packed and isinstance(call, LinearCall):  # attention's query, key and value
             call.groups = max(1, call.weight_shape[0] // call.weight_shape[1])
         if not self.keep_graph:
@@ -179,7 +184,7 @@ class _Recorder(TorchFunctionMode):
         self.version = self.latest._version
         return self.latest
 
-    def _note_other_use(self, func: Any, used: list[ParameterRows], output: Any) -> None:
+    def _note_other_use(self, func: Any, used: tuple[ParameterRows, ...], output: Any) -> None:
         """Note a use of parameters that no rule describes."""
         if self.packed and func in _SPLITS:  # attention splits its packed projection by rows
             start = used[0].start
@@ -239,7 +244,7 @@ class Capture:
             recorder = _Recorder(parameters, wanted, differentiable)
             with torch.enable_grad():
                 with recorder:
-                    raw = batches.output_tensor(network.raw(inputs, parameters))
+                    raw = batches.output_tensor(network.raw_each(inputs, [parameters])[0])
                 arranged = network.arrange(raw)
             layer = network.layers[0]
             if settles_last_layer:
@@ -300,28 +305,26 @@ class Capture:
             options: dict[str, Any] = {"create_graph": self.differentiable, "retain_graph": True, "allow_unused": True}
             pull = partial(torch.autograd.grad, self.graph_outputs, edges, **options)
             cotangents, found = cotangents.to(self.graph_outputs.dtype), None
-            with warnings.catch_warnings():
-                # The user knows about hooks, and cannot change that torch loops over some operations.
-                warnings.filterwarnings("ignore", message="There is a performance drop")
-                warnings.filterwarnings("ignore", message="Full backward hook is firing")
-                warnings.filterwarnings("error", message=f".*{_NO_DERIVATIVE}")
-                try:
-                    if len(cotangents) > 1 and not self.differentiable:
-                        with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
-                            found = pull(cotangents, is_grads_batched=True)
-                    if found is None:
-                        columns = zip(*map(pull, cotangents), strict=True)
-                        found = [None if column[0] is None else torch.stack(column) for column in columns]
-                except UserWarning as warning:
-                    if _NO_DERIVATIVE not in str(warning):
-                        raise
-                    operation = str(warning).partition(f": {_NO_DERIVATIVE}")[0]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if len(cotangents) > (_FEW if cotangents.device.type == "cpu" else 1) and not self.differentiable:
+                    with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
+                        found = pull(cotangents, is_grads_batched=True)
+                if found is None:
+                    columns = zip(*map(pull, cotangents), strict=True)
+                    found = [None if column[0] is None else torch.stack(column) for column in columns]
+            for warning in caught:
+                operation, lacks, _ = str(warning.message).partition(f": {_NO_DERIVATIVE}")
+                if lacks:
                     raise UnsupportedError(
                         f"The operation {operation!r} has no derivative, so what lies before it cannot be told apart.",
                         expected="operations with derivatives behind every selected parameter",
                         got=f"{operation!r} behind some of them",
                         fix='Select only parameters behind it, such as parameters="last_layer".',
-                    ) from warning
+                    )
+                # The user knows about hooks, and cannot change that torch loops over some operations.
+                if not operation.startswith(("There is a performance drop", "Full backward hook is firing")):
+                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         gradients = []
         for call, gradient in zip(self.calls, found, strict=True):
             if gradient is None:

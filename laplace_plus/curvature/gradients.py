@@ -25,6 +25,7 @@ from laplace_plus.curvature.capture import Capture, capture_batch, find_axes
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
+from laplace_plus.example_gradients import per_example_gradients
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
@@ -37,6 +38,7 @@ from laplace_plus.structured.gradients import (
     SelectedGradients,
     concatenate,
 )
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 _COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""
@@ -122,7 +124,7 @@ class Gradients:
 
     def whole(self, cotangents: Tensor) -> tuple[Layout, JoinedGradients]:
         """The gradients over all selected entries as one block ``[1, 1, P]``, for structures whose P is small."""
-        parts = [(gradients, layout.index) for layout, gradients in self.blocks(cotangents, ())]
+        parts = [(gradients, layout.parameter_slices) for layout, gradients in self.blocks(cotangents, ())]
         return whole_layout(self.network), JoinedGradients(parts, self.network.n_parameters)
 
     def _regrouped(self, cotangents: Tensor, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ExampleGradients]]:
@@ -134,22 +136,23 @@ class Gradients:
                 continue
             place = torch.full((self.network.n_parameters,), -1)
             place[layout.index.flatten().cpu()] = torch.arange(layout.n_entries)
-            parts: list[tuple[ExampleGradients, Tensor]] = []
+            parts: list[tuple[ExampleGradients, ParameterSlices]] = []
             for layer, gradients in layers.values():
                 positions = place[layer.index.cpu()]
                 chosen = (positions.flatten() >= 0).nonzero().squeeze(-1)
                 if len(chosen) == layer.n_entries:
-                    parts.append((gradients, positions))
+                    parts.append((gradients, ParameterSlices(positions)))
                 elif len(chosen):
                     subset = SelectedGradients(gradients, chosen.to(gradients.device))
-                    parts.append((subset, positions.flatten()[chosen][None, None]))
+                    parts.append((subset, ParameterSlices(positions.flatten()[chosen][None, None])))
             yield layout, JoinedGradients(parts, layout.n_entries, layout.shape)
 
     def _general_gradients(self, cotangents: Tensor) -> dict[str, Tensor]:
         """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
         names = [plan.layout.names[0] for plan in self._plans if not plan.members]
         used = tuple(name for name in names if name not in self.capture.unused)
-        values = self.network.per_example_gradients(self.capture.inputs, used, cotangents) if used else {}
+        chosen = {name: self.network.parameters[name] for name in used}
+        values = per_example_gradients(self.network, self.capture.inputs, chosen, cotangents) if used else {}
         for item in self.network.selected:
             if item.name in names and item.name in self.capture.unused:
                 values[item.name] = cotangents.new_zeros(*cotangents.shape[:2], *item.shape)
@@ -180,7 +183,7 @@ def _plans(network: Network, calls: Sequence[Call]) -> list[_Plan]:
         for number in members:
             call = calls[number]
             clean = clean and call.axis is not None and type(call) is type(first) and call.packed == first.packed
-        for other in chain.from_iterable(claims[name] for name in names):
+        for other in chain.from_iterable(map(claims.__getitem__, names)):
             # Other row ranges of the same weight (a split projection) do not interfere; other partners do.
             if other != rows:
                 clean = clean and len(other) == len(rows) and starts.isdisjoint(map(_START, other))

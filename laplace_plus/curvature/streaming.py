@@ -57,7 +57,7 @@ class Stream:
         self.data, self.chunk_size, self.progress = data, chunk_size, progress
         self.ad_modes = ADModes()
         self.network.check_finite()
-        self._state, self._names = self.network.state(), self.network.parameter_names
+        self._mark, self._names = self.network.mark(), self.network.parameter_names
         self.n_data = self.n_outputs = self.most = 0
         self.checksum = self._order_sum = 0.0
 
@@ -88,7 +88,7 @@ class Stream:
             ModelChangedError: The network is not what it was in the first pass.
             DataError: The data are not what they were.
         """
-        if self.network.state() != self._state or self._names != self.network.parameter_names:
+        if self.network.mark() != self._mark or self._names != self.network.parameter_names:
             raise ModelChangedError(
                 "The network has changed since the operator was made.",
                 expected="the same weights, buffers and selection in every pass over the data",

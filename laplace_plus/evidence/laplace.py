@@ -173,20 +173,18 @@ class LaplaceModel:
         temperature = as_hyperparameter(temperature).to(self.vector.device, torch.float64)
         weights = self.weights(noise_std) / temperature
         scatter = (precision * self.scatter(prior.structure)).sum()
-        sizes = {"scalar": len(self.vector), "layerwise": self.sizes, "diagonal": 1}[prior.structure]
-        prior_log_determinant = (precision.log() * sizes).sum()
-        log_determinant = self._log_determinant(prior, weights)
+        log_ratio = self._log_ratio(prior.structure, precision, weights)
         fit = self.log_likelihood(noise_std).to(scatter.device) / temperature
-        return fit - (scatter + log_determinant - prior_log_determinant) / 2
+        return fit - (scatter + log_ratio) / 2
 
-    def _log_determinant(self, prior: GaussianPrior, weights: Tensor) -> Tensor:
-        """``log det Λ``, 0-d float64."""
-        joined = self._joined(prior.structure, weights)
+    def _log_ratio(self, structure: str, precision: Tensor, weights: Tensor) -> Tensor:
+        """``log det Λ − log det P₀``, 0-d float64."""
+        joined = self._joined(structure, weights)
         if joined is not None:
-            shifts = prior.precision.to(self.vector.device, torch.float64)
-            return joined.log_determinant(weights[0], shifts.view(-1))
-        total = torch.zeros((), dtype=torch.float64, device=self.vector.device)
-        diagonals = self.diagonals(prior.precision)
+            return joined.log_ratio(weights[0], precision.log())
+        sizes = self.sizes if structure == "layerwise" else len(self.vector) if structure == "scalar" else 1
+        total = -(precision.log() * sizes).sum()
+        diagonals = self.diagonals(precision)
         for layout, block in self.curvature:
             total = total + block.log_determinant(weights, diagonals[layout.key]).double()
         return total

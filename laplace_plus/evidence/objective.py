@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning
@@ -260,7 +260,7 @@ class EvidencePoint:
         start, bounds = self.logarithms[first:].numpy(), objective.box.T[first:].tolist()
         if not len(start):
             return at(self.logarithms[first:]), 1
-        result = minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        result = scipy.optimize.minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         return at(torch.from_numpy(result.x)), int(result.nfev)
 
     def _with_best_entries(self, noise: Tensor) -> EvidencePoint:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -318,8 +318,8 @@ class MovedNetwork(Network):
         return Network.parameters.fget(self) | self._point  # type: ignore[attr-defined]
 
     @override
-    def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
-        return Network.raw(self, inputs, {**self._point, **(parameters or {})})
+    def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+        return Network.raw_each(self, inputs, [{**self._point, **known} for known in parameters])
 
 
 def _leaves(batch: Batch) -> list[Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import scipy.linalg
+import scipy
 import torch
 from torch import Tensor
 

@@ -15,8 +15,8 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import scipy
 import torch
-from scipy.linalg import blas
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
@@ -68,7 +68,7 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
     if INTERPRETED or total.device.type != "cpu":
         _on_device(target, x)
     elif total.shape[-1] >= _SYRK_FROM and target[0].is_contiguous() and is_serial():
-        syrk = blas.ssyrk if total.dtype == torch.float32 else blas.dsyrk
+        syrk = scipy.linalg.blas.ssyrk if total.dtype == torch.float32 else scipy.linalg.blas.dsyrk
         # Row-major matrices are BLAS's transposes, so the lower triangle is its upper one.
         for one, its_rows in zip(target.numpy(), x.to(total.dtype), strict=True):
             by_columns = its_rows.mT.is_contiguous()  # needs no copy

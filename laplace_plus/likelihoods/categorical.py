@@ -280,7 +280,7 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
             log_cdf = -log_density.exp()
             log_density = log_density + log_cdf * square.exp()
             close = ((x < s * (s + 4) + _FAR) | (s > _SMOOTH)).flatten().nonzero().squeeze(1)
-            x_close, s_close = (part.expand_as(x).reshape(-1).index_select(0, close) for part in (x, s))
+            x_close, s_close = x.reshape(-1).index_select(0, close), s.expand_as(x).reshape(-1).index_select(0, close)
             last = ((x_close + 4) / s_close).clamp_max(_REACH)
             span = (last + _REACH).clamp_min(4.0)
             near = torch.minimum(span, 0.8 * n_nodes / s_close)

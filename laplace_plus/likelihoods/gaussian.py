@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_plus.errors import ConfigurationError, OutputError
-from laplace_plus.likelihoods.base import (
-    Marginal,
-    describe,
-    shape_text,
-    unknown_link,
-    variance_of,
-    widen,
-)
+from laplace_plus.likelihoods.base import Marginal, describe, shape_text, unknown_link, variance_of, widen
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.normal import is_full, noisy_normal
 from laplace_plus.likelihoods.sampling import standard_normal

@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
-from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from torch import Tensor
 from typing_extensions import override
 
@@ -415,7 +415,7 @@ def from_scipy(
     Raises:
         OperatorError: A complex matrix, or a symmetric one that is not square.
     """
-    known: LinearOperator = aslinearoperator(matrix)
+    known = scipy.sparse.linalg.aslinearoperator(matrix)
     number = np.dtype(known.dtype if known.dtype is not None else np.float64)
     if number.kind == "c":
         raise OperatorError("The matrix is complex.", expected="real numbers", got=str(number))

@@ -21,8 +21,8 @@ from numbers import Real
 from operator import add
 from typing import Any
 
+import scipy
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 from typing_extensions import override
 
@@ -152,13 +152,29 @@ class Operator(ABC):
             unit.diagonal(start).fill_(1.0)
             yield start, unit
 
-    def to_scipy(self) -> LinearOperator:
+    def to_scipy(self) -> Any:
         """A ``scipy.sparse.linalg.LinearOperator`` of the same shape and number type, for numpy arrays; no gradients.
 
         A block of vectors is one product. bfloat16, which numpy does not have, becomes float32. Real and imaginary
         parts of complex vectors are multiplied separately.
         """
-        return _ScipyView(self)
+        number = torch.float32 if self.dtype is torch.bfloat16 else self.dtype
+
+        def product(operator: Operator, columns: Any) -> Any:  # [n, k] -> [m, k]
+            if columns.dtype.kind == "c":
+                return product(operator, columns.real) + 1j * product(operator, columns.imag)
+            given = torch.tensor(columns.T, dtype=self.dtype, device=self.device)
+            with torch.no_grad():
+                return operator(given).to("cpu", number).numpy().T
+
+        return scipy.sparse.linalg.LinearOperator(
+            self.shape,
+            matvec=lambda vector: product(self, vector.reshape(-1, 1)),
+            rmatvec=lambda vector: product(self.T, vector.reshape(-1, 1)),
+            matmat=lambda columns: product(self, columns),
+            rmatmat=lambda columns: product(self.T, columns),
+            dtype=torch.zeros((), dtype=number).numpy().dtype,
+        )
 
     # -- algebra -------------------------------------------------------------------------------------------------------
 
@@ -202,25 +218,6 @@ class Operator(ABC):
         words += ["symmetric"] if self.symmetric else []
         words += [self._details()] if self._details() else []
         return f"{type(self).__name__}({', '.join(words)})"
-
-
-class _ScipyView(LinearOperator):
-    """An operator in SciPy; see :meth:`Operator.to_scipy`."""
-
-    def __init__(self, operator: Operator):
-        self._operator = operator
-        self._number = torch.float32 if operator.dtype is torch.bfloat16 else operator.dtype
-        super().__init__(torch.zeros((), dtype=self._number).numpy().dtype, operator.shape)
-
-    def _matmat(self, columns: Any) -> Any:  # [n, k] -> [m, k]
-        if columns.dtype.kind == "c":
-            return self._matmat(columns.real) + 1j * self._matmat(columns.imag)
-        given = torch.tensor(columns.T, dtype=self._operator.dtype, device=self._operator.device)
-        with torch.no_grad():
-            return self._operator(given).to("cpu", self._number).numpy().T
-
-    def _adjoint(self) -> LinearOperator:
-        return _ScipyView(self._operator.T)
 
 
 class Transposed(Operator):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus._memory import budget
-from laplace_plus.batches import Batch, iterate
+from laplace_plus.batches import Batch, iterate, signature_of
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
@@ -25,13 +25,7 @@ from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.deviations import moments, pushed, samples_rather
-from laplace_plus.predictive.linearized import (
-    MANY_OUTPUTS,
-    FunctionalPosterior,
-    Outputs,
-    outputs_for,
-    require_outputs,
-)
+from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import Groups
 
 Method = Literal["linearized", "sampled"]
@@ -356,7 +350,7 @@ class Posterior(Stored, ABC):
                 return from_samples(self.likelihood, samples, generator=generator, joint=joint)
         needed = outputs_for(first, self.n_outputs) if many and not joint else None
         options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable}
-        if "generator" in signature(self.functional_posterior).parameters:  # a class may do without
+        if "generator" in signature_of(type(self).functional_posterior).parameters:  # a class may do without
             options["generator"] = generator
         with torch.set_grad_enabled(differentiable):
             mean, covariance = self.functional_posterior(x, joint=joint, **options)
@@ -371,8 +365,7 @@ class Posterior(Stored, ABC):
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
         x = self.network.receive(x)
         for vectors in self._sampled_chunks(n, generator):
-            for vector in vectors:
-                yield self.network(x, self.network.substitute(vector))
+            yield from self.network.several(x, vectors)
 
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""

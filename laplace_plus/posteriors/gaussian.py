@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from laplace_plus.batches import to_device
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, NonFiniteError, UnsupportedError
@@ -169,13 +170,7 @@ class GaussianPosterior(Posterior):
             self.likelihood = likelihood
 
     def _correct(
-        self,
-        data: Iterable[Any],
-        curvature: Curvature,
-        seen: int,
-        *,
-        progress: bool,
-        generator: torch.Generator | None,
+        self, data: Iterable[Any], curvature: Curvature, seen: int, *, progress: bool, generator: torch.Generator | None
     ) -> None:
         """Add the data to the corrected eigenvalues, in place."""
         group, again = self.group, 0
@@ -371,7 +366,7 @@ class GaussianPosterior(Posterior):
         layouts = []
         for layout, _ in self._sums.curvature.blocks:
             layouts.append(layout)
-        x = self.network.receive(x)
+        x = to_device(x, self.network.device)
         found = functional_posteriors(
             self.network,
             [self.factors()],

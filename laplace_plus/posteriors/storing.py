@@ -64,7 +64,7 @@ class Stored(Configured):
     @full_precision
     def write(self, path: str | Path) -> None:
         """What :meth:`save` does on the one process that writes."""
-        self.require_fit()
+        self.require_fit(thorough=True)
         state, tensors = self.state()
         tensors = {"vector": self.mean, **tensors}
         header = {

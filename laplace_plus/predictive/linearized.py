@@ -229,10 +229,10 @@ def from_functional(
     variance = covariance.detach()
     variance = variance.diagonal(dim1=-2, dim2=-1) if full else variance
     if variance.numel():
-        lowest, largest = variance.min(), variance.abs().max()
-        if bool(lowest < -(torch.finfo(variance.dtype).eps ** 0.5) * largest):  # beyond rounding
+        lowest, highest = map(float, variance.aminmax())
+        if lowest < -(torch.finfo(variance.dtype).eps ** 0.5) * max(highest, -lowest):  # beyond rounding
             fix = "Use a larger prior precision, a positive semi-definite curvature (GGN) or float64."
-            raise NotPositiveDefiniteError("A functional variance is negative.", got=f"{float(lowest):.3g}", fix=fix)
+            raise NotPositiveDefiniteError("A functional variance is negative.", got=f"{lowest:.3g}", fix=fix)
     return Prediction(
         likelihood=likelihood,
         functional_mean=mean,
@@ -357,8 +357,8 @@ def _one_hot_forms(
     Their mean with weights ``centre [B, M, C]`` is taken from the chosen ones.
     """
     n, positions, n_outputs = flat.shape
-    position, number = which // chosen.shape[-1], which % chosen.shape[-1]
-    row = torch.arange(len(which))
+    number, row = which % chosen.shape[-1] if positions > 1 else which, torch.arange(len(which))
+    position = which // chosen.shape[-1] if positions > 1 else which.new_zeros(len(which))
     if chosen.ndim == 1:
         units = flat.new_zeros(len(which), positions, n_outputs)
         units[row, position, chosen.cpu()[number]] = 1

@@ -104,24 +104,22 @@ class JoinedSpectra:
     """
 
     def __init__(self, spectra: Sequence[Spectrum], groups: Sequence[int]):
-        nodes, weights, sizes = [], [], []
+        nodes, weights = [], []
         for group in range(max(groups) + 1):
             members = [spectrum for spectrum, own in zip(spectra, groups, strict=True) if own == group]
             pairs = [spectrum.nodes for spectrum in members if spectrum.nodes is not None]
             own_nodes, own_weights = _condense(*map(torch.cat, zip(*pairs, strict=True)))
             nodes.append(own_nodes)
             weights.append(own_weights)
-            sizes.append(sum(spectrum.size for spectrum in members))
         self.nodes, self._weights = torch.cat(nodes), torch.cat(weights)
         lengths = torch.tensor([len(own) for own in nodes])
         self._group = torch.repeat_interleave(torch.arange(len(nodes)), lengths).to(self.nodes.device)
-        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=self.nodes.device)
 
-    def log_determinant(self, weight: Tensor, shifts: Tensor) -> Tensor:
-        """``Σ_b log det(w H_b + δ_g(b) I)``, 0-d float64; differentiable in w, 0-d, and δ ``[R]``, both positive."""
-        levels = shifts.log()
-        ratios = (weight.log() - levels)[self._group]
-        return self._sizes @ levels + self._weights @ softplus(self.nodes + ratios, threshold=_LINEAR)
+    def log_ratio(self, weight: Tensor, levels: Tensor) -> Tensor:
+        """``Σ_b log det(w/δ_g(b) H_b + I)``, 0-d float64; differentiable in w > 0, 0-d, and log δ, ``[R]`` or 0-d."""
+        ratios = weight.log() - levels
+        ratios = ratios[self._group] if levels.ndim else ratios
+        return self._weights @ softplus(self.nodes + ratios, threshold=_LINEAR)
 
 
 def _nodes_of(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,10 @@ class LowRankCoordinates(CoordinateMap):
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ProjectedGradients:
-        return ProjectedGradients(gradients.in_dtype(torch.float64), self.vectors)
+        gradients = gradients.in_dtype(torch.float64)
+        if gradients.n_cotangents * gradients.n_examples <= len(self.vectors):  # written out, they are smaller than U
+            gradients = DenseGradients(gradients.dense(slice(0, gradients.n_examples)))
+        return ProjectedGradients(gradients, self.vectors)
 
 
 @dataclass
@@ -151,6 +154,19 @@ class LowRankFactor(Factor):
         numbers, vectors = symmetric_eigen(root[:, None] * gram(self.basis.vectors, self.diagonal) * root)
         return numbers.clamp(min=0), root[:, None] * vectors
 
+    @cached_property
+    def _taken(self) -> tuple[Tensor, Tensor | None]:
+        """``diag(values)^½ Q (1 + λ)^-½ [r, k]``, and ``D⁻¹ Uᵀ`` times it if that takes fewer than r² numbers.
+
+        Directions with a λ so small that rounding of U changes variances by more are left out.
+        """
+        (numbers, mix), vectors = self._inner, self.basis.vectors
+        kept = numbers > torch.finfo(vectors.dtype).eps / 64
+        mix = mix[:, kept] * (1 + numbers[kept]).rsqrt()
+        if vectors.shape[1] * mix.shape[1] > len(mix) ** 2:
+            return mix, None
+        return mix, torch.cat([(own / diagonal).mT @ mix for _, own, diagonal in _columns(vectors, self.diagonal)])
+
     def _over_columns(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slices of the n entries with ``Qᵀ diag(values)^½ U`` and D there, a bounded number at a time."""
         for columns, vectors, diagonal in _columns(self.basis.vectors, self.diagonal):
@@ -164,12 +180,13 @@ class LowRankFactor(Factor):
     def quadratic_form(self, coordinates: ExampleGradients, mode: str) -> Tensor:
         assert isinstance(coordinates, ProjectedGradients)
         inverse = self.diagonal.reciprocal().expand(coordinates.shape)
-        values, mix = self._inner
-        if self.diagonal.ndim:
-            projections = coordinates.source.project(self.basis.vectors[:, None, None] * inverse)
+        mix, directions = self._taken
+        if directions is not None:
+            taken = coordinates.source.project(directions.mT[:, None, None])  # [V, B, k]
+        elif self.diagonal.ndim:
+            taken = coordinates.source.project(self.basis.vectors[:, None, None] * inverse) @ mix
         else:
-            projections = coordinates.projections / self.diagonal
-        taken = projections @ (mix * (1 + values).rsqrt())  # [V, B, r]
+            taken = coordinates.projections / self.diagonal @ mix
         prior = coordinates.source.quadratic(inverse, mode)
         if mode == "diagonal":
             return (prior - taken.square().sum(-1).T).clamp(min=0)

@@ -64,12 +64,7 @@ class Settings(SimpleNamespace):
         likelihood = self.likelihood if noise_std is None else self.likelihood.with_noise(noise_std)
         options: dict[str, Any] = {} if self.backend is None else {"backend": self.backend}
         made = self.posterior(
-            model,
-            likelihood,
-            prior_precision=1.0,
-            prior_mean=self.prior_mean,
-            temperature=self.temperature,
-            **options,
+            model, likelihood, prior_precision=1.0, prior_mean=self.prior_mean, temperature=self.temperature, **options
         )
         if not isinstance(made, GaussianPosterior):
             raise ConfigurationError(

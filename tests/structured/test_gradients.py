@@ -18,6 +18,7 @@ from laplace_plus.structured.gradients import (
     SelectedGradients,
     concatenate,
 )
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 EVERY = slice(None)
 MODES = ("full", "diagonal", "joint")
@@ -55,7 +56,8 @@ def cases(v, b, s, g, o, i, generator):
     yield SelectedGradients(gradients, kept), dense.flatten(2)[..., kept][:, :, None, None]
     other, other_dense = one_hot(v, b, s, o, i, generator)
     order = torch.randperm(g * o * i + o * i, generator=generator)
-    joined = JoinedGradients([(gradients, order[: g * o * i]), (other, order[g * o * i :])], len(order))
+    first, second = order[: g * o * i].view(g, o, i), order[g * o * i :].view(other.shape)
+    joined = JoinedGradients([(gradients, ParameterSlices(first)), (other, ParameterSlices(second))], len(order))
     whole = torch.empty(v, b, len(order), dtype=torch.float64)
     whole[..., order] = torch.cat([dense.flatten(2), other_dense.flatten(2)], -1)
     yield joined, whole[:, :, None, None]
@@ -202,7 +204,8 @@ class Written(TorchDispatchMode):
 def test_matrices_are_written_once_and_joined_ones_twice():
     generator = torch.Generator().manual_seed(0)
     gradients, dense = outer(2, 3, 1, 1, 30, 40, generator)
-    joined = JoinedGradients([(gradients, torch.arange(1200)), (gradients, torch.arange(1200, 2400))], 2400)
+    places = [ParameterSlices(own.view(gradients.shape)) for own in torch.arange(2400).split(1200)]
+    joined = JoinedGradients([(gradients, own) for own in places], 2400)
     for own, size, most in ((gradients, dense.nbytes, 1.2), (joined, 2 * dense.nbytes, 2.2)):
         with Written() as written:
             own.dense(EVERY)

@@ -10,6 +10,7 @@ from laplace_plus.errors import NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.linalg import lanczos
 from laplace_plus.structured import LowRankBlock, SampledSpectrum
 from laplace_plus.structured.gradients import JoinedGradients, OuterGradients
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 N, RANK = 12, 4
 WEIGHT = torch.tensor([1.7], dtype=torch.float64)
@@ -62,7 +63,8 @@ def test_quadratic_forms_are_the_dense_ones(positions, diagonal):
     low_rank = block()
     left, right = draw(3, 5, positions, 1, 3, seed=1), draw(5, positions, 1, 4, seed=2)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3)).view(1, 3, 4)
-    stack = JoinedGradients([(OuterGradients(right, left), order)], N)
+    gradients = OuterGradients(right, left)
+    stack = JoinedGradients([(gradients, ParameterSlices(order.view(gradients.shape)))], N)
     rows = stack.dense(slice(None)).flatten(2)
     factor, inverse = low_rank.factor(WEIGHT, diagonal), matrix(low_rank, diagonal).inverse()
     joint = torch.einsum("vbi,ij,wcj->bvcw", rows, inverse, rows)
@@ -77,7 +79,8 @@ def test_variances_survive_single_precision():
     vectors = torch.linalg.qr(draw(N, RANK))[0].T.float().contiguous()
     values = torch.full((RANK,), 1e7, dtype=torch.float64)
     low_rank = LowRankBlock(values, vectors, NONE)
-    stack = JoinedGradients([(OuterGradients(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1)), torch.arange(N))], N)
+    gradients = OuterGradients(vectors[:1, None, None], torch.ones(1, 1, 1, 1, 1))
+    stack = JoinedGradients([(gradients, ParameterSlices(torch.arange(N).view(gradients.shape)))], N)
     one = torch.ones(1, dtype=torch.float64)
     got = low_rank.factor(one, torch.ones((), dtype=torch.float64)).quadratic(stack, "diagonal")
     wide = low_rank.vectors.double()

@@ -161,7 +161,8 @@ class Coordinates:
         """Deviations ``[m, P]`` with these coordinates ``[m, r]``."""
         if self.weights is None:
             return coordinates * self.scale
-        return (coordinates * self.scale) @ self.weights @ points
+        flat = torch.linalg.multi_dot([coordinates.flatten(0, -2) * self.scale, self.weights, points])
+        return flat.unflatten(0, coordinates.shape[:-1])
 
 
 def choose_coordinates(points: Tensor, options: LatentModel) -> tuple[Coordinates, Tensor]:

@@ -166,9 +166,9 @@ class Riemannian(Posterior):
         self.share_hyperparameters(self.tangent)
 
     @override
-    def require_fit(self) -> None:
+    def require_fit(self, *, thorough: bool = False) -> None:
         self._share()
-        super().require_fit()
+        super().require_fit(thorough=thorough)
 
     @override
     def prior(self) -> GaussianPrior:
@@ -365,13 +365,12 @@ class Riemannian(Posterior):
         points = self._bank().points
         x = self.network.receive(x)
         order = self._order(len(points), min(n, len(points)), generator).to(points.device)
-        if not self._linearized:
-            for number in order:
-                yield self.network(x, self.network.substitute(points[number]))
-            return
         line = Linearization(self.network, self.mean, x, ADModes())
         for some in order.split(self.chunk_size):
-            yield from line.outputs + line.push(points[some] - self.mean)
+            if self._linearized:
+                yield from line.outputs + line.push(points[some] - self.mean)
+            else:
+                yield from self.network.several(x, points[some])
 
     # -- storage -------------------------------------------------------------------------------------------------------
 

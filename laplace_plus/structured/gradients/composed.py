@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from laplace_plus.structured.gradients.base import ExampleGradients
 from laplace_plus.structured.gradients.outer import times
+from laplace_plus.structured.parameter_slices import ParameterSlices
 
 
 @dataclass
@@ -57,12 +58,12 @@ class JoinedGradients(ExampleGradients):
     """The gradients of several layers side by side, as one matrix for each example.
 
     Attributes:
-        layers: Pairs of gradients and the ``[G, o, i]`` positions that their entries take among the n.
+        layers: Pairs of gradients and the places that their ``[G, o, i]`` entries take among the n.
         size: n.
         matrix_shape: The shape ``[G, o, i]`` of the joint matrices, by default ``[1, 1, n]``.
     """
 
-    layers: list[tuple[ExampleGradients, Tensor]]
+    layers: list[tuple[ExampleGradients, ParameterSlices]]
     size: int
     matrix_shape: tuple[int, int, int] | None = None
 
@@ -76,17 +77,17 @@ class JoinedGradients(ExampleGradients):
     def dense(self, examples: slice) -> Tensor:
         start, stop, _ = examples.indices(self.n_examples)
         result = torch.zeros(self.n_cotangents, stop - start, self.size, dtype=self.dtype, device=self.device)
-        for layer, positions in self.layers:  # one layer at a time beside the result
-            result[..., positions.flatten().to(self.device)] = layer.dense(examples).flatten(2).to(self.dtype)
+        for layer, places in self.layers:  # one layer at a time beside the result
+            places.scatter_(result, layer.dense(examples))
         return result.unflatten(2, self.shape)
 
     @override
     def select(self, cotangents: Tensor) -> JoinedGradients:
-        return replace(self, layers=[(layer.select(cotangents), positions) for layer, positions in self.layers])
+        return replace(self, layers=[(layer.select(cotangents), places) for layer, places in self.layers])
 
     @override
     def in_dtype(self, dtype: torch.dtype) -> JoinedGradients:
-        return replace(self, layers=[(layer.in_dtype(dtype), positions) for layer, positions in self.layers])
+        return replace(self, layers=[(layer.in_dtype(dtype), places) for layer, places in self.layers])
 
     @override
     def project(self, matrices: Tensor) -> Tensor:
@@ -99,8 +100,8 @@ class JoinedGradients(ExampleGradients):
     def _total(self, values: Tensor, function: Callable[[ExampleGradients, Tensor], Tensor]) -> Tensor:
         """The sum of a function of each layer and its own entries of ``[r, G, o, i]`` values."""
         results = []
-        for layer, positions in self.layers:
-            own = values.flatten(1)[:, positions.flatten().to(values.device)].unflatten(1, layer.shape)
+        for layer, places in self.layers:
+            own = places.gather(values.flatten(1))
             results.append(function(layer, own).to(self.dtype))
         return sum(results[1:], results[0])
 
