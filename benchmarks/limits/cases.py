@@ -335,6 +335,83 @@ def kfac_samples(problem: Problem) -> Iterator[Task]:
     )
 
 
+# -- closed forms and few data -----------------------------------------------------------------------------------------
+
+
+def closed_forms(problem: Problem) -> Iterator[Task]:
+    """A precision for each weight; null spaces and leading eigenpairs of few data."""
+    if problem.name == "mlp1024":
+        yield _entries(problem)
+        return
+    together, x = [(problem.inputs, problem.targets)], problem.inputs
+
+    def null_space() -> Tensor:
+        rows = torch.func.jacrev(lambda own: torch.func.functional_call(problem.model, own, (x,))[:, 0])(
+            dict(problem.model.named_parameters())
+        )
+        values, left = torch.linalg.eigh(
+            (matrix := torch.cat([r.flatten(1) for r in rows.values()], 1).double()) @ matrix.T
+        )
+        basis = (left[:, values > 1e-12 * values[-1]] / values[values > 1e-12 * values[-1]].sqrt()).T @ matrix
+        noise = torch.randn(30, basis.shape[1], dtype=torch.float64)
+        return noise - noise @ basis.T @ basis
+
+    def low_rank(batches: Any) -> lp.LowRank:
+        return lp.LowRank(problem.model, problem.likelihood).fit(batches, generator=torch.Generator().manual_seed(0))
+
+    n, many = len(x), len(problem.batches)
+    yield Task(
+        "closed_forms",
+        f"NullSpace fit, N={n}",
+        problem,
+        lambda: lp.NullSpace(problem.model, problem.likelihood).fit(problem.batches),
+        null_space,
+        "the Jacobian, eigh of its Gram matrix, 30 vectors projected",
+        Target(1.5),
+    )
+    yield Task(
+        "closed_forms",
+        f"LowRank(50) fit, N={n} in {many} batches",
+        problem,
+        lambda: low_rank(problem.batches),
+        lambda: low_rank(together),
+        "laplace_plus' own, all data in one batch",
+        Target(1.15),
+    )
+
+
+def _entries(problem: Problem) -> Task:
+    """The best prior precision of each weight, for a diagonal curvature."""
+
+    def by_hand(posterior: lp.Diagonal) -> Tensor:
+        h, squares = 1 / posterior.variance().double() - 1, posterior.mean.double().square()
+        share = h * squares
+        return 2 * h / (share + (share.square() + 4 * share).sqrt())
+
+    def tuned(posterior: lp.GaussianPosterior) -> Tensor:
+        posterior.fit_prior_precision("marginal_likelihood", structure="diagonal")
+        return posterior.prior_precision
+
+    def check() -> float:
+        posterior = _fit(problem.take(64).double(), lp.Diagonal)
+        hand = by_hand(posterior)
+        ours = tuned(posterior)
+        inside = (posterior.mean != 0) & (hand > 2 * ours.min())
+        return (ours / hand - 1)[inside].abs().max().item()
+
+    fitted = _fit(problem, lp.Diagonal)
+    return Task(
+        "closed_forms",
+        f"a prior precision for each of {fitted.n_parameters} weights",
+        problem,
+        lambda: tuned(copy.deepcopy(fitted)),
+        lambda: by_hand(fitted),
+        "the closed form alone, in float64",
+        Target(30.0),
+        check=check,
+    )
+
+
 # -- many classes ------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +491,7 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "small_predict": (small_predict, ("mlp32", "mlp32_2")),
     "evidence": (evidence, ("mlp50", "mlp1024", "lenet")),
     "kfac_samples": (kfac_samples, ("mlp1024",)),
+    "closed_forms": (closed_forms, ("mlp1024", "mlp50")),
     "last_layer": (last_layer, ("resnet18_1000",)),
 }
 
