@@ -345,14 +345,15 @@ def closed_forms(problem: Problem) -> Iterator[Task]:
         return
     together, x = [(problem.inputs, problem.targets)], problem.inputs
 
+    def outputs(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(problem.model, weights, (x,))[:, 0]
+
     def null_space() -> Tensor:
-        rows = torch.func.jacrev(lambda own: torch.func.functional_call(problem.model, own, (x,))[:, 0])(
-            dict(problem.model.named_parameters())
-        )
-        values, left = torch.linalg.eigh(
-            (matrix := torch.cat([r.flatten(1) for r in rows.values()], 1).double()) @ matrix.T
-        )
-        basis = (left[:, values > 1e-12 * values[-1]] / values[values > 1e-12 * values[-1]].sqrt()).T @ matrix
+        blocks = torch.func.jacrev(outputs)(dict(problem.model.named_parameters()))
+        rows = torch.cat([block.flatten(1) for block in blocks.values()], 1).double()
+        values, left = torch.linalg.eigh(rows @ rows.T)
+        kept = values > 1e-12 * values[-1]
+        basis = (left[:, kept] / values[kept].sqrt()).T @ rows
         noise = torch.randn(30, basis.shape[1], dtype=torch.float64)
         return noise - noise @ basis.T @ basis
 
