@@ -57,9 +57,6 @@ _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detac
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
-_FEW = 4
-"""Cotangents that go backwards one after the other on a CPU: torch's batching takes as long as 5 small networks do."""
-
 _NAME, _label = attrgetter("name"), lru_cache(4096)(str)
 
 _MAX_PROBES = 16
@@ -307,7 +304,7 @@ class Capture:
             cotangents, found = cotangents.to(self.graph_outputs.dtype), None
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                if len(cotangents) > (_FEW if cotangents.device.type == "cpu" else 1) and not self.differentiable:
+                if len(cotangents) > 1 and not self.differentiable:
                     with suppress(RuntimeError):  # no batching rule; the loop raises any other error again
                         found = pull(cotangents, is_grads_batched=True)
                 if found is None:

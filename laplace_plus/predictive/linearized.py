@@ -6,6 +6,7 @@ built if one dense block covers all parameters.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -212,7 +213,7 @@ def from_functional(
         )
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
-    if mean.dim() < 2 or not bool(torch.isfinite(mean.sum() + covariance.sum())):
+    if mean.dim() < 2 or not math.isfinite((mean.sum() + covariance.sum()).detach()):
         check_outputs(mean)
         check_finite(covariance, "The functional covariance")
     given = covariance

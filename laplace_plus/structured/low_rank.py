@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from laplace_plus._memory import slices
+from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
 from laplace_plus.linalg.results import standard_error
@@ -102,7 +102,8 @@ class LowRankCoordinates(CoordinateMap):
     @override
     def coordinates(self, gradients: ExampleGradients) -> ProjectedGradients:
         gradients = gradients.in_dtype(torch.float64)
-        if gradients.n_cotangents * gradients.n_examples <= len(self.vectors):  # written out, they are smaller than U
+        few = gradients.n_cotangents * gradients.n_examples <= len(self.vectors)  # written out, they are smaller than U
+        if few and gradients.n_examples * gradients.bytes_each() <= chunk_bytes(gradients.device, of_caches=64):
             gradients = DenseGradients(gradients.dense(slice(0, gradients.n_examples)))
         return ProjectedGradients(gradients, self.vectors)
 

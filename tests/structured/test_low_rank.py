@@ -59,8 +59,9 @@ def test_factor_is_the_dense_inverse(rank, orthonormal, diagonal):
 
 @DIAGONALS
 @pytest.mark.parametrize("positions", [1, 3])
-def test_quadratic_forms_are_the_dense_ones(positions, diagonal):
-    low_rank = block()
+@pytest.mark.parametrize("rank", [RANK, 2 * N])  # more directions than entries: some say nothing
+def test_quadratic_forms_are_the_dense_ones(rank, positions, diagonal):
+    low_rank = block(rank, orthonormal=rank < N)
     left, right = draw(3, 5, positions, 1, 3, seed=1), draw(5, positions, 1, 4, seed=2)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3)).view(1, 3, 4)
     gradients = OuterGradients(right, left)
