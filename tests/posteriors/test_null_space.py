@@ -241,9 +241,9 @@ def test_validation_finds_the_best_precision_of_its_grid(problem):
 def test_an_interrupted_fit_goes_on(problem, tmp_path):
     net, data = problem
     calls = CallLimit(net)
-    whole = lp.NullSpace(net, "classification", n_samples=20).fit(data, generator=generator()).samples
+    whole = lp.NullSpace(net, "classification", projector="lsmr", n_samples=20).fit(data, generator=generator()).samples
     n_calls = calls.restart(limit=calls.count * 4 // 5)
-    posterior = lp.NullSpace(net, "classification", n_samples=20)
+    posterior = lp.NullSpace(net, "classification", projector="lsmr", n_samples=20)
     with pytest.raises(KeyboardInterrupt):
         posterior.fit(data, generator=generator(), checkpoint=tmp_path / "c")
     calls.restart()
@@ -255,7 +255,7 @@ def test_an_interrupted_fit_goes_on(problem, tmp_path):
     others = [(x + 1, y) for x, y in data]
     for other in (others, data[::-1]):
         with pytest.raises(CheckpointError, match="data differs"):
-            lp.NullSpace(net, "classification", n_samples=20).fit(other, checkpoint=tmp_path / "c")
+            lp.NullSpace(net, "classification", projector="lsmr", n_samples=20).fit(other, checkpoint=tmp_path / "c")
 
 
 def test_ignored_targets_do_not_count(problem):
