@@ -67,9 +67,10 @@ class Stream:
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
                 capture_batch(self.network, batch)  # tells which layer is the last one, and refuses detached outputs
-                self._names, each = self.network.parameter_names, self.network.bytes_per_example
-                if each and isinstance(batch.inputs, Tensor) and runs_apart(self.network, batch):
-                    self.most = min(_JOINED_BYTES, budget(self.network.device) // 16) // each
+                self._names, each, first = self.network.parameter_names, self.network.bytes_per_example, batch
+            if number == 1 and each and isinstance(batch.inputs, Tensor):
+                apart = runs_apart(self.network, next(_joined([first, batch], first.size + batch.size)))
+                self.most = min(_JOINED_BYTES, budget(self.network.device) // 16) // each if apart else 0
             outputs = self.network.forward(batch.inputs)
             if not bool(torch.isfinite(outputs).all()):
                 raise _not_finite(batch, outputs, number)

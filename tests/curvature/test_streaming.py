@@ -94,13 +94,13 @@ class Runs(nn.Module):
 def test_small_batches_cost_what_one_does(make):
     x, y, v = normal(32, 3), torch.arange(32) % 2, normal(2, 8)
     model, calls = Runs(), []
-    for size in (32, 2):
+    for size in (32, 2, 1):
         operator = make(model, "classification", list(zip(x.split(size), y.split(size), strict=True)))
         operator(v)  # finds out what works
         model.calls = 0
         operator(v)
         calls.append(model.calls)
-    assert calls[0] == calls[1]
+    assert len(set(calls)) == 1
 
 
 def two_at_a_time(x: Tensor) -> Tensor:
