@@ -250,12 +250,8 @@ class SVDProjection(ProjectionMethod):
     def prepare(self, whole: Operator, parts: Callable[[], Iterable[Operator]]) -> Projector:
         m, n = whole.shape
         if m * n > self.max_entries:
-            raise ConfigurationError(
-                "A has too many entries to be formed as a dense matrix.",
-                expected=f"at most {self.max_entries:,} entries",
-                got=f"{m:,} rows of {n:,}",
-                fix='Use projector="lsmr".',
-            )
+            what, expected = "A has too many entries to be a dense matrix.", f"at most {self.max_entries:,} entries"
+            raise ConfigurationError(what, expected=expected, got=f"{m:,} rows of {n:,}", fix='Use projector="lsmr".')
         rows = whole.dense().double()
         if not kernels.all_finite(rows):
             raise NonFiniteError("The rows of A are not finite.", expected="finite derivatives", got="NaN or infinity")

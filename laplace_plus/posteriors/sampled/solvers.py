@@ -318,15 +318,9 @@ def _nystrom_preconditioner(curvature: TangentCurvature, rank: int) -> Inverse:
     The approximation is that of the curvature alone (Frangella, Tropp and Udell, 2023); the prior enters by Woodbury's
     identity, so that one sketch serves all priors.
     """
-    found = nystrom(
-        curvature,
-        curvature.shape[0],
-        rank,
-        generator=torch.Generator().manual_seed(0),  # changes the number of iterations, not their result
-        dtype=curvature.dtype,
-        device=curvature.device,
-        parameters=(),
-    )
+    own: Any = {"dtype": curvature.dtype, "device": curvature.device, "parameters": ()}
+    source = torch.Generator().manual_seed(0)  # changes the number of iterations, not their result
+    found = nystrom(curvature, curvature.shape[0], rank, generator=source, **own)
     positive = found.values > torch.finfo(found.values.dtype).eps * found.values.max()
     values, vectors = found.values[positive].double(), found.vectors[positive]
 
