@@ -481,6 +481,28 @@ def last_layer(problem: Problem) -> Iterator[Task]:
             )
 
 
+def heads(problem: Problem) -> Iterator[Task]:
+    """A tied head of 50 257 tokens, a convolution as the head of each pixel, as last layers."""
+    tokens = problem.name == "gpt2"
+    x = problem.probe(4 if tokens else 1)
+    batch = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[: len(x)]}))
+    best = problem.model(x).detach().topk(5).indices
+    for kind in (lp.KFAC, lp.Diagonal):
+        posterior = _fit_and_decompose(problem, kind, tuned=True, parameters="last_layer")
+
+        def fitted(kind: type[lp.GaussianPosterior] = kind) -> lp.GaussianPosterior:
+            return _fit(problem, kind, parameters="last_layer")
+
+        def predict(posterior: lp.GaussianPosterior = posterior) -> Any:
+            return posterior.functional_posterior(x, outputs=best) if tokens else posterior.predictive(x, link="gumbel")
+
+        limit, limit_is = (problem.epoch, "1 forward + backward") if tokens else (problem.forward, "1 forward")
+        name = f"{'Tied' if tokens else 'Pixels’'} head, {kind.__name__}"
+        yield Task("heads", f"{name}: fit", problem, fitted, limit, limit_is, Target(1.5 if tokens else 4, peak_mb=4e3))
+        what, target = ("5 best tokens", Target(1.5, peak_mb=4e3)) if tokens else ("predict", Target(3, peak_mb=1e3))
+        yield Task("heads", f"{name}: {what}", batch, predict, batch.forward, "1 forward", target)
+
+
 CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = {
     "kfac_fit": (kfac_fit, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
     "kfac_mc_fit": (kfac_mc_fit, ("mlp1024", "lenet")),
@@ -494,6 +516,7 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "kfac_samples": (kfac_samples, ("mlp1024",)),
     "closed_forms": (closed_forms, ("mlp1024", "mlp50")),
     "last_layer": (last_layer, ("resnet18_1000",)),
+    "heads": (heads, ("gpt2", "unet")),
 }
 
 

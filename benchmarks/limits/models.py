@@ -1,8 +1,9 @@
-"""The six networks, trained, with their data, and plain passes through them.
+"""The networks with their data, and plain passes through them.
 
 Networks of ten classes are trained on scikit-learn's digits, enlarged and shifted by up to two pixels. The regression
-network learns Friedman's function, the network of 1000 classes noisy copies of 1000 smooth random images. Trained
-weights are kept in a folder, so that each network is trained once.
+network learns Friedman's function, the network of 1000 classes noisy copies of 1000 smooth random images, the U-Net
+noisy patches of 21 colours. Trained weights are kept in a folder, so that each network is trained once. GPT-2 and its
+tokens are random.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Problem:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Summed over examples."""
         if self.likelihood == "classification":
-            return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+            return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
         return (outputs - targets).square().sum() / 2
 
     def forward(self) -> None:
@@ -114,6 +115,44 @@ def vit_tiny() -> nn.Module:
     return create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=10)
 
 
+class UNet(nn.Module):
+    """Three resolutions with 32 channels and more, and a convolution as its head, whose pixels come last."""
+
+    def __init__(self, n_classes: int, width: int = 32):
+        super().__init__()
+        w = width
+
+        def block(a: int, b: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU())
+
+        self.down = nn.ModuleList([block(3, w), block(w, 2 * w), block(2 * w, 4 * w)])
+        self.up = nn.ModuleList([block(6 * w, 2 * w), block(3 * w, w)])
+        self.head = nn.Conv2d(w, n_classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``[B, 3, H, W]`` to logits ``[B, H, W, C]``."""
+        first = self.down[0](x)
+        second = self.down[1](nn.functional.max_pool2d(first, 2))
+        x = self.down[2](nn.functional.max_pool2d(second, 2))
+        for block, before in zip(self.up, (second, first), strict=True):
+            x = block(torch.cat([before, nn.functional.interpolate(x, scale_factor=2)], 1))
+        return self.head(x).permute(0, 2, 3, 1)
+
+
+class GPT2(nn.Module):
+    """GPT-2 small, whose head has the weights of its table of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415  -- an extra
+
+        self.model = GPT2LMHeadModel(GPT2Config())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens ``[B, T]`` to logits ``[B, T, 50257]``."""
+        return self.model(x).logits
+
+
 Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 """Draws that many inputs and targets."""
 
@@ -158,6 +197,25 @@ def thousand_classes(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor
     return images + 0.3 * torch.randn(images.shape, generator=generator), labels
 
 
+def patches(side: int) -> Data:
+    """Images of that side in patches of 16 pixels, each of one of 21 colours, with noise."""
+    colours = torch.randn(21, 3, generator=torch.Generator().manual_seed(21))
+
+    def draw(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(21, (n, side // 16, side // 16), generator=generator)
+        labels = labels.repeat_interleave(16, 1).repeat_interleave(16, 2)
+        images = colours[labels].permute(0, 3, 1, 2)
+        return images + 0.3 * torch.randn(images.shape, generator=generator), labels
+
+    return draw
+
+
+def tokens(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sequences of 128 random tokens, and others to predict."""
+    drawn = torch.randint(50257, (n, 2, 128), generator=generator)
+    return drawn[:, 0], drawn[:, 1]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a problem is made.
@@ -169,8 +227,9 @@ class Recipe:
         n_data: N, to fit to.
         batch_size: Of the fit.
         batched: Whether a batched backward pass is the quicker one.
-        steps: Of training with Adam, on fresh batches of 128.
+        steps: Of training with Adam, on fresh batches of 128; without any, weights are random.
         learning_rate: Of training; it falls to zero along a cosine.
+        training: What draws these batches, where it is not ``data``.
     """
 
     make: Callable[[], nn.Module]
@@ -181,6 +240,7 @@ class Recipe:
     batched: bool
     steps: int
     learning_rate: float = 1e-3
+    training: Data | None = None
 
     @property
     def likelihood(self) -> str:
@@ -196,9 +256,11 @@ class Recipe:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         loss_of = nn.functional.mse_loss if self.n_outputs == 1 else nn.functional.cross_entropy
         for _ in range(self.steps):
-            inputs, targets = self.data(128, generator)
+            inputs, targets = (self.training or self.data)(128, generator)
             optimizer.zero_grad()
-            loss_of(model(inputs), targets).backward()
+            outputs = model(inputs)
+            flat = outputs.flatten(0, -2), targets.flatten(0, outputs.ndim - 2)
+            loss_of(*flat).backward()
             optimizer.step()
             schedule.step()
         return model.eval()
@@ -214,6 +276,8 @@ RECIPES: dict[str, Recipe] = {
     "resnet18": Recipe(lambda: resnet18(10), digits(*IMAGE), 10, 64, 64, False, 60),
     "vit_tiny": Recipe(vit_tiny, digits(*IMAGE), 10, 64, 64, False, 80, 5e-4),
     "resnet18_1000": Recipe(lambda: resnet18(1000), thousand_classes, 1000, 256, 64, False, 150, 2e-3),
+    "unet": Recipe(lambda: UNet(21), patches(256), 21, 2, 2, False, 60, 3e-3, patches(32)),
+    "gpt2": Recipe(GPT2, tokens, 50257, 4, 4, False, 0),
 }
 _TEST = 256
 """Inputs to predict at."""
@@ -222,7 +286,7 @@ _TEST = 256
 def train(name: str, folder: Path) -> None:
     """Train a network and keep its weights, unless they are there."""
     path = folder / f"{name}.safetensors"
-    if not path.exists():
+    if RECIPES[name].steps and not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         save_file(RECIPES[name].trained().state_dict(), path)
 
@@ -230,10 +294,11 @@ def train(name: str, folder: Path) -> None:
 def build(name: str, folder: Path) -> Problem:
     """The problem of that name; its network has been trained by :func:`train`."""
     recipe = RECIPES[name]
-    model = recipe.make().eval()
-    model.load_state_dict(load_file(folder / f"{name}.safetensors"))
+    model = recipe.make().eval() if recipe.steps else recipe.trained()
+    if recipe.steps:
+        model.load_state_dict(load_file(folder / f"{name}.safetensors"))
     inputs, targets = recipe.data(recipe.n_data, torch.Generator().manual_seed(1))
-    test_inputs, _ = recipe.data(_TEST, torch.Generator().manual_seed(2))
+    test_inputs, _ = recipe.data(min(_TEST, 16 * recipe.n_data), torch.Generator().manual_seed(2))
     return Problem(
         name,
         model,

@@ -64,9 +64,10 @@ _FAR, _SMOOTH = 4.0, 3.0
 """A class ``s² + 4s + 4`` or more below a time, of deviation s up to 3, needs no inner integral. No probability of 105
 Gaussians changed by 3e-6. For s = 4 the nodes' error, 3e-5 of F, must be equal at all times to cancel."""
 
-_SMALL = 1e-4
-"""Bound of ``Σ p (1 − p) (e^d − 1)²`` for variances d and ``p = softmax(m)``, below which the second order is used. No
-probability of 32 000 rows changed by 2e-5, nor its logarithm by 2e-4; a segmentation took a quarter of the time."""
+_SMALL = 4e-4
+"""Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the most probable, with d the variance of the difference from
+that one, below which the second order is used. Of 10 000 rows, no probability was off by 1e-4, nor its logarithm by
+1e-2. That was 19 of 20 pixels of a trained segmentation, which took a quarter of the time."""
 
 _LARGEST_WEIGHT = 0.45
 """Bound of a class's weight in the fit of independent variances. Mean KL to the truth was .0027, without it .0032."""
@@ -248,7 +249,9 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     shape, mean, variance = mean.shape, mean.flatten(0, -2), variance.flatten(0, -2)
     p = mean.softmax(-1)
     result = (mean + variance / 2 * (1 - 2 * p)).log_softmax(-1)
-    large = ~((torch.expm1(variance).square() * p * (1 - p)).sum(-1) < _SMALL)
+    top = p.argmax(-1, keepdim=True)
+    spread = torch.expm1(variance + variance.gather(-1, top)).square() * p * p.sqrt()
+    large = ~(spread.scatter(-1, top, 0.0).sum(-1) < _SMALL)
     if not bool(large.any()):
         return result.view(shape)
     mean, variance = mean[large], variance[large]

@@ -85,8 +85,8 @@ def test_small_variances_leave_the_integral_as_it_is():
     for extra in (0.0, 5.0):  # of a class that cannot win
         several = torch.cat([mean, torch.full_like(gap, -40.0)], 1), torch.cat([variance, extra + 0 * gap], 1)
         found = link(*several)
-        assert (found[:, 1].exp() - truth).abs().max() < 3e-5
-        assert (found[:, 1] - truth.log()).abs().max() < 2e-4
+        assert (found[:, 1].exp() - truth).abs().max() < 1e-4
+        assert (found[:, 1] - truth.log()).abs().max() < 1e-3
         torch.testing.assert_close(link(several[0][:50], several[1][:50]), found[:50])
 
 
