@@ -65,9 +65,8 @@ _FAR, _SMOOTH = 4.0, 3.0
 Gaussians changed by 3e-6. For s = 4 the nodes' error, 3e-5 of F, must be equal at all times to cancel."""
 
 _SMALL = 4e-4
-"""Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the most probable, with d the variance of the difference from
-that one, below which the second order is used. Of 10 000 rows, no probability was off by 1e-4, nor its logarithm by
-1e-2. That was 19 of 20 pixels of a trained segmentation, which took a quarter of the time."""
+"""Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the top, d the variance of the difference from it, for the second
+order: no probability of 10 000 rows was off by 1e-4 then, nor its logarithm by 1e-2."""
 
 _LARGEST_WEIGHT = 0.45
 """Bound of a class's weight in the fit of independent variances. Mean KL to the truth was .0027, without it .0032."""

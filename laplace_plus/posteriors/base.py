@@ -51,9 +51,8 @@ class Posterior(Stored, ABC):
         model: The trained ``nn.Module``.
         likelihood: ``"classification"``, ``"regression"``, ``"binary"``, a :class:`~laplace_plus.Likelihood`, or a
             callable ``(outputs, targets) -> log densities``.
-        parameters: ``"all"`` (everything that requires gradients), ``"last_layer"`` (on the path to the outputs; the
-            head's use alone of a tied weight), names or globs of parameters or modules, a predicate
-            ``(name, parameter) -> bool``, or a mask.
+        parameters: ``"all"`` (that require gradients), ``"last_layer"`` (on the path to the outputs; of a tied weight
+            its use there), names or globs of parameters or modules, a predicate ``(name, parameter) -> bool``, a mask.
         prior_precision: Inverse prior variance: a scalar, one for each layer, or one for each entry.
         prior_mean: A scalar or one for each entry.
         temperature: Divides the log-likelihood, and with it the curvature.

@@ -40,6 +40,7 @@ WHOLE = "all"
 """Key of a block that covers the whole parameter vector."""
 
 Outputs = Literal["diagonal", "independent"] | Sequence[int] | Sequence[bool] | slice | Tensor | None
+_Forms = Callable[..., list[Tensor]]
 
 _OF_LINKS: dict[str, Outputs] = {"gumbel": "independent", "network": "independent", "probit": "diagonal"}
 
@@ -310,11 +311,7 @@ def output_indices(outputs: Sequence[int] | Sequence[bool] | slice | Tensor, sha
     return chosen
 
 
-Forms = Callable[..., list[Tensor]]
-"""Maps numbers of one-hot cotangents, and perhaps a block size, to their quadratic forms for each set of factors."""
-
-
-def _by_cotangents(forms: Forms, n_positions: int, each: int, mode: str, capacity: int) -> list[Tensor]:
+def _by_cotangents(forms: _Forms, n_positions: int, each: int, mode: str, capacity: int) -> list[Tensor]:
     """``J Σ Jᵀ`` for each set of factors by one-hot cotangents of K outputs at each of M positions, a few at a time.
 
     Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
@@ -330,7 +327,7 @@ def _by_cotangents(forms: Forms, n_positions: int, each: int, mode: str, capacit
     return chunks[0] if len(chunks) == 1 else [torch.cat(part, 1) for part in zip(*chunks, strict=True)]
 
 
-def _by_pairs(forms: Forms, position: Tensor, capacity: int) -> list[Tensor]:
+def _by_pairs(forms: _Forms, position: Tensor, capacity: int) -> list[Tensor]:
     """One position's ``[B, 1, K, K]`` if its cotangents do not fit in memory: any two chunks of them meet once."""
     results: list[Tensor] = []
     for pair in combinations(position.split(max(1, capacity // 2)), 2):

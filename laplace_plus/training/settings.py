@@ -15,7 +15,6 @@ from laplace_plus.io import digest
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, get_posterior
 from laplace_plus.priors import Groups, as_hyperparameter
-from laplace_plus.selection import uses
 
 OptimizerFactory = Callable[..., optim.Optimizer]
 SchedulerFactory = Callable[[optim.Optimizer], Any]
@@ -84,8 +83,7 @@ class Settings(SimpleNamespace):
                 expected="a class such as torch.optim.Adam, or a function that returns an optimizer of the parameters",
                 got=f"a {type(made).__name__}",
             )
-        named = uses(network.model)
-        under_prior = {id(named[name]) for name in network.parameter_names}
+        under_prior = {id(network.held.places[name][2]) for name in network.parameter_names}
         for group in made.param_groups:
             if group.get("weight_decay", 0) and any(id(parameter) in under_prior for parameter in group["params"]):
                 raise ConfigurationError(
