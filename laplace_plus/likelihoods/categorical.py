@@ -65,7 +65,7 @@ _FAR, _SMOOTH = 4.0, 3.0
 Gaussians changed by 3e-6. For s = 4 the nodes' error, 3e-5 of F, must be equal at all times to cancel."""
 
 _SMALL = 4e-4
-"""Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the top, d the variance of the difference from it, for the second
+"""Bound of ``Σ p^1.5 (e^d − 1)²`` over all classes but the top, d the variance of the difference from it, for second
 order: no probability of 10 000 rows was off by 1e-4 then, nor its logarithm by 1e-2."""
 
 _LARGEST_WEIGHT = 0.45
