@@ -26,10 +26,7 @@ Function = Callable[[Any, dict[str, Tensor]], Tensor]
 def per_example_gradients(
     network: Function, inputs: Any, chosen: dict[str, Tensor], cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each chosen parameter.
-
-    The general path for parameters whose use in the network no rule describes. ``cotangents`` is ``[V, B, *, C]``.
-    """
+    """``[V, B, *shape]`` for each chosen parameter; see :meth:`laplace_plus.network.Network.per_example_gradients`."""
     leaves, rebuild = batches.flatten(inputs)
     size = cotangents.shape[1]
     is_mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]

@@ -23,6 +23,7 @@ from laplace_plus._memory import memory_budget
 from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
+from laplace_plus.example_gradients import per_example_gradients
 from laplace_plus.selection import Selected, Selection, select, uses
 
 _WHOLE, _SAMPLED = 4096, 512
@@ -327,6 +328,13 @@ class Network:
             (pulled,) = torch.autograd.grad(outputs, point, dummy, create_graph=True)
             (pushed,) = torch.autograd.grad(pulled, dummy, tangent.to(pulled))
         return pushed.detach()
+
+    def per_example_gradients(self, inputs: Any, names: tuple[str, ...], cotangents: Tensor) -> dict[str, Tensor]:
+        """Vector-Jacobian products of each example on its own: ``[V, B, *shape]`` for each named parameter.
+
+        The general path for parameters whose use in the network no rule describes. ``cotangents`` is ``[V, B, *, C]``.
+        """
+        return per_example_gradients(self, inputs, {name: self.parameters[name] for name in names}, cotangents)
 
     def refresh(self) -> None:
         """Take up the present weights of a model that is :attr:`sharded` over ranks; to be called on all of them."""

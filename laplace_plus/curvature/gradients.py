@@ -25,7 +25,6 @@ from laplace_plus.curvature.capture import Capture, capture_batch, find_axes
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import UnsupportedError
-from laplace_plus.example_gradients import per_example_gradients
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
@@ -151,8 +150,7 @@ class Gradients:
         """Gradients ``[V, B, *shape]`` of the parameters without calls, zero for those that are not used."""
         names = [plan.layout.names[0] for plan in self._plans if not plan.members]
         used = tuple(name for name in names if name not in self.capture.unused)
-        chosen = {name: self.network.parameters[name] for name in used}
-        values = per_example_gradients(self.network, self.capture.inputs, chosen, cotangents) if used else {}
+        values = self.network.per_example_gradients(self.capture.inputs, used, cotangents) if used else {}
         for item in self.network.selected:
             if item.name in names and item.name in self.capture.unused:
                 values[item.name] = cotangents.new_zeros(*cotangents.shape[:2], *item.shape)
