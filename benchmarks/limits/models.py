@@ -123,7 +123,8 @@ class UNet(nn.Module):
         w = width
 
         def block(a: int, b: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU())
+            layers = [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()]
+            return nn.Sequential(*layers, nn.Conv2d(b, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
 
         self.down = nn.ModuleList([block(3, w), block(w, 2 * w), block(2 * w, 4 * w)])
         self.up = nn.ModuleList([block(6 * w, 2 * w), block(3 * w, w)])
