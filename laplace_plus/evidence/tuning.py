@@ -37,6 +37,7 @@ class TuningResult:
         vector: θ*, the tangent model's optimum ``[P]``, for tuners by its evidence; else None.
         predictive_mean: ``"tangent"`` if linearised predictions are to be around θ*, else ``"network"``.
         link: What ``predictive`` is to take by default; None for the likelihood's first.
+        covariance_scale: That of the posterior.
     """
 
     method: str
@@ -50,6 +51,7 @@ class TuningResult:
     vector: Tensor | None = field(default=None, kw_only=True)
     predictive_mean: str = field(default="network", kw_only=True)
     link: str | None = field(default=None, kw_only=True)
+    covariance_scale: float = field(default=1.0, kw_only=True)
 
 
 class Tuner(Protocol):

@@ -1,19 +1,21 @@
-"""The default tuning: the marginal likelihood's precision, or a larger one where leaving out training data asks for it.
+"""The default tuning: the marginal likelihood's precision, and a scale of the covariance by leaving out training data.
 
 The evidence of a network that fits its data well, or whose curvature is cut into blocks, may ask for more variance than
-helps predictions. The default therefore compares posteriors by their leave-one-out loss, on training data alone:
+helps predictions. The default therefore scales the covariance by its leave-one-out loss, on training data alone:
 
 1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
-3. Of the precisions from δ to 10⁶ δ, the least one is taken whose loss is within .005 nats of the best, and keeps nine
-   tenths of what that gains: wide posteriors tell unfamiliar inputs apart. Where none gains, the link ``"network"``
-   leaves the network's own probabilities, and the posterior at δ still says how unsure they are.
+3. Of the covariance's scales from 1 to 10⁻⁶, the least one is taken that keeps four fifths of what the best would gain
+   over the network. A scale leaves the order of inputs by their uncertainty, which a larger precision would not. Where
+   none gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still says
+   how unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
-:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does.
+:class:`~laplace_plus.LeaveOneOut`; it can neither vanish with residuals, nor grow as ``RSS/(N − γ)`` does. The largest
+scale within .005 nats of the best is taken, since wide posteriors serve in gaps between the data.
 
 A matrix over all weights fits single data, so that its V is small at them alone: there ``V₋ₙ`` is compared.
 """
@@ -41,14 +43,16 @@ from laplace_plus.leave_one_out.training_end import training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
 
-LEVELS = tuple(10 ** (k / 2) for k in range(13))
-"""Factors on the evidence's precision; at the last one the variance of outputs is all but gone."""
+SCALES = tuple(10 ** (-k / 3) for k in range(-3, 19))
+"""Factors on the covariance; at the last one the variance of outputs is all but gone. Those above one are for a part
+of the weights, which lacks the variance of the others."""
 
 TOLERANCE = 0.005
-"""Nats for each observation by which the loss may exceed the least; standard errors of a comparison are rarely less."""
+"""Nats for each observation by which a loss of regression may exceed the least; standard errors are rarely less."""
 
-SHARE = 0.1
-"""Of the gain over the network: what a wider posterior may give up, for classes; in regression the tolerance counts."""
+SHARE = 0.2
+"""Of a classifier's gain over the network: what a narrower posterior may give up, as displacements are uncertain.
+Chosen with ``LOSS_RATIO`` on the development cells of benchmarks/defaults: no other pair gained more without harm."""
 
 NEGLIGIBLE = 0.001
 """Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
@@ -77,7 +81,7 @@ class AutoTuning(TuningResult):
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
         training_prior_precision: What the end of training says, over all weights; None where it was not looked at.
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
-        precisions: Those that were compared, ``[G]``.
+        scales: Factors on the covariance that were compared, G of them.
         losses: The mean leave-one-out loss of each, ``[G]``.
     """
 
@@ -86,7 +90,7 @@ class AutoTuning(TuningResult):
     expected_gain: float = math.nan
     training_prior_precision: float | None = None
     evidence: TuningResult | None = None
-    precisions: Tensor | None = None
+    scales: tuple[float, ...] = ()
     losses: Tensor | None = None
 
 
@@ -152,7 +156,8 @@ class Auto:
         self, posterior: Tunable, evidence: TuningResult, noisy: bool, progress: bool, seed: int | None
     ) -> AutoTuning:
         """The precision of least leave-one-out loss, from the evidence's on."""
-        model, training = posterior.laplace_model(), posterior.prior_precision.detach()
+        model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
+        training = precision
         n_data, size = posterior.n_data, posterior.network.n_parameters
         room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
         share, why, data = min(1.0, ENOUGH / n_data, room / n_data), None, None
@@ -191,19 +196,21 @@ class Auto:
             variance = posterior.noise_std.square().to(error.noise_std)
             deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
-        levels = torch.tensor(LEVELS, dtype=torch.float64, device="cpu") * float(posterior.prior_precision)
-        losses, scales, _, n_rows = tuner._search(
-            deletions, levels.new_ones(()), levels, seed=seed, noisy=noisy, progress=progress
+        scales = SCALES if size < trained_size(posterior.network) else SCALES[SCALES.index(1.0) :]
+        losses, noises, _, n_rows = tuner._search(
+            deletions, precision, torch.ones(1, device="cpu"), scales, seed=seed, noisy=noisy, progress=progress
         )
         least, last = float(losses.min()), float(losses[-1])
         own = not noisy and self.link is None and "network" in model.likelihood.links and last - least <= NEGLIGIBLE
-        enough = least + (TOLERANCE if noisy else min(TOLERANCE, SHARE * (last - least)))
-        best = 0 if own else int((losses <= enough).double().argmax())  # the first
+        enough = losses <= least + (TOLERANCE if noisy else SHARE * (last - least))
+        best = 0 if own else int(enough.nonzero()[0 if noisy else -1])
         value = last if own else float(losses[best])
-        chosen = "network" if own or best and last <= value else "leave_one_out" if best else "marginal_likelihood"
+        chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
+        if own or scales[best] < 1 and last <= value:
+            chosen = "network"
         why = {
-            "marginal_likelihood": "No larger precision has a clearly smaller leave-one-out loss.",
-            "leave_one_out": f"{LEVELS[best]:.3g} times the evidence's precision has all but the least loss.",
+            "marginal_likelihood": "No other scale of the covariance has a clearly smaller leave-one-out loss.",
+            "leave_one_out": f"{scales[best]:.3g} times the evidence's covariance has all but the least loss.",
             "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
         }[chosen]
         loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
@@ -219,21 +226,22 @@ class Auto:
         why += f" {error.problem}" if noisy and error.problem else ""
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
             warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)
-        scale = float(scales[best])
+        noise = float(noises[best])
         return AutoTuning(
             method="auto",
-            prior_precision=(levels[best] / scale**2).to(model.vector.dtype),
-            noise_std=posterior.noise_std * scale if noisy else evidence.noise_std,
+            prior_precision=precision / noise**2,
+            noise_std=posterior.noise_std * noise if noisy else evidence.noise_std,
             value=-value,
             link="network" if own else None,
+            covariance_scale=1.0 if own else scales[best],
             converged=evidence.converged,
-            n_evaluations=evidence.n_evaluations + len(levels),
+            n_evaluations=evidence.n_evaluations + len(scales),
             groups=evidence.groups,
             chosen=chosen,
             why=why,
             expected_gain=last - value,
             training_prior_precision=None if end is None else end.precision,
             evidence=evidence,
-            precisions=levels,
+            scales=scales,
             losses=losses,
         )

@@ -185,7 +185,7 @@ def leave_one_out(
         if leverages == "own":
             own, _, covariance = leave_out(covariance, batch.root, batch.gradient)
             largest[-1] = torch.maximum(top, own[batch.kept].amax(-1))
-        traces, covariance = batch.leverages.sum(-1), batch.by_position(covariance)
+        traces, covariance = batch.leverages.sum(-1), batch.by_position(covariance) * posterior.covariance_scale
         parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, traces))
     deletions.check(largest)
     try:

@@ -216,14 +216,22 @@ class LeaveOneOut:
         return training, noise
 
     def _search(
-        self, deletions: Deletions, base: Tensor, levels: Tensor, *, seed: int | None, noisy: bool, progress: bool
+        self,
+        deletions: Deletions,
+        base: Tensor,
+        levels: Tensor,
+        scales: Sequence[float] = (1.0,),
+        *,
+        seed: int | None,
+        noisy: bool,
+        progress: bool,
     ) -> tuple[Tensor, Tensor, float, float]:
-        """Losses at the precisions ``level · base`` and noise factors ``[G]``, in one pass over the data.
+        """Losses and noise factors ``[G · S]`` at precisions ``level · base`` and scales of V, in one pass.
 
         Besides, the displacements' largest leverage and the number of observations.
         """
         likelihood = deletions.model.likelihood
-        totals = torch.zeros(len(levels), 2, dtype=torch.float64, device="cpu")
+        totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
         valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
         n_entries = n_observations = 0.0
         values = []
@@ -240,18 +248,19 @@ class LeaveOneOut:
                     covariance = torch.where(below[:, None, None], left, covariance)
                 if valid[number]:
                     terms = self._noise_terms if noisy else self._loss
-                    totals[number] += terms(likelihood, batch, batch.by_position(covariance), seed)
+                    covariance = batch.by_position(covariance)
+                    totals[number] += torch.stack([terms(likelihood, batch, s * covariance, seed) for s in scales])
             counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
             n_observations += counted
             n_entries += counted * batch.outputs.shape[-1]
         deletions.check(values)
-        losses, scales = totals[:, 0], torch.ones(len(levels), dtype=torch.float64, device="cpu")
+        losses, factors = totals[..., 0], torch.ones_like(totals[..., 0])
         if noisy:
-            scales = (totals[:, 1] / n_entries).sqrt()
+            factors = (totals[..., 1] / n_entries).sqrt()
             # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
-            losses = losses + n_entries * (1 + scales.square().log() + math.log(2 * math.pi)) / 2
-        losses = torch.where(valid & losses.isfinite(), losses / n_observations, torch.inf)
-        return losses, scales, float(torch.cat(values).max()), n_observations
+            losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
+        losses = torch.where(valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
+        return losses.flatten(), factors.flatten(), float(torch.cat(values).max()), n_observations
 
     def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
         """A batch's loss, and 0."""

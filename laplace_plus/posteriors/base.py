@@ -449,7 +449,7 @@ class Posterior(Stored, ABC):
         self._prior_precision = result.prior_precision
         if result.noise_std is not None:
             self.noise_std = result.noise_std
-        self.tuning, self.link = result, result.link
+        self.tuning, self.link, self.covariance_scale = result, result.link, result.covariance_scale
         self._tangent_mean = result.vector if result.predictive_mean == "tangent" else None
 
     def summary(self) -> Summary:

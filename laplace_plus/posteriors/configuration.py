@@ -114,6 +114,10 @@ class Configured:
     link: str | None = None
     """What ``predictive`` takes by default, as the last tuning chose it; None for the likelihood's first."""
 
+    covariance_scale: float = 1.0
+    """Factor on the covariance of a Gaussian posterior, as the last tuning chose it: a cold posterior for less than 1.
+    A new prior precision or fit sets it to 1. The evidence is without it."""
+
     one_precision: ClassVar[bool] = False
     """Whether a single prior precision scales all entries, so that several are refused."""
 
@@ -195,7 +199,7 @@ class Configured:
     def prior_precision(self, value: float | Tensor) -> None:
         precision = self._checked_precision(value)
         GaussianPrior.create(value, self._prior_mean, self._group_index())
-        self._prior_precision, self.link = precision, None
+        self._prior_precision, self.link, self.covariance_scale = precision, None, 1.0
 
     def _checked_precision(self, value: float | Tensor) -> Tensor:
         precision = as_hyperparameter(value)

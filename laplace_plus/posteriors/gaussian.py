@@ -17,7 +17,7 @@ from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_counts
+from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_counts, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import Summary, full_precision
@@ -210,7 +210,8 @@ class GaussianPosterior(Posterior):
             self._prior_groups = None
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:
             self.prior()  # refuses a prior of another shape
-        self._sums, self._vector, self._factor_cache, self._tangent_mean, self.link = sums, mean, None, None, None
+        self._sums, self._vector, self._factor_cache, self._tangent_mean = sums, mean, None, None
+        self.link, self.covariance_scale = None, 1.0
         if self.tuning is not None and self.tuning.vector is not None:  # which is the optimum for other weights or data
             self.tuning = None
         self.n_data, self.n_outputs = sums.n_data, sums.n_outputs
@@ -327,10 +328,14 @@ class GaussianPosterior(Posterior):
 
     def factors(self) -> dict[str, Factor]:
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
-        precision, temperature = self._prior_precision, self._temperature
-        key = (precision, precision._version, temperature, temperature._version, self.likelihood, self._prior_groups)
+        precision, temperature, scale = self._prior_precision, self._temperature, self.covariance_scale
+        versions = precision._version, temperature._version
+        key = (precision, temperature, *versions, scale, self.likelihood, self._prior_groups)
         if self._factor_cache is None or not all(map(is_, self._factor_cache[0], key)):
-            self._factor_cache = key, self.laplace_model().factors(precision.detach(), temperature.detach())
+            if scale != 1:
+                check_positive(covariance_scale=scale)
+            factors = self.laplace_model().factors(precision.detach() / scale, temperature.detach() * scale)
+            self._factor_cache = key, factors
         return self._factor_cache[1]
 
     @override
@@ -417,10 +422,11 @@ class GaussianPosterior(Posterior):
 
     @full_precision
     def precision_matrix(self) -> Tensor:
-        """The posterior precision ``H/T + P₀`` written out, ``[P, P]``; only for small P."""
+        """The posterior precision ``(H/T + P₀) / s`` written out, ``[P, P]``; only for small P."""
         model = self.laplace_model()
         weights = (model.weights() / self._temperature.to(model.vector.device)).to(model.vector)
-        return model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
+        precision = model.curvature.dense(weights) + torch.diag(self.prior().vector().to(model.vector))
+        return precision / self.covariance_scale
 
     @full_precision
     def covariance_matrix(self) -> Tensor:
@@ -462,7 +468,7 @@ class GaussianPosterior(Posterior):
         tensors |= {"statistics": sums.statistics, "vector": self.mean}
         if self._tangent_mean is not None:
             tensors["tangent_mean"] = self._tangent_mean
-        return {"blocks": blocks, "link": self.link}, tensors
+        return {"blocks": blocks, "link": self.link, "covariance_scale": self.covariance_scale}, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -470,3 +476,4 @@ class GaussianPosterior(Posterior):
         sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self.adopt(sums, tensors["vector"])
         self._tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
+        self.covariance_scale = header.get("covariance_scale", 1.0)

@@ -50,25 +50,25 @@ def test_losses_of_regression_are_those_of_dense_formulas():
     residuals = (y - net(x)).detach()[:, 0]
     noise = residuals.square().mean().sqrt()
 
-    def variances(precision):  # of the outputs
-        covariance = torch.linalg.inv(rows.T @ rows / noise**2 + precision * torch.eye(4, dtype=torch.float64))
-        return ((rows @ covariance) * rows).sum(1)
+    precision = found.evidence.prior_precision
+    covariance = torch.linalg.inv(rows.T @ rows / noise**2 + precision * torch.eye(4, dtype=torch.float64))
+    own = ((rows @ covariance) * rows).sum(1)
+    own = own / (1 - own / noise**2)  # a dense matrix fits each datum, which is taken out again
 
     estimate = noise_from_residuals(posterior)
     left_out = residuals * (estimate.noise_std / estimate.residual_std).to(residuals)
     wanted = []
-    for precision in found.precisions:
-        own = variances(precision)
-        total = own / (1 - own / noise**2) + noise**2  # a dense matrix fits each datum, which is taken out again
-        scale = (left_out.square() / total).mean()
-        wanted.append(-torch.distributions.Normal(0.0, (scale * total).sqrt()).log_prob(left_out).mean())
+    for scale in found.scales:
+        total = scale * own + noise**2
+        factor = (left_out.square() / total).mean()
+        wanted.append(-torch.distributions.Normal(0.0, (factor * total).sqrt()).log_prob(left_out).mean())
     torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-6, atol=1e-8)
     best = int((found.losses <= found.losses.min() + auto.TOLERANCE).nonzero()[0])  # the widest that is good enough
     assert found.value == -float(found.losses[best])
-    own = variances(found.precisions[best])
-    scale = (left_out.square() / (own / (1 - own / noise**2) + noise**2)).mean().sqrt()
-    assert float(posterior.noise_std) == pytest.approx(float(noise * scale), rel=1e-6)
-    assert float(posterior.prior_precision) == pytest.approx(float(found.precisions[best] / scale**2), rel=1e-6)
+    factor = (left_out.square() / (found.scales[best] * own + noise**2)).mean().sqrt()
+    assert posterior.covariance_scale == found.scales[best]
+    assert float(posterior.noise_std) == pytest.approx(float(noise * factor), rel=1e-6)
+    assert float(posterior.prior_precision) == pytest.approx(float(precision / factor**2), rel=1e-6)
 
 
 class Dense:
@@ -99,7 +99,7 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, monkeypatch):
     net, x, y = linear_problem(classification=True)
     posterior = lp.Full(net, "classification").fit([(x, y)])
     tuner = lp.Auto(link="probit", training_prior_precision=3.0 if known else None)
-    with pytest.warns(NoGainWarning, match="No posterior"):  # at the least precision, which is nearly the network
+    with pytest.warns(NoGainWarning, match="No posterior"):  # at the least scale, which is nearly the network
         posterior.fit_prior_precision(tuner)
     found, dense = posterior.tuning, Dense(net, x, y)
     assert found.training_prior_precision == (None if known else pytest.approx(1.0, rel=1e-3))
@@ -108,10 +108,10 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, monkeypatch):
     moved = dense.covariances(curvature, precision)
     left_out = net(x).detach() + (moved @ dense.gradients[..., None])[..., 0]
     wanted = []
-    for precision in found.precisions:
-        own = dense.covariances(dense.curvature, precision)
-        own = torch.linalg.solve(torch.eye(2, dtype=torch.float64) - own @ dense.hessians, own)
-        variances = own.diagonal(dim1=1, dim2=2)
+    own = dense.covariances(dense.curvature, found.evidence.prior_precision)
+    own = torch.linalg.solve(torch.eye(2, dtype=torch.float64) - own @ dense.hessians, own)
+    for scale in found.scales:
+        variances = scale * own.diagonal(dim1=1, dim2=2)
         wanted.append(nn.functional.cross_entropy(left_out / (1 + torch.pi / 8 * variances).sqrt(), y))
     torch.testing.assert_close(found.losses, torch.stack(wanted), rtol=1e-5, atol=1e-8)
     assert found.expected_gain == pytest.approx(float(wanted[-1] - min(wanted)), abs=1e-7)
@@ -269,3 +269,32 @@ def test_weights_without_derivatives_are_not_displaced():
         warnings.simplefilter("ignore", NoGainWarning)
         posterior.fit_prior_precision()
     assert "Only selected weights were displaced: rounding has no derivative" in posterior.tuning.why
+
+
+@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC, lp.Diagonal, lp.LowRank])
+def test_the_scale_of_the_covariance(cls, tmp_path):
+    net, x, y = linear_problem(classification=True)
+    posterior = cls(net, "classification", prior_precision=2.0).fit([(x, y)])
+    covariance, evidence = posterior.covariance_matrix(), posterior.log_marginal_likelihood()
+    outputs, left = posterior.functional_posterior(x).covariance, posterior.leave_one_out(leverages="first_order")
+    scaled = copy.copy(posterior)
+    scaled.covariance_scale = 0.1
+    scaled.save(tmp_path / "scaled")
+    for one in (scaled, copy.copy(scaled), lp.load(tmp_path / "scaled", net)):
+        torch.testing.assert_close(one.covariance_matrix(), 0.1 * covariance)
+        torch.testing.assert_close(one.variance(), 0.1 * covariance.diagonal())
+        torch.testing.assert_close(one.precision_matrix() @ one.covariance_matrix(), torch.eye(8).double())
+        torch.testing.assert_close(one.functional_posterior(x).covariance, 0.1 * outputs)
+        found = one.leave_one_out([(x, y)], leverages="first_order")
+        torch.testing.assert_close(found.covariance, 0.1 * left.covariance)
+        torch.testing.assert_close(found.mean, left.mean)  # what training did is another matter
+        draws = [p.sample(3, generator=torch.Generator().manual_seed(0)) - p.mean for p in (one, posterior)]
+        torch.testing.assert_close(draws[0], 0.1**0.5 * draws[1])
+        assert one.log_marginal_likelihood() == evidence
+    torch.testing.assert_close(posterior.covariance_matrix(), covariance)
+    scaled.prior_precision = 2.0
+    assert scaled.covariance_scale == 1 and torch.equal(scaled.covariance_matrix(), covariance)
+    scaled.covariance_scale = 0.0
+    with pytest.raises(ConfigurationError, match="covariance_scale must be a positive number"):
+        scaled.predictive(x)
+    assert scaled.fit([(x, y)]).covariance_scale == 1
