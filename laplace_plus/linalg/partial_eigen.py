@@ -182,14 +182,8 @@ def svds(
         rmatvec: Aᵀ; by default torch differentiates through ``matvec``.
         tolerance: A triplet is returned if both of its residuals are at most ``tolerance · σ_max``; by default
             eps^(2/3).
-        max_restarts: Cap on restarts; each costs at most ``subspace`` products of either kind.
-        subspace: Number of vectors to store; by default the larger of 2k + 1 and k + 20.
         v0: Start vector of length min(m, n) – ``[n]`` if n ≤ m, or else ``[m]``; random by default.
-        generator: Source of the random vectors.
-        parameters: The tensors to differentiate in, where they cannot be found from the operator.
-        dtype: Type of the vectors; by default that of ``v0`` or of the operator. Half precision is used for products
-            only.
-        device: Where to work; by default the device of ``v0`` or of the operator.
+        max_restarts, subspace, generator, parameters, dtype, device: As for :func:`eigsh`.
 
     Raises:
         ConfigurationError: Bad sizes or start vector.

@@ -151,11 +151,7 @@ def diagonal(
         tolerance: Add batches of ``matvecs`` products until the norm of the standard errors is below this
             fraction of the norm of the diagonal. None uses ``matvecs`` products.
         absolute_tolerance: With ``tolerance``, a norm of the standard errors that is small enough in any case.
-        cap: Limit on the number of products with a tolerance; 20 ``matvecs`` by default.
-        generator: Source of the randomness; torch's global generator by default.
-        dtype: Type of the vectors; that of the operator's tensors by default.
-        device: Device of the vectors; that of the operator's tensors by default.
-        parameters: The tensors A depends on, where they cannot be found from its autograd graph.
+        cap, generator, dtype, device, parameters: As for :func:`trace`.
 
     Returns:
         ``value [n]`` and ``sem [n]``, of the vectors' type (float32 for half precision).
