@@ -7,8 +7,8 @@ helps predictions. The default therefore scales the covariance by its leave-one-
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
-3. Of the covariance's scales from 1 to 10⁻⁶, the least one is taken that keeps four fifths of what the best would gain
-   over the network. A scale leaves the order of inputs by their uncertainty, which a larger precision would not. Where
+3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps four
+   fifths of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which a larger precision would not. Where
    none gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still says
    how unsure they are.
 
@@ -155,9 +155,8 @@ class Auto:
     def _leave_out(
         self, posterior: Tunable, evidence: TuningResult, noisy: bool, progress: bool, seed: int | None
     ) -> AutoTuning:
-        """The precision of least leave-one-out loss, from the evidence's on."""
+        """The scale of the covariance that leaving out chooses, at the evidence's precision."""
         model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
-        training = precision
         n_data, size = posterior.n_data, posterior.network.n_parameters
         room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
         share, why, data = min(1.0, ENOUGH / n_data, room / n_data), None, None
@@ -175,6 +174,7 @@ class Auto:
             warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=5)
             found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
+        training = precision
         known = not noisy and check_training_prior(self.training_prior_precision, self.weight_decay)
         if known:
             given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
