@@ -8,9 +8,9 @@ helps predictions. The default therefore scales the covariance by its leave-one-
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps four
-   fifths of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which a larger precision would not. Where
-   none gains, the link ``"network"`` leaves the network's own probabilities, and the posterior at scale 1 still says
-   how unsure they are.
+   fifths of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
+   a larger precision would not. Where none gains, the link ``"network"`` leaves the network's own probabilities, and
+   the posterior at scale 1 still says how unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
