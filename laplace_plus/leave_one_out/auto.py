@@ -7,8 +7,8 @@ helps predictions. The default therefore scales the covariance by its leave-one-
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
-3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps four
-   fifths of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
+3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
+   percent of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
    a larger precision would not. Where none gains, the link ``"network"`` leaves the network's own probabilities, and
    the posterior at scale 1 still says how unsure they are.
 
@@ -43,14 +43,14 @@ from laplace_plus.leave_one_out.training_end import training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
 
-SCALES = tuple(10 ** (-k / 3) for k in range(-3, 19))
+SCALES = tuple(10 ** (-k / 4) for k in range(-4, 25))
 """Factors on the covariance; at the last one the variance of outputs is all but gone. Those above one are for a part
 of the weights, which lacks the variance of the others."""
 
 TOLERANCE = 0.005
 """Nats for each observation by which a loss of regression may exceed the least; standard errors are rarely less."""
 
-SHARE = 0.2
+SHARE = 0.15
 """Of a classifier's gain over the network: what a narrower posterior may give up, as displacements are uncertain.
 Chosen with ``LOSS_RATIO`` on the development cells of benchmarks/defaults: no other pair gained more without harm."""
 
