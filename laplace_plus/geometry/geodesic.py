@@ -74,9 +74,8 @@ def exponential_map(
         tensor([True, True])
     """
     settings = {"rtol": rtol, "atol": atol, "max_energy_change": max_energy_change}
-    return geodesic(
-        landscape, start, velocities, torch.ones(1, dtype=torch.float64), max_evaluations=max_evaluations, **settings
-    )
+    time = torch.ones(1, dtype=torch.float64)
+    return geodesic(landscape, start, velocities, time, max_evaluations=max_evaluations, **settings)
 
 
 def geodesic(

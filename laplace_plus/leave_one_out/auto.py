@@ -186,10 +186,8 @@ class Auto:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
             except (RuntimeError, LaplacePlusError) as failure:  # weights outside the selection may have no derivatives
                 failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
-        displacing = None if end is None else end.covariances
-        deletions = Deletions(
-            posterior, data, KAPPA * training, None, "first_order", "position", share=share, displacing=displacing
-        )
+        moving = {"share": share, "displacing": None if end is None else end.covariances}
+        deletions = Deletions(posterior, data, KAPPA * training, None, "first_order", "position", **moving)
         deletions.without_own = posterior.structure.name == "full"
         if noisy:
             error = noise_from_residuals(posterior)
@@ -217,9 +215,7 @@ class Auto:
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
         if end is not None and not end.stationary:
-            why += (
-                f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four or so."
-            )
+            why += f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four."
         if end is not None and end.decrement > UNFINISHED:
             why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed

@@ -174,16 +174,10 @@ def svds(
     tensors that the operator depends on (``dσ = uᵀ (dA) v``); the vectors are not. Small singular values are not
     available: below √eps σ_max the squares lose them.
 
-    Args:
-        matvec: A, an operator on row-stacked vectors, ``[..., n] -> [..., m]``.
-        n: Length of the input vectors of A.
-        k: Number of triplets ≥ 1; at most min(m, n) are returned.
-        m: Length of the output vectors of A; by default the operator's, or n for a plain callable.
-        rmatvec: Aᵀ; by default torch differentiates through ``matvec``.
-        tolerance: A triplet is returned if both of its residuals are at most ``tolerance · σ_max``; by default
-            eps^(2/3).
-        v0: Start vector of length min(m, n) – ``[n]`` if n ≤ m, or else ``[m]``; random by default.
-        max_restarts, subspace, generator, parameters, dtype, device: As for :func:`eigsh`.
+    The arguments are those of :func:`eigsh`, with ``v0`` of length min(m, n): ``[n]`` if n ≤ m, or else ``[m]``. Also,
+    ``m`` is the length of the output vectors of A, by default the operator's, or n for a plain callable. ``rmatvec`` is
+    Aᵀ; by default torch differentiates through ``matvec``. A triplet is returned if both of its residuals are at most
+    ``tolerance · σ_max``.
 
     Raises:
         ConfigurationError: Bad sizes or start vector.

@@ -139,19 +139,10 @@ def diagonal(
     to ``∂A/∂θ`` with probes and bases held fixed: unbiased, exact where the value is, and with ``"hutchinson"`` also
     the gradient of the computed value.
 
-    Args:
-        matvec: A, a callable on row-stacked vectors or an operator; it need be neither symmetric nor definite.
-        n: Its size.
-        matvecs: Number of products, for XDiag half with A and half with its transpose; at least 4 for XDiag and 2 for
-            Hutchinson, or at least n.
-        method: The estimator.
-        rmatvec: The transpose, where A is not symmetric and torch cannot differentiate through it.
-        symmetric: Whether A is its own transpose, so that XDiag need not differentiate to multiply with it.
-        distribution: Of the probes; signs have no variance on the diagonal part of A.
-        tolerance: Add batches of ``matvecs`` products until the norm of the standard errors is below this
-            fraction of the norm of the diagonal. None uses ``matvecs`` products.
-        absolute_tolerance: With ``tolerance``, a norm of the standard errors that is small enough in any case.
-        cap, generator, dtype, device, parameters: As for :func:`trace`.
+    The arguments are those of :func:`trace`, tolerances being compared with norms over the entries. A need be neither
+    symmetric nor definite. ``rmatvec`` is its transpose, where it is not symmetric and torch cannot differentiate
+    through it; with ``symmetric`` XDiag need not differentiate at all. XDiag takes half of ``matvecs`` with A and half
+    with its transpose, at least 4; Hutchinson at least 2.
 
     Returns:
         ``value [n]`` and ``sem [n]``, of the vectors' type (float32 for half precision).

@@ -23,10 +23,7 @@ from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING, VariationalBound
 
-for _cls in (
-    *(Full, KFAC, Diagonal, LowRank, Subnetwork),
-    *(NullSpace, VIKING, Riemannian, MetricBNN, SampledLaplace),
-):
+for _cls in (Full, KFAC, Diagonal, LowRank, Subnetwork, NullSpace, VIKING, Riemannian, MetricBNN, SampledLaplace):
     register(_cls.__name__, _cls)
 
 __all__ = [

@@ -368,9 +368,7 @@ class GaussianPosterior(Posterior):
                 got='"tangent"',
             )
         assert self._sums is not None
-        layouts = []
-        for layout, _ in self._sums.curvature.blocks:
-            layouts.append(layout)
+        layouts = [layout for layout, _ in self._sums.curvature.blocks]
         x = to_device(x, self.network.device)
         found = functional_posteriors(
             self.network,
