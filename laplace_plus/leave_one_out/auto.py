@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus.batches import iterate
 from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
@@ -45,7 +46,7 @@ from laplace_plus.likelihoods.sampling import draw_seed
 
 SCALES = tuple(10 ** (-k / 4) for k in range(-4, 25))
 """Factors on the covariance; at the last one the variance of outputs is all but gone. Those above one are for a part
-of the weights, which lacks the variance of the others."""
+of the weights, which lacks the variance of the others, where all are displaced."""
 
 TOLERANCE = 0.005
 """Nats for each observation by which a loss of regression may exceed the least; standard errors are rarely less."""
@@ -58,7 +59,7 @@ NEGLIGIBLE = 0.001
 """Nats by which the best posterior's loss must be less than the network's, or else the network predicts."""
 
 ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
-"""Examples that are left out, evenly spread over the data: at most 2000, whose mean loss has a standard error of about
+"""Examples (or positions) that are left out, evenly spread: at most 2000, whose mean loss has a standard error of about
 .02 nats, and at least 100, as fewer tell nothing. In between as many as have 10⁸ covariances of outputs together, and
 3·10⁹ outputs times weights, which take some ten seconds of a processor core."""
 
@@ -159,10 +160,10 @@ class Auto:
         model, precision = posterior.laplace_model(), posterior.prior_precision.detach()
         n_data, size = posterior.n_data, posterior.network.n_parameters
         room = min(ENTRIES / model.n_outputs**2, max(LEAST, PRODUCTS / (model.n_outputs * size)))
-        share, why, data = min(1.0, ENOUGH / n_data, room / n_data), None, None
+        why, data = None, None
         if posterior.group is not None:
             why = "The data are spread over several processes"
-        elif share < 1 and share * n_data < LEAST:
+        elif room < min(LEAST, n_data):
             why = f"The covariances of {model.n_outputs} outputs are too large"
         else:
             try:
@@ -175,12 +176,16 @@ class Auto:
             found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
         training = precision
+        first = next(iter(iterate(data, device=posterior.network.device)))
+        rows = n_data * posterior.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
+        share = min(1.0, ENOUGH / n_data, room / rows)
         known = not noisy and check_training_prior(self.training_prior_precision, self.weight_decay)
         if known:
             given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
             training = given._training(posterior, model, data, progress)[0]
         end, failed = None, ""
-        affordable = share * n_data * model.n_outputs * trained_size(posterior.network) <= PRODUCTS
+        # The derivatives of each position's outputs pass through all positions of its example.
+        affordable = share * rows**2 / n_data * model.n_outputs * trained_size(posterior.network) <= PRODUCTS
         if model.likelihood.is_classifier and not known and affordable:
             try:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
@@ -188,14 +193,16 @@ class Auto:
                 failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
         moving = {"share": share, "displacing": None if end is None else end.covariances}
         deletions = Deletions(posterior, data, KAPPA * training, None, "first_order", "position", **moving)
+        deletions.most = max(1, int(ENOUGH / (share * n_data)))
         deletions.without_own = posterior.structure.name == "full"
         if noisy:
             error = noise_from_residuals(posterior)
             variance = posterior.noise_std.square().to(error.noise_std)
             deletions.inflation = (error.noise_std / error.residual_std - 1) * variance
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
-        scales = SCALES if size < trained_size(posterior.network) else SCALES[SCALES.index(1.0) :]
-        losses, noises, _, n_rows = tuner._search(
+        part = size < trained_size(posterior.network) and (noisy or end is not None)
+        scales = SCALES if part else SCALES[SCALES.index(1.0) :]
+        losses, noises, _, _ = tuner._search(
             deletions, precision, torch.ones(1, device="cpu"), scales, seed=seed, noisy=noisy, progress=progress
         )
         least, last = float(losses.min()), float(losses[-1])
@@ -211,7 +218,7 @@ class Auto:
             "leave_one_out": f"{scales[best]:.3g} times the evidence's covariance has all but the least loss.",
             "network": "No posterior has a clearly smaller leave-one-out loss than the network, which predicts.",
         }[chosen]
-        loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * n_rows)
+        loss = -float(model.log_likelihood()) * deletions.n_examples / (posterior.n_data * deletions.n_observations)
         if model.likelihood.is_classifier and loss < INTERPOLATION:
             why += f" The network interpolates its training data (loss {loss:.2g} nats)."
         if end is not None and not end.stationary:

@@ -263,13 +263,15 @@ class Deletions:
         limit: Leverages from here on count as one: they are within some roundings of it in the network's type.
         share: Of each batch's examples, how many are left out, evenly spread. Below one, a pass does not check that the
             data are those of the fit.
-        n_examples: How many were left out in the last pass.
+        n_examples, n_observations: How many the last pass went over.
+        most: Of each example's positions, how many are left out, evenly spread; None for all.
         inflation: Numbers ``[C]`` by which the gradients of a Gaussian's outputs are multiplied, in place of ``V``, to
             displace them: then residuals grow by a factor.
         without_own: Whether a tuner takes ``V₋ₙ`` where leverages are below one, though displacements are no ``V₋ₙ g``.
     """
 
-    n_examples = 0
+    n_examples, n_observations = 0, 0.0
+    most: int | None = None
     inflation: Tensor | None = None
     without_own = False
 
@@ -311,7 +313,7 @@ class Deletions:
             OutputError: Outputs that do not fit.
         """
         model, likelihood = self.model, self.model.likelihood
-        fitted = FittedData(model, self.network, self.n_data)
+        fitted, self.n_observations = FittedData(model, self.network, self.n_data), 0.0
         wanted = [(self.precision, self.noise_std), *points] if self.exact is None else list(points)
         sets = model.factor_sets(wanted, self.temperature)
         own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
@@ -328,8 +330,11 @@ class Deletions:
             gradient = likelihood.gradient(flat, targets) * weight[:, None]
             groups = [likelihood.output_groups(size).to(root.device) for size in (root.shape[-1], flat.shape[-1])]
             kept: Tensor | slice = slice(None)
+            self.n_observations += float(weight.sum())
             if self.unit == "position":
-                kept = weight > 0
+                kept = places = weight.nonzero()[:, 0]
+                if self.most is not None and self.most * len(outputs) < len(places):
+                    kept = places[torch.linspace(0, len(places) - 1, self.most * len(outputs)).round().long()]
                 outputs, targets = flat[kept], targets[kept]
             else:
                 targets, count = batch.target, len(flat) // len(outputs)

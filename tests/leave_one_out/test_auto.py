@@ -298,3 +298,20 @@ def test_the_scale_of_the_covariance(cls, tmp_path):
     with pytest.raises(ConfigurationError, match="covariance_scale must be a positive number"):
         scaled.predictive(x)
     assert scaled.fit([(x, y)]).covariance_scale == 1
+
+
+def test_some_positions_of_each_example_are_left_out(monkeypatch):
+    monkeypatch.setattr(auto, "ENOUGH", 20)
+    net, x, y = linear_problem(30, classification=True)
+    x, y = x.view(5, 6, 3), y.view(5, 6)
+    posterior = lp.Full(net, "classification").fit([(x, y)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGainWarning)
+        posterior.fit_prior_precision(training_prior_precision=3.0)
+    training = lp.Full(net, "classification", prior_precision=3.0 * auto.KAPPA).fit([(x, y)])
+    mean, covariance = training.functional_posterior(x)
+    gradient = mean.softmax(-1) - nn.functional.one_hot(y, 2)
+    left = (mean + (covariance @ gradient[..., None])[..., 0]).flatten(0, 1)
+    chosen = torch.linspace(0, 29, 20).round().long()
+    wanted = nn.functional.cross_entropy(left[chosen], y.flatten()[chosen])
+    assert float(posterior.tuning.losses[-1]) == pytest.approx(float(wanted), abs=1e-5)
