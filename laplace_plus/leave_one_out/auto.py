@@ -6,7 +6,8 @@ helps predictions. The default therefore scales the covariance by its leave-one-
 1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
-   selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`.
+   selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`. Of up to
+   2000 weights the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
    percent of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
    a larger precision would not. Where none gains, the link ``"network"`` leaves the network's own probabilities, and
@@ -27,13 +28,14 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_plus.batches import iterate
-from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning
+from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_plus.evidence.noise import noise_from_residuals, trained_size
@@ -191,8 +193,9 @@ class Auto:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
             except (RuntimeError, LaplacePlusError) as failure:  # weights outside the selection may have no derivatives
                 failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
-        moving = {"share": share, "displacing": None if end is None else end.covariances}
+        moving = {"share": share, "displacing": end and end.covariances}
         deletions = Deletions(posterior, data, KAPPA * training, None, "first_order", "position", **moving)
+        deletions.leverages = "full" if end and end.exact else "first_order"
         deletions.most = max(1, int(ENOUGH / (share * n_data)))
         deletions.without_own = posterior.structure.name == "full"
         if noisy:
@@ -202,9 +205,12 @@ class Auto:
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
         part = size < trained_size(posterior.network) and (noisy or end is not None)
         scales = SCALES if part else SCALES[SCALES.index(1.0) :]
-        losses, noises, _, _ = tuner._search(
-            deletions, precision, torch.ones(1, device="cpu"), scales, seed=seed, noisy=noisy, progress=progress
-        )
+        search = partial(tuner._search, deletions, precision, torch.ones(1, device="cpu"), scales)
+        try:
+            losses, noises, _, _ = search(seed=seed, noisy=noisy, progress=progress)
+        except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
+            deletions.leverages = "first_order"
+            losses, noises, _, _ = search(seed=seed, noisy=noisy, progress=progress)
         least, last = float(losses.min()), float(losses[-1])
         own = not noisy and self.link is None and "network" in model.likelihood.links and last - least <= NEGLIGIBLE
         enough = losses <= least + (TOLERANCE if noisy else SHARE * (last - least))
@@ -225,8 +231,7 @@ class Auto:
             why += f" The prior of training ({end.precision:.2g}) was read from its loss, within a factor of four."
         if end is not None and end.decrement > UNFINISHED:
             why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
-        why += failed
-        why += f" {error.problem}" if noisy and error.problem else ""
+        why += failed + (f" {error.problem}" if noisy and error.problem else "")
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
             warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)
         noise = float(noises[best])

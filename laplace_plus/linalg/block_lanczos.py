@@ -63,15 +63,9 @@ def block_lanczos(
     shrunk, only T has a derivative, in the operator alone and with the vectors held fixed. The derivative of functions
     ``tr Sᵀ f(T)₁₁ S`` is then correct up to the size of the residual.
 
-    Args:
-        matvec: A, a symmetric operator on row-stacked vectors.
-        v: X, start vectors ``[p, n]``; they need not be orthogonal or linearly independent.
-        depth: Number K ≥ 1 of blocks; fewer if the space becomes invariant before.
-        parameters: The tensors to differentiate in, where they cannot be found from the operator.
-        tolerance: A direction is dropped where its singular value is at most ``tolerance`` times the largest ‖A q‖ (for
-            start vectors: the largest of their singular values); ten times machine epsilon by default.
-        check_symmetry: Whether to check that A is symmetric; this takes no product.
-        dtype: Type of the start vectors; that of ``v`` by default. Half precision is used for products only.
+    The arguments are those of :func:`~laplace_plus.linalg.arnoldi.lanczos`, but ``v`` is X, ``[p, n]``, whose rows need
+    not be orthogonal or independent, and ``depth`` the number K of blocks. A direction is dropped where its singular
+    value is at most ``tolerance`` times the largest ‖A q‖, for start vectors the largest of their singular values.
 
     Raises:
         ConfigurationError: Bad start vectors, depth or tolerance.

@@ -139,15 +139,10 @@ def bilinear(
     product batched over K vectors for A; as accurate as ``f(A) v``. ``"adjoint"``: the exact gradient of the computed
     value, at any K, by K products and one vector–Jacobian product; as accurate as the value.
 
-    The arguments are those of :func:`matrix_function`; ``tolerance`` is relative to the value.
+    Arguments and errors are those of :func:`matrix_function`; ``tolerance`` is relative to the value.
 
     Returns:
         ``value [...]`` and ``error [...]`` (float32 for half precision).
-
-    Raises:
-        ConfigurationError: Bad arguments, or an f that is not elementwise.
-        OperatorError: A vector of zero, or an operator that is not symmetric or of another shape.
-        NonFiniteError: NaN in a product, or an f that is not finite on the spectrum.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 4.0, 9.0]))

@@ -13,6 +13,8 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.evidence import noise_from_residuals
 from laplace_plus.leave_one_out import auto
+from laplace_plus.leave_one_out import training_end as end_module
+from laplace_plus.leave_one_out.predictions import Deletions
 from laplace_plus.leave_one_out.training_end import LOSS_RATIO, training_end
 
 
@@ -93,19 +95,23 @@ class Dense:
         return torch.einsum("ncp,pq,ndq->ncd", self.jacobians, self.inverse(curvature, precision), self.jacobians)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_losses_of_classes_are_those_of_dense_formulas(known, monkeypatch):
-    monkeypatch.setattr(auto, "TOLERANCE", 0.0)
+@pytest.mark.parametrize("displaced_by", ["what is known", "blocks", "the exact matrix"])
+def test_losses_of_classes_are_those_of_dense_formulas(displaced_by, monkeypatch):
+    known = displaced_by == "what is known"
+    monkeypatch.setattr(end_module, "FEW", 2000 if displaced_by == "the exact matrix" else 0)
     net, x, y = linear_problem(classification=True)
     posterior = lp.Full(net, "classification").fit([(x, y)])
     tuner = lp.Auto(link="probit", training_prior_precision=3.0 if known else None)
-    with pytest.warns(NoGainWarning, match="No posterior"):  # at the least scale, which is nearly the network
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGainWarning)
         posterior.fit_prior_precision(tuner)
     found, dense = posterior.tuning, Dense(net, x, y)
     assert found.training_prior_precision == (None if known else pytest.approx(1.0, rel=1e-3))
     # What is not known is read from the weights: training went to its end, under a prior precision of 1.
-    curvature, precision = (dense.curvature, auto.KAPPA * 3.0) if known else (dense.blocks, 1.0)
-    moved = dense.covariances(curvature, precision)
+    curvature = dense.blocks if displaced_by == "blocks" else dense.curvature
+    moved = dense.covariances(curvature, auto.KAPPA * 3.0 if known else 1.0)
+    if displaced_by == "the exact matrix":
+        moved = torch.linalg.solve(torch.eye(2, dtype=torch.float64) - moved @ dense.hessians, moved)
     left_out = net(x).detach() + (moved @ dense.gradients[..., None])[..., 0]
     wanted = []
     own = dense.covariances(dense.curvature, found.evidence.prior_precision)
@@ -118,8 +124,10 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_where_training_ended(share):
+@pytest.mark.parametrize("exact", [True, False])
+def test_where_training_ended(share, exact, monkeypatch):
     """Of a network that is trained to its end, of one that is not, and with half of the data standing for all."""
+    monkeypatch.setattr(end_module, "FEW", 8 if exact else 7)
     net, x, y = linear_problem(40, classification=True)
     data = [(x[:20], y[:20]), (x[20:], y[20:])]
 
@@ -134,14 +142,15 @@ def test_where_training_ended(share):
     half = torch.linspace(0, 19, 10).round().long()
     chosen = torch.arange(40) if share == 1 else torch.cat([half, half + 20])
     found, all_data, dense = end_of(net, share), Dense(net, x, y), Dense(net, x[chosen], y[chosen])
-    assert not found.stationary
+    curvature = dense.curvature if exact else dense.blocks
+    assert found.exact == exact and not found.stationary
     precision = LOSS_RATIO * all_data.loss / dense.weights.square().sum()
-    inverse, gradient = dense.inverse(dense.blocks / share, precision), dense.gradient / share
+    inverse, gradient = dense.inverse(curvature / share, precision), dense.gradient / share
     decrement = gradient @ inverse @ gradient / (8 - precision * inverse.trace()).clamp_min(1.0)
     assert found.decrement == pytest.approx(float(decrement), rel=1e-5) and found.decrement > 1
     assert found.precision == pytest.approx(float(precision * decrement), rel=1e-5)
     (covariances,) = found.covariances(0, x, net(x).detach())
-    wanted = all_data.jacobians @ dense.inverse(dense.blocks / share, found.precision) @ all_data.jacobians.mT
+    wanted = all_data.jacobians @ dense.inverse(curvature / share, found.precision) @ all_data.jacobians.mT
     torch.testing.assert_close(covariances, wanted, rtol=1e-6, atol=1e-9)
 
 
@@ -315,3 +324,18 @@ def test_some_positions_of_each_example_are_left_out(monkeypatch):
     chosen = torch.linspace(0, 29, 20).round().long()
     wanted = nn.functional.cross_entropy(left[chosen], y.flatten()[chosen])
     assert float(posterior.tuning.losses[-1]) == pytest.approx(float(wanted), abs=1e-5)
+
+
+def test_a_datum_that_determines_a_weight_is_displaced_in_first_order(monkeypatch):
+    seen, check = [], Deletions.check
+
+    def refusing(self, largest):
+        seen.append(self.leverages)
+        check(self, [torch.ones(1)] if self.leverages == "full" else largest)
+
+    monkeypatch.setattr(Deletions, "check", refusing)
+    net, x, y = linear_problem(classification=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGainWarning)
+        found = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
+    assert seen == ["full", "first_order"] and found.losses.isfinite().all()
