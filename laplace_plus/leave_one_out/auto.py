@@ -41,6 +41,7 @@ from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_plus.evidence.noise import noise_from_residuals, trained_size
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
+from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
 from laplace_plus.leave_one_out.training_end import training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
@@ -78,7 +79,7 @@ class AutoTuning(TuningResult):
     """What the default tuning chose; ``value`` is minus the mean leave-one-out (or held-out) loss in nats.
 
     Attributes:
-        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (a larger precision), ``"network"`` (predictions are
+        chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (another scale), ``"network"`` (predictions are
             the network's own, or in regression all but them) or ``"validation"``.
         why: A sentence.
         expected_gain: Over the network's own predictions, in nats for each observation; NaN where it is not known.
@@ -193,10 +194,9 @@ class Auto:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
             except (RuntimeError, LaplacePlusError) as failure:  # weights outside the selection may have no derivatives
                 failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
-        moving = {"share": share, "displacing": end and end.covariances}
-        deletions = Deletions(posterior, data, KAPPA * training, None, "first_order", "position", **moving)
-        deletions.leverages = "full" if end and end.exact else "first_order"
-        deletions.most = max(1, int(ENOUGH / (share * n_data)))
+        leverages: Leverages = "full" if end and end.exact else "first_order"
+        moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data))), "displacing": end and end.covariances}
+        deletions = Deletions(posterior, data, KAPPA * training, None, leverages, "position", **moving)
         deletions.without_own = posterior.structure.name == "full"
         if noisy:
             error = noise_from_residuals(posterior)

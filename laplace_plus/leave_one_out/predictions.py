@@ -271,7 +271,6 @@ class Deletions:
     """
 
     n_examples, n_observations = 0, 0.0
-    most: int | None = None
     inflation: Tensor | None = None
     without_own = False
 
@@ -285,10 +284,11 @@ class Deletions:
         unit: Unit,
         *,
         share: float = 1.0,
+        most: int | None = None,
         displacing: Covariances | None = None,
     ):
         check_choices(leverages, unit)
-        self.share, self.exact = share, displacing
+        self.share, self.most, self.exact = share, most, displacing
         self.model, self.network, self.n_data = posterior.laplace_model(), posterior.network, posterior.n_data
         self.temperature = posterior.temperature.detach()
         self.data, self.precision, self.noise_std, self.unit = data, precision, noise_std, unit
@@ -296,7 +296,7 @@ class Deletions:
         self.limit = 1 - 16 * torch.finfo(self.network.dtype).eps
         if noise_std is not None:
             self.model.likelihood.curvature_weights(noise_std)  # raises for an unusable noise
-        if leverages in ("full", "last_layer"):
+        if displacing is None and leverages in ("full", "last_layer"):
             point = precision, self.temperature, noise_std
             self.exact = exact_covariances(leverages, self.model, self.network, data, point, unit)
 
