@@ -13,6 +13,8 @@ import limits_factors as factors
 import limits_predictive as predictive
 import peers
 import torch
+from cases_last_layer import heads, last_layer
+from fitting import fit, fit_and_decompose, relative
 from models import Problem, build
 from tasks import Target, Task
 from torch import Tensor
@@ -22,24 +24,6 @@ import laplace_plus as lp
 BATCHED = "1 forward + C backward to layer outputs"
 TO_WEIGHTS = "1 forward + C backward to weights"
 BY_HAND = "the same covariance in plain torch, norms left out"
-
-
-def _relative(ours: Tensor, limit: Tensor) -> float:
-    return ((ours - limit).norm() / limit.norm()).item()
-
-
-def _fit(problem: Problem, kind: type[lp.GaussianPosterior], **options: Any) -> lp.GaussianPosterior:
-    return kind(problem.model, problem.likelihood, **options).fit(problem.batches)
-
-
-def _fit_and_decompose(
-    problem: Problem, kind: type[lp.GaussianPosterior], *, tuned: bool = False, **options: Any
-) -> lp.GaussianPosterior:
-    posterior = _fit(problem, kind, **options)
-    if tuned:
-        posterior.fit_prior_precision("marginal_likelihood")
-    posterior.sample(1)  # decompositions wait until they are needed
-    return posterior
 
 
 def _by_hand(
@@ -56,8 +40,8 @@ def _agreement(problem: Problem, kind: type[lp.GaussianPosterior]) -> float:
     """How far fits to some of the data and the predictions that follow are apart, in float64."""
     part, precision = problem.take(256).double(), 1e-3  # the curvature must count
     x = part.inputs[:8]
-    ours = _fit(part, kind, prior_precision=precision).functional_posterior(x).covariance
-    return _relative(ours, _by_hand(part, kind, x, precision)()[1])
+    ours = fit(part, kind, prior_precision=precision).functional_posterior(x).covariance
+    return relative(ours, _by_hand(part, kind, x, precision)()[1])
 
 
 def _has_norms(problem: Problem) -> bool:
@@ -75,7 +59,7 @@ def kfac_fit(problem: Problem) -> Iterator[Task]:
         "kfac_fit",
         f"KFAC exact fit, N={len(problem.inputs)}",
         problem,
-        lambda: _fit_and_decompose(problem, lp.KFAC),
+        lambda: fit_and_decompose(problem, lp.KFAC),
         lambda: factors.kronecker_fit(problem, monte_carlo=False),
         f"{BATCHED} + Gram products + eigh",
         Target(1.3 if _has_norms(problem) else 1.15),
@@ -94,7 +78,7 @@ def kfac_mc_fit(problem: Problem) -> Iterator[Task]:
         "kfac_mc_fit",
         f"KFAC Monte Carlo fit, N={len(problem.inputs)}",
         problem,
-        lambda: _fit_and_decompose(problem, lp.KFAC, backend=lp.Native("ggn_mc")),
+        lambda: fit_and_decompose(problem, lp.KFAC, backend=lp.Native("ggn_mc")),
         lambda: factors.kronecker_fit(problem, monte_carlo=True),
         "1 forward + 1 backward to layer outputs + Gram products + eigh",
         Target(1.15),
@@ -116,7 +100,7 @@ def kfac_mc_factors(problem: Problem) -> Iterator[Task]:
         "kfac_mc_factors",
         f"KFAC Monte Carlo factors, N={n}",
         part,
-        lambda: _fit(part, lp.KFAC, backend=lp.Native("ggn_mc")),
+        lambda: fit(part, lp.KFAC, backend=lp.Native("ggn_mc")),
         lambda: factors.kronecker_factors(part, monte_carlo=True),
         "1 forward + 1 backward to layer outputs + Gram products",
         Target(ratio, peak_ratio=1.0, peak_of="streaming"),
@@ -131,11 +115,11 @@ def ekfac_fit(problem: Problem) -> Iterator[Task]:
         "ekfac_fit",
         "EKFAC Monte Carlo fit, N=512",
         part,
-        lambda: _fit(part, lp.KFAC, eigenvalue_corrected=True, backend=lp.Native("ggn_mc")),
+        lambda: fit(part, lp.KFAC, eigenvalue_corrected=True, backend=lp.Native("ggn_mc")),
         part.epoch,
         "1 forward + backward",
         Target(8),
-        {"EKFAC exact fit (ours)": lambda: _fit(part, lp.KFAC, eigenvalue_corrected=True)},
+        {"EKFAC exact fit (ours)": lambda: fit(part, lp.KFAC, eigenvalue_corrected=True)},
     )
 
 
@@ -151,7 +135,7 @@ def diagonal_fit(problem: Problem) -> Iterator[Task]:
         "diagonal_fit",
         f"Diagonal fit, N={n}",
         problem,
-        lambda: _fit(problem, lp.Diagonal),
+        lambda: fit(problem, lp.Diagonal),
         limit,
         TO_WEIGHTS,
         Target({"mlp1024": 0.55}.get(problem.name, 1.0)),
@@ -171,7 +155,7 @@ def _predict(problem: Problem, kind: type[lp.GaussianPosterior], structure: str,
     # The link costs next to nothing: the limits are those of covariances. benchmarks/defaults/links.py times links.
     x = problem.probe(64)
     batch = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1].expand(64)}))
-    posterior = _fit_and_decompose(problem, kind, tuned=True)
+    posterior = fit_and_decompose(problem, kind, tuned=True)
     others = {
         "functional_posterior": lambda: posterior.functional_posterior(x),
         "variances only": lambda: posterior.functional_posterior(x, outputs="diagonal"),
@@ -216,7 +200,7 @@ def small_predict(problem: Problem) -> Iterator[Task]:
     one = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1]}))
     kinds = {"KFAC": (lp.KFAC, "all"), "Full": (lp.Full, "all"), "Diagonal": (lp.Diagonal, "all")}
     for name, (kind, selection) in (kinds | {"last layer": (lp.KFAC, "last_layer")}).items():
-        posterior = _fit(problem, kind, parameters=selection)
+        posterior = fit(problem, kind, parameters=selection)
         predict = partial(posterior.predictive, x)
         yield Task("small_predict", f"{name} predictive, B=1", one, predict, one.forward, "1 forward", Target(8))
 
@@ -254,7 +238,7 @@ def evidence(problem: Problem) -> Iterator[Task]:
     """The evidence and its gradient at a hundred prior precisions."""
     kind = lp.Full if problem.name == "mlp50" else lp.KFAC
     points = torch.linspace(-3, 3, 100, dtype=torch.float64)
-    fitted = _fit(problem, kind)
+    fitted = fit(problem, kind)
     posterior = copy.deepcopy(fitted)
     posterior.sample(1)
     by_hand, matrix = _evidence_by_hand(problem, posterior)
@@ -265,7 +249,7 @@ def evidence(problem: Problem) -> Iterator[Task]:
 
     def check() -> float:
         part = problem.take(256).double()
-        own = _fit(part, kind)
+        own = fit(part, kind)
         both = zip(_hundred(own, points), hundred(_evidence_by_hand(part, own)[0]), strict=True)
         return max(abs(a - b) / (1 + abs(b)) for first, second in both for a, b in zip(first, second, strict=True))
 
@@ -310,7 +294,7 @@ def _log_likelihood(problem: Problem, inputs: Tensor, targets: Tensor) -> Tensor
 
 def kfac_samples(problem: Problem) -> Iterator[Task]:
     """Draws from the posterior."""
-    posterior = _fit_and_decompose(problem, lp.KFAC)
+    posterior = fit_and_decompose(problem, lp.KFAC)
     known = predictive.decomposed(problem)
 
     def check() -> float:
@@ -394,13 +378,13 @@ def _entries(problem: Problem) -> Task:
         return posterior.prior_precision
 
     def check() -> float:
-        posterior = _fit(problem.take(64).double(), lp.Diagonal)
+        posterior = fit(problem.take(64).double(), lp.Diagonal)
         hand = by_hand(posterior)
         ours = tuned(posterior)
         inside = (posterior.mean != 0) & (hand > 2 * ours.min())
         return (ours / hand - 1)[inside].abs().max().item()
 
-    fitted = _fit(problem, lp.Diagonal)
+    fitted = fit(problem, lp.Diagonal)
     return Task(
         "closed_forms",
         f"a prior precision for each of {fitted.n_parameters} weights",
@@ -411,96 +395,6 @@ def _entries(problem: Problem) -> Task:
         Target(30.0),
         check=check,
     )
-
-
-# -- many classes ------------------------------------------------------------------------------------------------------
-
-
-def _head_agreement(problem: Problem, x: Tensor) -> float:
-    """How far variances of the outputs are apart, in float64."""
-    part, x = problem.take(48).double(), x[:48].double()
-    posterior = _fit(part, lp.Full, parameters="last_layer")
-    ours = posterior.functional_posterior(x, outputs="diagonal").covariance
-    return _relative(ours, predictive.head_predictive(part, x))
-
-
-def last_layer(problem: Problem) -> Iterator[Task]:
-    """Fit and prediction with a last layer of a thousand classes."""
-    x = problem.probe(256)
-    for kind, structure in ((lp.KFAC, "kron"), (lp.Diagonal, "diag"), (lp.Full, "full")):
-
-        def fitted(kind: type[lp.GaussianPosterior] = kind) -> lp.GaussianPosterior:
-            return _fit(problem, kind, parameters="last_layer")
-
-        def first(fitted: Callable[[], lp.GaussianPosterior] = fitted) -> None:
-            fitted().predictive(x, link="probit")
-
-        def twice() -> None:
-            problem.forward()
-            problem.forward()
-
-        try:
-            posterior = _fit_and_decompose(problem, kind, tuned=True, parameters="last_layer")
-        except (lp.errors.LaplacePlusError, RuntimeError) as error:
-            failure = error
-
-            def predict(error: Exception = failure) -> None:
-                raise error
-        else:
-
-            def predict(posterior: lp.GaussianPosterior = posterior) -> None:
-                posterior.predictive(x, link="probit")
-
-        once, both = "1 forward over the same images", "2 forwards over the same images"
-        for words, call, peer, limit, limit_is in (
-            ("fit", fitted, peers.fit(problem, structure, subset="last_layer"), problem.forward, once),
-            ("fit and first predict 256", first, None, twice, both),
-            ("predict 256", predict, peers.predict(problem, structure, x, subset="last_layer"), problem.forward, once),
-        ):
-            yield Task(
-                "last_layer",
-                f"1000-class last layer, {kind.__name__}: {words}",
-                problem,
-                call,
-                limit,
-                limit_is,
-                Target(3, peak_mb=2e3),
-                peers={"laplace-torch": (peer, 1)} if peer else {},
-            )
-        if kind is lp.Full:
-            yield Task(
-                "last_layer",
-                "1000-class last layer, Full: fit and first predict 256, by class",
-                problem,
-                first,
-                lambda: predictive.head_predictive(problem, x),
-                "2 forwards, an N × N inverse and 2 products with it for each class",
-                Target(1.15, peak_mb=2e3),
-                {"forwards, inverses and products alone": lambda: predictive.head_operations(problem, x)},
-                check=partial(_head_agreement, problem, x),
-            )
-
-
-def heads(problem: Problem) -> Iterator[Task]:
-    """A tied head of 50 257 tokens, a convolution as the head of each pixel, as last layers."""
-    tokens = problem.name == "gpt2"
-    x = problem.probe(4 if tokens else 1)
-    batch = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[: len(x)]}))
-    best = problem.model(x).detach().topk(5).indices
-    for kind in (lp.KFAC, lp.Diagonal):
-        posterior = _fit_and_decompose(problem, kind, tuned=True, parameters="last_layer")
-
-        def fitted(kind: type[lp.GaussianPosterior] = kind) -> lp.GaussianPosterior:
-            return _fit(problem, kind, parameters="last_layer")
-
-        def predict(posterior: lp.GaussianPosterior = posterior) -> Any:
-            return posterior.functional_posterior(x, outputs=best) if tokens else posterior.predictive(x, link="gumbel")
-
-        limit, limit_is = (problem.epoch, "1 forward + backward") if tokens else (problem.forward, "1 forward")
-        name = f"{'Tied' if tokens else 'Pixels’'} head, {kind.__name__}"
-        yield Task("heads", f"{name}: fit", problem, fitted, limit, limit_is, Target(1.5 if tokens else 4, peak_mb=4e3))
-        what, target = ("5 best tokens", Target(1.5, peak_mb=4e3)) if tokens else ("predict", Target(3, peak_mb=1e3))
-        yield Task("heads", f"{name}: {what}", batch, predict, batch.forward, "1 forward", target)
 
 
 CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = {
