@@ -52,14 +52,14 @@ def trace(
 ) -> Estimate:
     """Estimate ``tr A``.
 
-    =============  ============================  =============================================
+    ============== ============================  =============================================
     method         right for                     error after m products
-    =============  ============================  =============================================
+    ============== ============================  =============================================
     ``xtrace``     every square operator         that of Hutchinson on A less its m/2 largest
     ``xnystrace``  positive semi-definite ones   that of Hutchinson on A less its m largest
     ``hutch++``    every square operator         that of Hutchinson on A less its m/3 largest
     ``hutchinson`` every square operator         at most √(2/m) ‖A‖_F
-    =============  ============================  =============================================
+    ============== ============================  =============================================
 
     All are unbiased. Where the budget covers the dimension, ``matvecs ≥ n``, the exact diagonal is computed with n
     products. The memory is that of ``matvecs`` vectors (twice that for the gradient).

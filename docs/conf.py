@@ -1,0 +1,71 @@
+"""Sphinx builds the site from the repository's root: a link is then the same on the site and where the code is read."""
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
+from laplace_plus import __version__
+
+project = "laplace_plus"
+author = "the laplace_plus developers"
+copyright = author  # noqa: A001 - the name that Sphinx asks for
+release = version = __version__
+
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**",
+    "notebooks/*.ipynb",
+    "benchmarks/results/*.md",
+    "benchmarks/study/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+]
+exclude_patterns = ["build", "dist", "runs", "**/.*", "**/__pycache__", "laplace_plus", "tests", "*.egg-info"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+
+nb_execution_mode = "off"  # notebooks hold their pictures; tests/test_notebooks.py runs them
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_class_signature = "mixed"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # arguments are described in words, with shapes
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = f"laplace_plus {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_extra_path = ["_site"]
+html_show_sphinx = False
+html_copy_source = False
+html_math_renderer = "mathml"
+
+
+def inline_math(translator: HTML5Translator, node: nodes.math) -> None:
+    """Formulas are MathML, which browsers draw themselves: pages ask nothing of the network."""
+    translator.body.append(tex2mathml(node.astext(), as_block=False))
+    raise nodes.SkipNode
+
+
+def displayed_math(translator: HTML5Translator, node: nodes.math_block) -> None:
+    """As for formulas in a line."""
+    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Registers the way in which formulas are drawn."""
+    app.add_html_math_renderer("mathml", (inline_math, None), (displayed_math, None))

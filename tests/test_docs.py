@@ -1,0 +1,120 @@
+"""Pages link to what is there, and the reference has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import laplace_plus as lp
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "benchmarks", "notebooks")
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+PAGES = sorted([*PAGES, *(ROOT / "notebooks").glob("*.ipynb")])
+MODULES = ("curvature", "distributed", "evidence", "geometry", "leave_one_out", "likelihoods", "linalg", "predictive")
+MODULES += ("structured", "training")
+LINK = re.compile(r"(?<!`)\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+BRACKETED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+
+
+@cache
+def text_of(page):
+    """The page without its code."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return FENCED.sub("", text)
+
+
+def anchors(page):
+    """The names that GitHub and the site give to headings."""
+    seen: Counter[str] = Counter()
+    for heading in HEADING.findall(text_of(page)):
+        plain = BRACKETED.sub(r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
+        yield f"{slug}-{seen[slug]}" if seen[slug] else slug
+        seen[slug] += 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(text_of(page)):
+        found = page if not target else page.parent / unquote(target)
+        assert found.is_file() or (page.name == "README.md" and found.is_dir()), target
+        if anchor:
+            assert anchor in anchors(found), f"{target}#{anchor}"
+
+
+def documented():
+    """Full names in the reference; of a module all that it exports."""
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
+    for name in re.findall(r"^\.\. (?:auto)?(?:class|data|function|exception):: (\S+)$", reference, re.MULTILINE):
+        yield name.removeprefix("laplace_plus.")
+    modules = re.findall(r"^\.\. automodule:: laplace_plus\.(\S+)\n((?:   :.*\n)*)", reference, re.MULTILINE)
+    for module, options in modules:
+        yield module
+        without = re.findall(r":exclude-members: (.*)", options)
+        if ":no-members:" not in options:
+            names = getattr(importlib.import_module(f"laplace_plus.{module}"), "__all__", ())
+            yield from (f"{module}.{name}" for name in set(names) - set(", ".join(without).split(", ")))
+
+
+def test_the_reference_has_every_public_name_once():
+    times = Counter(documented())
+    assert [name for name, n in times.items() if n > 1] == []
+    assert set(lp.__all__) - set(times) == set()
+    paths = set()
+    for name in times:
+        found = lp
+        for part in name.split("."):
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(f"laplace_plus.{name}")
+        paths.add(id(found))
+    for module in map(importlib.import_module, (f"laplace_plus.{name}" for name in MODULES)):
+        assert [name for name in module.__all__ if id(getattr(module, name)) not in paths] == [], module
+
+
+class Page(HTMLParser):
+    """What a page of the site links to, and what can be linked to on it."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.links, self.names = [], set()
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.names.update(given[key] for key in ("id", "name") if given.get(key))
+        self.links += [given[key] for key in ("href", "src") if given.get(key)]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_its_links_lead_somewhere(tmp_path):
+    pytest.importorskip("furo", reason="needs the extra `docs`")
+    pytest.importorskip("myst_nb", reason="needs the extra `docs`")
+    command = re.search(r"^pip install -e '\.\[docs\]' && sphinx-build (.*)$", (ROOT / "README.md").read_text(), re.M)
+    arguments = command[1].replace("build/docs", str(tmp_path)).split()
+    done = subprocess.run([sys.executable, "-m", "sphinx", "-q", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {file: Page(file) for file in tmp_path.rglob("*.html")}
+    assert tmp_path / "docs" / "index.html" in pages
+    for file, page in pages.items():
+        for link in page.links:
+            if not re.match(r"[a-z]+:", link):
+                target, _, anchor = unquote(link).partition("#")
+                found = file if not target else (file.parent / target.partition("?")[0]).resolve()
+                assert found.is_file(), f"{file}: {link}"
+                if anchor and found in pages:
+                    assert anchor in pages[found].names, f"{file}: {link}"
