@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -52,6 +52,8 @@ class LaplaceModel:
     statistics: Tensor
     backend: Backend
     n_outputs: int
+    _known_scatter: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _evaluations: dict[str, tuple[int, JoinedSpectra | None]] = field(default_factory=dict, init=False, repr=False)
 
     def prior(self, precision: Any) -> GaussianPrior:
         """The prior at a precision (0-d, ``[L]`` or ``[P]``), which is checked."""
@@ -84,10 +86,6 @@ class LaplaceModel:
                 squares = empty.index_add(0, self.layer_index.to(squares.device), squares)
             known[structure] = squares
         return known[structure]
-
-    @cached_property
-    def _known_scatter(self) -> dict[str, Tensor]:
-        return {}
 
     @cached_property
     def _unit_prior(self) -> GaussianPrior:
@@ -196,10 +194,6 @@ class LaplaceModel:
             found = self._join(structure, weights.detach())
         self._evaluations[structure] = count + 1, found
         return found
-
-    @cached_property
-    def _evaluations(self) -> dict[str, tuple[int, JoinedSpectra | None]]:
-        return {}
 
     def _join(self, structure: str, weights: Tensor) -> JoinedSpectra | None:
         blocks = [block for _, block in self.curvature if isinstance(block, EigenBlock) and block.n_components == 1]

@@ -13,6 +13,7 @@ landscape", 2023.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from laplace_plus.geometry.landscape import FunctionLandscape, Landscape
 from laplace_plus.linalg import Estimate, draw_probes, eigsh
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.linalg.linear_maps import require_finite
+from laplace_plus.linalg.results import jackknife
 
 _TOGETHER = 16
 """Probes that are multiplied together; bounds the memory, which grows with it."""
@@ -98,16 +100,8 @@ def estimate_scalar_curvature(
         raise ConfigurationError("deflate is out of range.", expected=f"deflate <= {n}", got=repr(deflate))
     basis = point.new_zeros(0, n)
     if deflate:
-        found = eigsh(
-            lambda vectors: surface.products(vectors.reshape(-1, n)).view(vectors.shape),
-            n,
-            deflate,
-            which="magnitude",
-            generator=generator,
-            dtype=point.dtype,
-            device=point.device,
-        )
-        basis = found.vectors
+        options: Any = {"generator": generator, "dtype": point.dtype, "device": point.device}
+        basis = eigsh(surface.products, n, deflate, which="magnitude", **options).vectors
     image = surface.products(basis)  # [j, P]
     block = image @ basis.mT
     block_trace = block.trace()
@@ -117,7 +111,7 @@ def estimate_scalar_curvature(
     v = v - (v @ basis.mT) @ basis
     h = surface.products(v, progress=progress)
     t, s = (v * h).sum(1), (h - (h @ basis.mT) @ basis).square().sum(1)
-    bend = surface.products(surface.gradient[None])[0]
+    bend = surface.products(surface.gradient)
 
     def combined(m: int, first: Tensor, squares: Tensor, lengths: Tensor) -> Tensor:
         """S from sums over m probes of t, t² and s."""
@@ -127,11 +121,9 @@ def estimate_scalar_curvature(
         return _curvature(surface, pairs, trace, bend)
 
     value = combined(probes, t.sum(), t.square().sum(), s.sum())
-    if probes == 2:  # the jackknife leaves one out, and an estimate takes two
-        sem = torch.full_like(value, float("inf"))
-    else:
-        without = combined(probes - 1, t.sum() - t, t.square().sum() - t.square(), s.sum() - s)
-        sem = ((probes - 1) / probes * (without - without.mean()).square().sum()).sqrt()
+    sem = torch.full_like(value, float("inf"))
+    if probes > 2:  # the jackknife leaves one out, and an estimate takes two
+        sem = jackknife(combined(probes - 1, t.sum() - t, t.square().sum() - t.square(), s.sum() - s))
     return Estimate(value, sem, surface.count, True, probes=probes)
 
 
@@ -158,12 +150,13 @@ class _Surface:
         self.beta = 1 / (1 + self.gradient.square().sum())
 
     def products(self, vectors: Tensor, *, progress: bool = False) -> Tensor:
-        """``H v`` for ``[m, P]``."""
-        self.count += len(vectors)
-        result, starts = torch.empty_like(vectors), range(0, len(vectors), _TOGETHER)
+        """``H v`` for ``[..., P]``."""
+        rows = vectors.reshape(-1, vectors.shape[-1])
+        self.count += len(rows)
+        result, starts = torch.empty_like(rows), range(0, len(rows), _TOGETHER)
         for start in progress_bar(starts, enabled=progress, description="scalar curvature"):
-            some = vectors[start : start + _TOGETHER]
+            some = rows[start : start + _TOGETHER]
             products = self._landscape.derivatives(self._point.expand_as(some), some).products
             result[start : start + _TOGETHER] = products
         require_finite("the loss's Hessian", result)
-        return result
+        return result.view(vectors.shape)

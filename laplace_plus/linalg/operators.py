@@ -353,6 +353,13 @@ class Product(Operator):
     def _transpose(self) -> Operator:
         return Product([factor.T for factor in reversed(self.factors)])
 
+    @override
+    def dense(self) -> Tensor:
+        matrix = self.factors[-1].dense()
+        for factor in reversed(self.factors[:-1]):
+            matrix = factor(matrix.mT).mT
+        return matrix
+
 
 def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Each tensor once, in order."""

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from laplace_plus.batches import iterate
 from laplace_plus.curvature.gradients import micro_batches
@@ -17,7 +16,6 @@ from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Diagonal, Operator
-from laplace_plus.linalg.operators import Product
 from laplace_plus.network import Network
 
 Rows = Literal["logit", "ggn", "loss"]
@@ -72,7 +70,7 @@ class NullSpaceRows:
             return GGNOperator(self._network, self._likelihood, data, chunk_size=self._chunk_size).root()
         losses = FisherOperator(self._network, self._likelihood, data, kind="empirical", chunk_size=self._chunk_size)
         rows = losses.root()
-        return _ScaledRows(self._scales[first : first + rows.shape[0]], rows)
+        return Diagonal(self._scales[first : first + rows.shape[0]]) @ rows
 
     def _row_scales(self) -> Tensor:
         """The reciprocal length of each loss's gradient, ``[N]``."""
@@ -91,15 +89,3 @@ class NullSpaceRows:
         if not bool(torch.isfinite(norms).all()):
             raise NonFiniteError("Gradients of the losses are not finite.", expected="finite ones", got="NaN or Inf")
         return inverse_lengths(norms.to(self._network.dtype))
-
-
-class _ScaledRows(Product):
-    """``diag(s) A``, which becomes a dense matrix as cheaply as A does."""
-
-    def __init__(self, scales: Tensor, rows: Operator):
-        super().__init__([Diagonal(scales), rows])
-        self._scales, self._rows = scales, rows
-
-    @override
-    def dense(self) -> Tensor:
-        return self._rows.dense().mul_(self._scales[:, None])
