@@ -193,6 +193,10 @@ def _finished(running: list[_Running], seconds: float) -> Iterator[tuple[_Runnin
             yield one, {"status": "failed", "error": f"it took more than {limit:.0f} s"}
 
 
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.11g}")
+
+
 class Results:
     """The cells of a folder: JSON lines in ``study-SET.jsonl``, or in ``study-SET.jsonl.xz`` once they are packed.
 
@@ -224,9 +228,11 @@ class Results:
         return lzma.decompress(self.packed(name).read_bytes()).decode() if self.packed(name).exists() else ""
 
     def pack(self, name: str) -> None:
-        """Replace the JSON lines of a set by one compressed file."""
+        """Replace the JSON lines of a set by one compressed file, with eleven digits of each number."""
         if self.path(name).exists():
-            self.packed(name).write_bytes(lzma.compress(self.path(name).read_bytes(), preset=9))
+            rows = [json.loads(line, parse_float=_rounded) for line in self.text(name).splitlines()]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            self.packed(name).write_bytes(lzma.compress(text.encode(), preset=9))
             self.path(name).unlink()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
