@@ -141,9 +141,14 @@ def lanczos(quick: bool) -> list[Row]:
                 kernels.orthogonalize(basis[:k], vector)
 
         row: Row = {"kernel": "Gram-Schmidt twice", "n": n, "depth": depth, "copy_bytes_per_second": bandwidth}
-        row["seconds"] = seconds(steps, 5)
-        moved = 4.0 * n * sum(4 * k + 5 for k in range(1, depth + 1))  # the basis four times, and the vector's copies
-        row["part_of_bandwidth"] = moved / row["seconds"] / bandwidth
+        for choice in ("reference", "triton", "auto"):
+            with kernels.use(choice):  # type: ignore[arg-type]
+                steps()
+                row[f"{choice}_seconds"] = seconds(steps, 5)
+        # What must be read and written at the least: the basis three times, and the vector's copies.
+        for passes, name in ((4, "four"), (3, "three")):
+            moved = 4.0 * n * sum(passes * k + 5 for k in range(1, depth + 1))
+            row[f"part_of_bandwidth_counting_{name}_passes"] = moved / row["auto_seconds"] / bandwidth
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             steps()

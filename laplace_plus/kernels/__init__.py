@@ -4,7 +4,7 @@
 |---|---|---|
 | :func:`symmetric_update`, :func:`symmetrize_` | ``syrk`` or matrix products | one triangle, rows split, batched |
 | :func:`convolution_factor` | products of lags, or patches in chunks | – |
-| :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | – |
+| :func:`orthogonalize`, :func:`three_term_update` | matrix–vector products | three passes over the basis, not four |
 | :func:`inner`, :func:`inner_products`, :func:`vector_norm` | sums of bounded length | – |
 | :func:`symmetric_eigen` | LAPACK, or torch's solvers | – |
 

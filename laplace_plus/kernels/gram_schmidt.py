@@ -17,11 +17,16 @@ No number is read back from the device, so a CUDA graph can capture a whole Lanc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
+from laplace_plus.kernels.selection import REFERENCE, choose, size_class, triton_kernels
+
+R = TypeVar("R")
 
 _SEGMENT = 1 << 16
 """Products in one float32 sum: an error of 10⁻⁶, at a negligible number of calls."""
@@ -91,7 +96,7 @@ def orthogonalize(basis: Tensor, vector: Tensor, *, passes: int = 2) -> tuple[Te
     if vector.ndim == 1:
         output, coefficients = orthogonalize(basis[None], vector[None], passes=passes)
         return output[0], coefficients[0]
-    return _orthogonalize(basis.detach(), vector.detach(), passes)
+    return _fastest("orthogonalize", reference_orthogonalize, 2 * passes, basis, vector, passes)
 
 
 def three_term_update(
@@ -124,11 +129,7 @@ def three_term_update(
     if vector.ndim == 1:
         output, alpha, norm = three_term_update(vector[None], current[None], previous[None], beta[None])
         return output[0], alpha[0], norm[0]
-    vector, current, previous, beta = (x.detach() for x in (vector, current, previous, beta))
-    alpha = inner(vector, current)
-    output = torch.addcmul(vector, alpha[:, None], current, value=-1)
-    output.addcmul_(beta[:, None], previous, value=-1)
-    return output, alpha, vector_norm(output)
+    return _fastest("three_term_update", reference_three_term_update, 6, vector, current, previous, beta.contiguous())
 
 
 def _check(vector: Tensor, **others: tuple[Tensor | None, torch.Size]) -> None:
@@ -145,8 +146,26 @@ def _check(vector: Tensor, **others: tuple[Tensor | None, torch.Size]) -> None:
             )
 
 
-def _orthogonalize(basis: Tensor, vector: Tensor, passes: int) -> tuple[Tensor, Tensor]:
-    """Orthogonalise ``[m, n]`` against ``[m, k, n]``.
+def _fastest(name: str, reference: Callable[..., R], passes: int, *arguments: Any) -> R:
+    """Run an operation in torch, or by the Triton kernel of that name if all tensors have contiguous rows.
+
+    ``passes`` is the number of times that the first tensor is moved.
+    """
+    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    largest = tensors[0]
+    candidates: dict[str, Callable[[], R]] = {REFERENCE: partial(reference, *arguments)}
+    usable = all(x.numel() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in tensors)
+    kernels = triton_kernels("gram_schmidt", largest.device) if usable else None
+    if kernels is not None:
+        candidates["triton"] = partial(getattr(kernels, name), *arguments)
+    key = (name, largest.device, largest.dtype, passes, *size_class(*largest.shape))
+    work = 10.0 * passes * largest.numel() * largest.element_size()
+    return candidates[choose(key, largest.device, work, candidates)]()
+
+
+def reference_orthogonalize(basis: Tensor, vector: Tensor, passes: int = 2) -> tuple[Tensor, Tensor]:
+    """Torch's own, of ``[m, n]`` against ``[m, k, n]``.
 
     The CPU takes one probe after another, because batched matrix–vector products are slower there.
     """
@@ -165,3 +184,13 @@ def _orthogonalize(basis: Tensor, vector: Tensor, passes: int) -> tuple[Tensor, 
         output = torch.baddbmm(output, products, basis, alpha=-1)
         total = total + products
     return output.squeeze(1), total.squeeze(1)
+
+
+def reference_three_term_update(
+    vector: Tensor, current: Tensor, previous: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's own, for ``[m, n]`` and β ``[m]``."""
+    alpha = inner(vector, current)
+    output = torch.addcmul(vector, alpha[:, None], current, value=-1)
+    output.addcmul_(beta[:, None], previous, value=-1)
+    return output, alpha, vector_norm(output)

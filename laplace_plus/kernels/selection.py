@@ -1,7 +1,7 @@
 """Choice among implementations of one operation: measured on a GPU, by a fixed rule elsewhere.
 
-Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch; symmetric updates have a Triton kernel
-beside it.
+Every operation of :mod:`laplace_plus.kernels` has a reference in plain torch; symmetric updates and
+Gram–Schmidt have Triton kernels beside it.
 
 * On a CUDA device the candidates are timed on the first call for each (operation, device, type, size class), and the
   fastest is used for the rest of the process. torch's own stays unless another is faster by more than the noise of the
@@ -17,6 +17,7 @@ Triton is optional and is imported when the first of its kernels runs, never wit
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import warnings
@@ -26,6 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import ModuleType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -114,13 +116,15 @@ def size_class(*sizes: int) -> tuple[int, ...]:
     return tuple(max(size - 1, 0).bit_length() for size in sizes)
 
 
-def has_triton(device: torch.device) -> bool:
-    """Whether Triton kernels can run on a device."""
+def triton_kernels(name: str, device: torch.device) -> ModuleType | None:
+    """The module ``laplace_plus.kernels._triton.<name>``, or None where its kernels cannot run."""
     if device.type == "cuda":  # without asynchronous copies and TF32 there is nothing to win
         usable = mode() != "reference" and torch.cuda.get_device_capability(device) >= (8, 0)
     else:
         usable = INTERPRETED and mode() == "triton"
-    return usable and importlib.util.find_spec("triton") is not None
+    if not usable or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(f"laplace_plus.kernels._triton.{name}")
 
 
 def choose(

@@ -11,7 +11,6 @@ upper one once, after the last batch.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, has_triton, size_class
+from laplace_plus.kernels.selection import INTERPRETED, REFERENCE, Key, choose, size_class, triton_kernels
 
 _SYRK_FROM = 128
 """Columns from which syrk is faster than torch's product on one thread; see the measurements above."""
@@ -121,11 +120,11 @@ def _on_device(total: Tensor, rows: Tensor) -> None:
     """The faster one of Triton's and torch's updates of ``[G, d, d]`` by ``[G, N, d]``."""
     candidates: dict[str, Callable[[Tensor], object]] = {REFERENCE: partial(_reference, rows=rows)}
     supported = total.dtype == torch.float32 and rows.dtype != torch.float64 and total.stride(2) == 1
+    kernels = triton_kernels("symmetric_update", total.device) if supported else None
     precision = "tf32"  # Triton's name for the precision in which torch multiplies float32
     if torch.get_float32_matmul_precision() == "highest":
         precision = "ieee" if INTERPRETED else "tf32x3"
-    if supported and has_triton(total.device):
-        kernels = importlib.import_module("laplace_plus.kernels.triton_update")  # which imports triton
+    if kernels is not None:
         for tiling in kernels.tilings(rows.dtype, total.shape[-1]):
             candidates[f"triton {tiling}"] = partial(kernels.update, rows=rows, precision=precision, tiling=tiling)
     groups, n_rows, width = rows.shape

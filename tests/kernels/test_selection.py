@@ -91,7 +91,7 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_no_triton_without_its_device() -> None:
     for choice in ("auto", "reference", "triton"):
         with selection.use(choice):
-            assert not selection.has_triton(torch.device("cpu"))
+            assert selection.triton_kernels("symmetric_update", torch.device("cpu")) is None
 
 
 def test_kernels_run_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,8 @@ def test_kernels_run_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -
         for name in [name for name in sys.modules if name.startswith("laplace_plus.kernels")]:
             del sys.modules[name]
         anew = importlib.import_module("laplace_plus.kernels")
-        importlib.import_module("laplace_plus.kernels.triton_update")
+        for name in ("gram_schmidt", "symmetric_update"):
+            importlib.import_module(f"laplace_plus.kernels._triton.{name}")
         assert anew is not kernels
         with anew.use("triton"):
             total = anew.symmetric_update(torch.zeros(2, 2), torch.eye(2))

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from laplace_plus import kernels
-from laplace_plus.kernels import selection, triton_update
-from laplace_plus.kernels.triton_update import Tiling
+from laplace_plus.kernels import gram_schmidt, selection
+from laplace_plus.kernels._triton import gram_schmidt as triton_gram_schmidt
+from laplace_plus.kernels._triton import symmetric_update as triton_update
+from laplace_plus.kernels._triton.symmetric_update import Tiling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -102,6 +104,46 @@ def test_symmetric_update_dispatches_to_triton(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("probes", "rows", "n", "dtype"),
+    [
+        (1, 1, 1, torch.float32),
+        (3, 3, 70, torch.float32),
+        (2, 5, 1100, torch.float32),  # two blocks of columns
+        (6, 40, 300, torch.float32),  # two blocks of rows, and several of columns in a chunk
+        (1, 130, 270, torch.float32),  # too many rows for the fused kernel
+        (3, 3, 70, torch.float64),
+        (1, 40, 150, torch.float64),
+    ],
+)
+def test_gram_schmidt(probes: int, rows: int, n: int, dtype: torch.dtype) -> None:
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
+    basis = torch.linalg.qr(random(probes, n, rows, dtype=torch.float64))[0].mT.to(dtype).contiguous()
+    vector = random(probes, n, dtype=dtype)
+    scale = vector.abs().max()
+    for passes in (1, 2):
+        exact = gram_schmidt.reference_orthogonalize(basis.double(), vector.double(), passes)
+        actual = triton_gram_schmidt.orthogonalize(basis, vector, passes)
+        for one, other in zip(actual, exact, strict=True):
+            assert (one - other).abs().max() <= tolerance * scale
+    with kernels.use("triton"):
+        part = kernels.orthogonalize(basis[:, : (rows + 1) // 2], vector)[0]
+    assert (basis[:, : (rows + 1) // 2] @ part[..., None]).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_three_term_update(dtype: torch.dtype) -> None:
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-13
+    for probes, n in ((1, 1), (3, 70), (2, 9000)):
+        vector, current, previous = random(3, probes, n, dtype=dtype)
+        current = current / current.norm(dim=1, keepdim=True)
+        beta = random(probes, dtype=dtype)
+        actual = triton_gram_schmidt.three_term_update(vector, current, previous, beta)
+        exact = gram_schmidt.reference_three_term_update(*(x.double() for x in (vector, current, previous, beta)))
+        for one, other in zip(actual, exact, strict=True):
+            assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_choice_is_measured_and_kept() -> None:
     selection.forget()
@@ -118,11 +160,13 @@ def test_choice_is_measured_and_kept() -> None:
 def test_lanczos_in_a_graph() -> None:
     basis = torch.linalg.qr(random(5000, 8))[0].T.contiguous()
     vector = random(5000)
-    expected = kernels.orthogonalize(basis, vector)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        captured = kernels.orthogonalize(basis, vector)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.allclose(captured[0], expected[0], atol=1e-5)
+    for choice in ("reference", "triton"):
+        with kernels.use(choice):
+            expected = kernels.orthogonalize(basis, vector)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                captured = kernels.orthogonalize(basis, vector)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.allclose(captured[0], expected[0], atol=1e-5)

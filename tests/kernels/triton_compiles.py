@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from laplace_plus.kernels import triton_update
+from laplace_plus.kernels._triton import gram_schmidt, symmetric_update
 
 TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -71,12 +71,24 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [20, 64, 256])
 def test_symmetric_update(record: Any, dtype: torch.dtype, size: int) -> None:
-    recorders = record(triton_update, "symmetric_product", "add_partial")
-    for tiling in triton_update.tilings(dtype, size):
+    recorders = record(symmetric_update, "symmetric_product", "add_partial")
+    for tiling in symmetric_update.tilings(dtype, size):
         for shape in ((1, 512 * tiling.step, size), (2, 15, size)):
             rows = torch.empty(*shape, dtype=dtype)
-            triton_update.update(torch.empty(shape[0], size, size), rows, precision="tf32", tiling=tiling)
+            symmetric_update.update(torch.empty(shape[0], size, size), rows, precision="tf32", tiling=tiling)
     assert all(recorder.binaries for recorder in recorders)
     if dtype == torch.float32:
-        tiling = triton_update.tilings(dtype, size)[-1]
-        triton_update.update(torch.empty(1, size, size), torch.empty(1, 192, size), precision="tf32x3", tiling=tiling)
+        tiling = symmetric_update.tilings(dtype, size)[-1]
+        symmetric_update.update(
+            torch.empty(1, size, size), torch.empty(1, 192, size), precision="tf32x3", tiling=tiling
+        )
+
+
+def test_gram_schmidt(record: Any) -> None:
+    recorders = record(gram_schmidt, "inner_products", "subtract_and_multiply", "subtract", "three_terms")
+    for dtype in (torch.float32, torch.float64):
+        for probes, rows in ((1, 1), (2, 50), (1, 200)):
+            basis, vector = torch.empty(probes, rows, 10000, dtype=dtype), torch.empty(probes, 10000, dtype=dtype)
+            gram_schmidt.orthogonalize(basis, vector)
+            gram_schmidt.three_term_update(vector, vector, vector, vector[:, 0].clone())
+    assert all(recorder.binaries for recorder in recorders)

@@ -4,34 +4,19 @@ Programs run over (tile of the lower triangle, group) × split. Tile t lies in r
 ``j = t − i(i+1)/2`` of the grid of tiles. Where the triangle has fewer tiles than the device has multiprocessors, the
 rows are split; each split writes its own partial product, and a second kernel adds them up in a fixed order, so the sum
 is the same in every run (atomic additions are not).
-
-The module can be imported without Triton, but runs only with it. :func:`laplace_plus.kernels.selection.choose` measures
-which tiling runs, on scratch memory. (Triton's own ``autotune`` would time the kernels on the accumulators themselves,
-and does not work in the interpreter.)
 """
 
 # Triton gives the arguments of its kernels their types.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_plus.kernels._triton.compat import jit, multiprocessors, on_its_device, power_of_two, tl
 from laplace_plus.kernels.selection import INTERPRETED
-
-try:
-    jit: Callable[..., Any] = importlib.import_module("triton").jit
-    tl: Any = importlib.import_module("triton.language")
-except ImportError:  # the kernels are then never launched; see selection.has_triton
-
-    def jit(function: Callable[..., Any]) -> Any:
-        """Leave a kernel as it is."""
-        return function
 
 
 @dataclass(frozen=True)
@@ -139,7 +124,7 @@ def symmetric_product(
 def tilings(dtype: torch.dtype, size: int) -> list[Tiling]:
     """The configurations worth measuring for a type of rows and a number of columns."""
     if size <= 64:
-        side = max(16, 1 << (size - 1).bit_length())  # the next power of two
+        side = power_of_two(size, 16)
         return [Tiling(64, 32, 4, 3) if side == 64 else Tiling(side, 64, 2, 3)]
     if dtype == torch.float32:
         found = [Tiling(128, 32, 8, 3), Tiling(128, 32, 8, 4, transposed=True), Tiling(64, 32, 4, 4, transposed=True)]
@@ -153,13 +138,12 @@ def splits_of(n_rows: int, tiles: int, step: int, device: torch.device) -> tuple
 
     It depends on the sizes and the device alone, so that the order of summation does.
     """
-    # In the interpreter, the number only decides how work is split.
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    splits = max(1, min(2 * programs // tiles, n_rows // (8 * step), 512))
+    splits = max(1, min(2 * multiprocessors(device) // tiles, n_rows // (8 * step), 512))
     per_split = max(1, -(-n_rows // (splits * step))) * step
     return max(1, -(-n_rows // per_split)), per_split
 
 
+@on_its_device
 def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> None:
     """``total += rowsᵀ rows`` in the lower triangle, for ``[G, d, d]`` of float32 and rows ``[G, N, d]``.
 
@@ -173,14 +157,13 @@ def update(total: Tensor, rows: Tensor, *, precision: str, tiling: Tiling) -> No
     tiles = side_tiles * (side_tiles + 1) // 2
     splits, per_split = splits_of(n_rows, tiles * groups, tiling.step, total.device)
     workspace = total if splits == 1 else total.new_empty(splits, groups, tiles, side, side)
-    with torch.cuda.device_of(total):  # Triton launches on the current device
-        symmetric_product[(tiles * groups, splits)](
-            rows, total, workspace, tiles, n_rows, size, *rows.stride(), *total.stride()[:2], per_split,
-            SPLITS=splits, UPCAST=rows.dtype == torch.bfloat16 and INTERPRETED,  # it multiplies bfloat16's bit patterns
-            PRECISION=precision, SIDE=side, STEP=tiling.step, enable_fp_fusion=True, num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )  # fmt: skip
-        if splits > 1:
-            part = min(side, 16)
-            strides, sizes = total.stride()[:2], {"SIDE": side, "PART": part, "enable_fp_fusion": True}
-            add_partial[(tiles * groups, side // part)](total, workspace, splits, tiles, size, *strides, **sizes)
+    symmetric_product[(tiles * groups, splits)](
+        rows, total, workspace, tiles, n_rows, size, *rows.stride(), *total.stride()[:2], per_split,
+        SPLITS=splits, UPCAST=rows.dtype == torch.bfloat16 and INTERPRETED,  # it multiplies bfloat16's bit patterns
+        PRECISION=precision, SIDE=side, STEP=tiling.step, enable_fp_fusion=True, num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )  # fmt: skip
+    if splits > 1:
+        part = min(side, 16)
+        strides, sizes = total.stride()[:2], {"SIDE": side, "PART": part, "enable_fp_fusion": True}
+        add_partial[(tiles * groups, side // part)](total, workspace, splits, tiles, size, *strides, **sizes)
