@@ -37,10 +37,7 @@ _ceiling: ContextVar[int | None] = ContextVar("memory_budget", default=None)
 
 
 def parse_bytes(value: int | str) -> int:
-    """Parse a number of bytes, or a text such as ``"500 MB"`` or ``"2GiB"`` (units of 1024).
-
-    Raises:
-        ConfigurationError: Neither.
+    """A number of bytes from one, or from a text in units of 1024; ConfigurationError for anything else.
 
     Example:
         >>> parse_bytes("1.5 GiB") == 3 * 2**29

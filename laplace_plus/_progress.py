@@ -16,16 +16,9 @@ Item = TypeVar("Item")
 def progress_bar(
     iterable: Iterable[Item], *, enabled: bool, description: str, total: int | None = None
 ) -> Iterable[Item]:
-    """Show the progress of a loop on standard error.
+    """Show the progress of a loop on standard error; if not ``enabled``, this is the iterable itself.
 
-    Args:
-        iterable: The items.
-        enabled: If false, ``iterable`` itself is returned.
-        description: The words before the bar.
-        total: The number of items; by default from ``len``, where that is reliable.
-
-    Returns:
-        An iterable over the same items.
+    ``total`` is the number of items, by default from ``len``, where that is reliable.
 
     Example:
         >>> list(progress_bar([1, 2, 3], enabled=False, description="fit"))

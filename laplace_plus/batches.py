@@ -40,12 +40,7 @@ _ENOUGH_REPEATED = 8
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Inputs and target of one batch.
-
-    Attributes:
-        inputs: The tree of tensors that the network takes; see :func:`bind` for how it is passed.
-        target: What the likelihood compares the network's output with, ``[B, ...]``.
-    """
+    """Inputs of one batch, which :func:`bind` passes to the network, and its target ``[B, ...]``."""
 
     inputs: Any
     target: Any
@@ -60,13 +55,10 @@ class Batch:
 
 
 def split(item: Any) -> Batch:
-    """Separate what a loader yields into the network's inputs and the target.
+    """Separate what a loader yields into inputs and target; DataError if either is missing, or the target no tensor.
 
     Of a pair, the inputs are the first entry as it is; of a longer tuple, the tuple of all but the last; of a mapping,
     a new dictionary of the remaining keys.
-
-    Raises:
-        DataError: There is no target, or it is not a tensor, or nothing remains for the network.
 
     Example:
         >>> batch = split({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])})
@@ -238,13 +230,10 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
 
 
 def output_tensor(raw: Any) -> Tensor:
-    """Find the tensor of outputs in what a network returns.
+    """Find the tensor of outputs in what a network returns; OutputError if there is none.
 
     That is a tensor; a mapping with ``"logits"`` (Hugging Face) or ``"out"`` (torchvision's segmentation networks); or
     an object with ``.logits``.
-
-    Raises:
-        OutputError: There is no such tensor.
     """
     if isinstance(raw, Tensor):
         return raw
@@ -295,11 +284,7 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
 
 
 def batch_size(inputs: Any) -> int:
-    """The number of examples: the leading size of the first tensor that has dimensions, or of a ``PackedSequence``.
-
-    Raises:
-        DataError: There is no such tensor.
-    """
+    """The number of examples: the first size of a tensor with axes, or of a ``PackedSequence``; else DataError."""
     for leaf in [inputs] if isinstance(inputs, Tensor) else flatten(inputs)[0]:
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])

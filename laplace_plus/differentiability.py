@@ -20,10 +20,7 @@ class Shared:
     """A setting of the whole process that holds while any thread is inside; the last one to leave restores it.
 
     Threads that run different models do not wait for each other. If each restored what it had found, the last one
-    might find another thread's setting and leave it behind.
-
-    Args:
-        make: Returns the context that makes the setting.
+    might find another thread's setting and leave it behind. ``make`` returns the context that makes the setting.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]):

@@ -20,8 +20,7 @@ LAYERWISE: PriorStructure = "layerwise"
 def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
     """A floating tensor as it is, numbers in float64: in float32 they would cost a float64 network half its digits.
 
-    Raises:
-        ConfigurationError: Something that is not made of real numbers.
+    ConfigurationError for what is not made of real numbers.
 
     Example:
         >>> as_hyperparameter(0.1).dtype
@@ -114,16 +113,10 @@ class GaussianPrior:
     def create(
         cls, precision: float | Tensor, mean: float | Tensor, layer_index: Tensor, *, flat: bool = False
     ) -> GaussianPrior:
-        """Check and shape the two arguments.
+        """Check and shape a precision and a mean, of the shapes that the class has.
 
-        Args:
-            precision: 0-d, ``[L]`` or ``[P]``.
-            mean: 0-d or ``[P]``.
-            layer_index: As in the attributes.
-            flat: Whether the precision may be zero, for what takes the prior's quadratic form alone.
-
-        Raises:
-            ConfigurationError: A precision that is not positive and finite, or a shape that is none of the three.
+        The precision may be zero if ``flat``, for what takes the prior's quadratic form alone. ConfigurationError if it
+        is not positive and finite, or for another shape.
         """
         n, layers = len(layer_index), int(layer_index.max()) + 1
         precision, mean = _checked_precision(precision, n, layers, flat=flat), _checked_shape("mean", mean, (n,))

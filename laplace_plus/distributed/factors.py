@@ -16,14 +16,10 @@ from laplace_plus.structured.gram_sum import EigenPairs, GramSum
 
 
 class OwnedSum(GramSum):
-    """A sum that one rank owns; the other ranks only know its size, and what the owner tells them of its eigenpairs.
+    """A sum that the rank ``owner`` has; the others only know its size, and what the owner tells of its eigenpairs.
 
-    Adding to it adds on the owner and does nothing on the other ranks, so all ranks have to add the same.
-
-    Args:
-        like: A sum of the same size and type.
-        owner: The rank that has the sum.
-        total: The sum ``[G, d, d]`` on that rank, None on the others.
+    Adding to it adds on the owner and does nothing on the other ranks, so all ranks have to add the same. It is
+    ``like`` another sum in size and type; ``total [G, d, d]`` is the sum on that rank, None on the others.
     """
 
     is_formed: bool = True
@@ -84,15 +80,8 @@ def gathered(group: Group, owned: Sequence[OwnedSum]) -> Iterator[None]:
 def assign(costs: Sequence[float], n_ranks: int, loads: Sequence[float] | None = None) -> list[int]:
     """Which rank does which task: the longest first, each to the rank that has the least to do.
 
-    No rank gets more than 4/3 of what it gets in the best assignment (Graham, 1969). The same on every rank.
-
-    Args:
-        costs: Of each task.
-        n_ranks: How many ranks there are.
-        loads: What each of them has to do already.
-
-    Returns:
-        The rank of each task.
+    No rank gets more than 4/3 of what it gets in the best assignment (Graham, 1969). The same on every rank; ``loads``
+    is what each of them has to do already.
 
     Example:
         >>> assign([1, 8, 2, 7], 2)

@@ -37,12 +37,8 @@ Distributed = bool | Ranks | Any | None
 def resolve_group(distributed: Distributed) -> Group | None:
     """The ranks that take part in a call; None for this process alone.
 
-    Args:
-        distributed: None for all ranks where ``torch.distributed`` is initialised with more than one, True for the same
-            with an error where it is not, False for this process alone, a process group, or :class:`Ranks`.
-
-    Raises:
-        ConfigurationError: Something else, a group that this rank is not in, or True without ``torch.distributed``.
+    None stands for all ranks where ``torch.distributed`` is initialised with more than one, True for the same with an
+    error where it is not. ConfigurationError for anything else, or a group that this rank is not in.
     """
     if isinstance(distributed, Ranks):
         group = resolve_group(distributed.process_group)
@@ -123,19 +119,11 @@ class Group:
         self.exchange("the end")
 
     def exchange(self, stage: str, payload: Any = None, *, error: str | None = None) -> list[Any]:
-        """A meeting: wait for all ranks, and give every rank's payload to all.
+        """A meeting: wait for all ranks, and give every rank's ``payload``, which can be pickled, to all, by rank.
 
-        Args:
-            stage: The purpose of the meeting; ranks with different purposes get an error.
-            payload: A small object that can be pickled.
-            error: The error of this rank, which raises it itself.
-
-        Returns:
-            The payloads by rank.
-
-        Raises:
-            DistributedError: Another rank failed, or does not answer within the process group's timeout, or the ranks
-                are not at the same stage.
+        Ranks with another ``stage``, the purpose of the meeting, get an error; ``error`` is that of this rank, which
+        raises it itself. DistributedError if another rank failed, does not answer within the process group's timeout,
+        or is at another stage.
         """
         reports: list[Any] = [None] * self.size
         try:
@@ -172,17 +160,10 @@ class Group:
             _compare(descriptions[0], other, rank)
 
     def lead(self, name: str, work: Callable[[], object], description: Mapping[str, str]) -> None:
-        """Rank 0 works while the others wait, through the group's store: rank 0 waits for nobody.
+        """Rank 0 does ``work`` while the others wait, through the group's store: rank 0 waits for nobody.
 
-        Each rank counts its calls of a name: its n-th waits for the n-th of rank 0.
-
-        Args:
-            name: What is done.
-            work: Done on rank 0.
-            description: What the ranks have to agree on.
-
-        Raises:
-            DistributedError: On the other ranks, where rank 0 failed, never came, or describes itself otherwise.
+        Each rank counts its calls of a ``name``, which says what is done: its n-th waits for the n-th of rank 0.
+        DistributedError on the other ranks, where rank 0 failed, never came, or has another ``description``.
         """
         store = self.process_group.get_group_store()
         number = store.add(f"laplace_plus/{name}/calls of rank {self.rank}", 1)

@@ -33,11 +33,8 @@ def _through(group: Group, tensors: Iterable[Tensor], send: Callable[[Tensor], o
 def sum_(group: Group, tensors: Iterable[Tensor]) -> None:
     """Replace tensors by their sums over the ranks: one ``all_reduce`` for each type among them.
 
-    Every rank gets the same bits. Extra memory is one copy of the tensors.
-
-    Args:
-        group: The ranks.
-        tensors: Of the same shapes and types, in the same order, on every rank; changed in place.
+    They have the same shapes, types and order on every rank, which gets the same bits. Extra memory is one copy of
+    them.
     """
     _through(group, tensors, lambda flat: dist.all_reduce(flat, group=group.process_group))
 

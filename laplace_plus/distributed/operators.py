@@ -14,17 +14,10 @@ _PRODUCT = "a product with the curvature"
 
 
 class SummedOperator(Operator):
-    """The sum of one symmetric operator per rank.
+    """The sum of one symmetric operator per rank, ``own [n, n]``; None where a rank has none.
 
     Rank 0 runs the algorithm; the others :meth:`serve` its products until it calls :meth:`finish`. The result therefore
     does not depend on whether ranks round alike. A product costs one broadcast and one reduction of the vectors.
-
-    Args:
-        group: The ranks.
-        own: This rank's term, ``[n, n]``; None where it has none.
-        size: n.
-        dtype: Type of the vectors.
-        device: Where they live.
     """
 
     symmetric = True

@@ -80,12 +80,9 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     """The tuner that a value, or a shorthand with options, stands for; ``tuners`` are those of the class ``owner``.
 
     ``"auto"`` is the tuner of that name, or the first; an option that only the first has asks for the first. An option
-    None means its default. ``method`` is another name for the shorthand, and
-    ``evidence="tangent"`` makes it the method of the tuner ``"tangent"``.
-
-    Raises:
-        UnsupportedError: A tuner that the class does not support, or a class that supports none.
-        ConfigurationError: An unknown shorthand or option, or options beside a tuner.
+    None means its default. ``method`` is another name for the shorthand, and ``evidence="tangent"`` makes it the method
+    of the tuner ``"tangent"``. UnsupportedError for a tuner that the class does not support, or if it supports none;
+    ConfigurationError for an unknown shorthand or option, or options beside a tuner.
     """
     given = {name: value for name, value in options.items() if value is not None}
     known = ", ".join(dict.fromkeys(['"auto"', *(f'"{name}"' for name in tuners)]))

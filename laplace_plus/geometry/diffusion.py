@@ -90,11 +90,7 @@ class Diffusion:
 
 
 class NoiseField(ABC):
-    """The square root of a diffusion's covariance at any point.
-
-    Attributes:
-        tail: Largest fraction of G's trace that was not resolved so far; 0 where nothing is left out.
-    """
+    """The root of a diffusion's covariance at any point; ``tail`` is the largest part of tr G left out so far."""
 
     tail: float = 0.0
 

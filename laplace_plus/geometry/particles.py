@@ -82,18 +82,13 @@ class ParticleLandscape(LossLandscape):
                     result[some] += self._batch_gradient(part, points[some])
         return result
 
-    def largest_curvature(self, point: Tensor, *, prior: bool = True, seed: int = 0) -> float:
-        """The largest eigenvalue of the generalised Gauss-Newton matrix of L at ``point [P]``.
+    def largest_curvature(self, point: Tensor, *, prior: bool = True) -> float:
+        """The largest eigenvalue of L's Gauss-Newton matrix at ``point [P]``, with the ``prior``'s part or without.
 
         By 12 steps of Lanczos' method, which approach it from below. The Hessian takes the matrix's place where a
         log-density is not concave.
-
-        Args:
-            point: ``[P]``.
-            prior: Whether to count the prior's part.
-            seed: Of the start vector.
         """
-        source = torch.Generator().manual_seed(seed)
+        source = torch.Generator().manual_seed(0)
         start = draw_probes("gaussian", 1, len(point), generator=source, dtype=point.dtype, device=point.device)[0]
         own = self.prior_precision if prior else 0.0
 

@@ -31,11 +31,7 @@ from laplace_plus.network import Network
 
 @dataclass(frozen=True)
 class Task:
-    """One batch whose curvature is asked for.
-
-    Attributes:
-        outputs: ``[B, *, C]``.
-    """
+    """One batch whose curvature is asked for, with the network's outputs ``[B, *, C]``."""
 
     network: Network
     likelihood: Likelihood
@@ -96,13 +92,7 @@ class ForeignBackend(Backend):
         """The curvature of one batch."""
 
     def refusal(self, what: str, expected: str, got: str) -> UnsupportedError:
-        """The error for something that the library cannot do and the native backend can.
-
-        Args:
-            what: What it cannot do, to follow "The … backend".
-            expected: What it could do.
-            got: What was asked for.
-        """
+        """The error for what the library, unlike the native backend, cannot do; ``what`` follows "The … backend"."""
         native = 'backend="native"' if self.kind == "ggn" else f'backend=Native(kind="{self.kind}")'
         return UnsupportedError(f"The {self.name} backend {what}.", expected=expected, got=got, fix=f"Use {native}")
 
@@ -126,11 +116,7 @@ class ForeignBackend(Backend):
             ) from error
 
     def loss(self, likelihood: Likelihood) -> tuple[nn.Module, float]:
-        """The torch loss that stands for a likelihood at unit noise, and its factor; see :meth:`Likelihood.torch_loss`.
-
-        Raises:
-            UnsupportedError: There is none.
-        """
+        """The torch loss of a likelihood at unit noise, and its factor; UnsupportedError if there is none."""
         loss = likelihood.torch_loss()
         if loss is None:
             name = type(likelihood).__name__
@@ -141,10 +127,8 @@ class ForeignBackend(Backend):
         """A copy of the model in evaluation mode, which may take hooks and attributes.
 
         It has parameters of its own, of which only the selected ones require gradients. Their storage is the model's:
-        no weight is copied, and none may be written to.
-
-        Raises:
-            UnsupportedError: The model cannot be copied, has weights of half precision, or a tied last layer.
+        no weight is copied, and none may be written to. UnsupportedError for a model that cannot be copied, weights of
+        half precision, or a tied last layer.
         """
         memo: dict[int, object] = {}
         tied = set(network.parameter_names).difference(dict(network.model.named_parameters()))
@@ -168,11 +152,7 @@ class ForeignBackend(Backend):
         return private
 
     def kronecker_layers(self, task: Task, private: nn.Module) -> list[Layer]:
-        """The layers that make up the selection, each a plain module with a Kronecker product of its own.
-
-        Raises:
-            UnsupportedError: Some selected parameter does not belong to such a layer.
-        """
+        """The selection's layers, plain modules with a Kronecker product each; else UnsupportedError."""
         layers = []
         for layout in Gradients(task.network, task.capture).layouts:
             owners = {name.rpartition(".")[0] for name in layout.names}

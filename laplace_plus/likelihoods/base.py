@@ -96,12 +96,9 @@ class Marginal:
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Hessians with structure: ``Λ_n = diag(s_n)``, or ``diag(s_n) − s_n s_nᵀ`` with ``Σ_c s_nc = 1``.
+    """Hessians with structure: ``Λ_n = diag(s_n)``, or ``diag(s_n) − s_n s_nᵀ`` with ``Σ_c s_nc = 1`` if ``coupled``.
 
-    Attributes:
-        scales: ``s [N, C]``, non-negative; zero for ignored rows.
-        diagonal: ``Λ_n,cc [N, C]``, without cancellation.
-        coupled: Whether the outer product is subtracted, as for softmax.
+    ``scales`` are ``s [N, C]``, zero for ignored rows; ``diagonal`` is ``Λ_n,cc [N, C]``, without cancellation.
     """
 
     scales: Tensor

@@ -37,10 +37,7 @@ from laplace_plus.likelihoods.sampling import draw_by
 class Elementwise(Likelihood):
     """Targets of the outputs' shape, ``[B, *]`` also if there is one; a diagonal curvature, the same for all targets.
 
-    Attributes:
-        wrong_targets: What an error says of values that are no targets.
-        valid_targets: What it says is expected.
-        hint: How it says that such targets are repaired.
+    Errors say ``wrong_targets`` of values that are no targets, ``valid_targets`` of what is expected, and a ``hint``.
     """
 
     couples_outputs = False
@@ -61,11 +58,7 @@ class Elementwise(Likelihood):
         return n_outputs
 
     def align(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Targets ``[B, *, D]`` for outputs ``[B, *, C]``; ``[B, *]`` means ``[B, *, 1]``, and nothing is broadcast.
-
-        Raises:
-            LabelError: If the shapes do not fit.
-        """
+        """Targets ``[B, *, D]`` for outputs ``[B, *, C]``; nothing but ``[B, *]`` is broadcast: LabelError."""
         observations, size = outputs.shape[:-1], self.n_targets(outputs.shape[-1])
         if size == 1 and targets.shape == observations:
             return targets.unsqueeze(-1)

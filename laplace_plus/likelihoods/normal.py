@@ -28,9 +28,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     A multiple of the identity is added: ``n ε`` times the largest diagonal entry at first, then ten times as much until
     the factorisation succeeds, for each matrix of the batch by itself. Unlike an eigendecomposition, Cholesky has a
     derivative when eigenvalues coincide. Matrices of zeros, or of numbers times ε that vanish, have the root zero.
-
-    Raises:
-        NotPositiveDefiniteError: If a matrix is indefinite by more than rounding.
+    NotPositiveDefiniteError if one is indefinite by more than rounding.
     """
     size, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
     identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device)

@@ -63,11 +63,7 @@ def working_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def start_vectors(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
-    """The start vectors of a Krylov space, converted to ``dtype`` if it is given.
-
-    Raises:
-        ConfigurationError: Not a stack of real floating-point vectors, or a depth below one.
-    """
+    """Start vectors of a Krylov space in ``dtype``, if given; ConfigurationError for others, or a depth below one."""
     if not isinstance(v, Tensor) or v.ndim == 0 or not v.is_floating_point() or v.numel() == 0:
         raise ConfigurationError(
             "The start vectors have the wrong type or shape.",

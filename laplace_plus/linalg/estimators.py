@@ -19,18 +19,12 @@ from laplace_plus.linalg.sketches import Sketch
 class Estimator(ABC):
     """An estimate that is refined by batches of products.
 
-    Args:
-        sample: The sample of each probe, from probes and products ``[m, n]``. Over the unit vectors it sums to the
-            exact result.
-        operator: A, n × n.
-        kind: Distribution of the probes; the class's own by default.
-        generator: Source of the randomness.
-        dtype: Type in which the operator multiplies.
-        device: Device of the vectors.
+    The ``sample`` of each probe follows from probes and products ``[m, n]``; over the unit vectors samples sum to the
+    exact result. ``operator`` is A, n × n; ``dtype`` the type in which it multiplies.
 
     Attributes:
         fewest: Smallest number of products.
-        kind: Distribution of the probes.
+        kind: Distribution of the probes; by default the class's own.
         wide: Type of the recurrences, at least float32.
         probes: Those used so far, ``[m, n]``.
     """
@@ -79,18 +73,10 @@ class Estimator(ABC):
     def run(
         self, name: str, matvecs: int, cap: int | None, tolerance: float | None, absolute_tolerance: float
     ) -> Estimate:
-        """Add batches of products until the standard error meets the tolerance, or until n products are exact.
+        """Add batches of ``matvecs`` products until the standard error meets the tolerance, or n products are exact.
 
-        Args:
-            name: The method's name.
-            matvecs: Products per batch.
-            cap: Limit on the number of products; 20 ``matvecs`` by default.
-            tolerance: Relative tolerance; None for one batch.
-            absolute_tolerance: An error that is small enough in any case.
-
-        Raises:
-            ConfigurationError: A bad tolerance or cap, or too few products.
-            NonFiniteError: A product is NaN or infinite.
+        Without a tolerance there is one batch; ``cap`` limits the products, to 20 batches by default.
+        ConfigurationError for a bad tolerance or cap, or too few products; NonFiniteError for NaN in a product.
         """
         operator, n = self.operator, self.operator.n
         require_count(

@@ -57,11 +57,8 @@ class KrylovSpace:
     where it costs nothing and one pass saves half of the work.
 
     Args:
-        matvec: A; for one start vector ``[n]`` it gets single vectors.
+        matvec: A; for one start vector ``[n]`` it gets single vectors. Further arguments as for :class:`LinearMap`.
         start: ``[n]`` or ``[..., n]``, not zero.
-        rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
-        symmetric: Whether A is symmetric.
-        parameters: The tensors A depends on, if they cannot be found.
         tolerance: The Krylov space is invariant where ``‖w‖ ≤ tolerance · max_j ‖A q_j‖``; ten times machine epsilon by
             default. It is also where ``‖w‖`` is below ten times machine epsilon times its own ``‖A q_k‖``.
         check_symmetry: Whether to check a symmetric operator.
@@ -117,9 +114,8 @@ class KrylovSpace:
     def extend(self, depth: int) -> None:
         """Continue to the given depth, at most n, with one synchronisation with the device at the end.
 
-        Raises:
-            OperatorError: A start vector of zero, or an operator that is not symmetric.
-            NonFiniteError: NaN or infinity in a start vector or a product.
+        OperatorError for a start vector of zero, or an operator that is not symmetric; NonFiniteError for NaN or
+        infinity.
         """
         self.requested = depth = min(depth, self.operator.n)
         if self.complete or depth <= self.depth:
@@ -200,15 +196,7 @@ def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
 
 
 def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
-    """Check that ``Q A Qᵀ`` is symmetric, which needs no product with A.
-
-    Args:
-        matrix: ``[..., K, K]``.
-        dtype: Type in which the products were computed.
-
-    Raises:
-        OperatorError: ``max |H − Hᵀ| > √eps · max |H|``.
-    """
+    """Raise OperatorError unless ``H = Q A Qᵀ [..., K, K]`` is symmetric to √ε of the type of the products."""
     asymmetry, size = (matrix - matrix.mT).abs().amax(dim=(-2, -1)), matrix.abs().amax(dim=(-2, -1))
     limit = torch.finfo(dtype).eps ** 0.5
     if bool((asymmetry > limit * size).any()):
@@ -230,7 +218,7 @@ def krylov_pullback(
     width: int = 1,
     reproject: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Pull cotangents of a Krylov decomposition back to its start vectors and to the operator's tensors.
+    """Pull cotangents of a Krylov decomposition back to its start vectors ``[batch, p, n]`` and the operator's tensors.
 
     Args:
         operator: The operator.
@@ -241,9 +229,6 @@ def krylov_pullback(
         width: p.
         reproject: Whether to enforce ``Q Λ = H̄``, which the exact adjoint fulfils. Without it errors grow like the
             condition number of the Krylov matrix.
-
-    Returns:
-        The gradient in the start vectors, ``[batch, p, n]``, and one for each of the operator's tensors.
     """
     (depth, n), p = outputs[0].shape[-2:], width
     shapes = [(-1, depth, n), (-1, depth, depth), (-1, p, n), (-1, p, p)]

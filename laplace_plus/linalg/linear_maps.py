@@ -234,17 +234,11 @@ def attach(
     inputs: Sequence[Tensor],
     pullback: Callable[[tuple[Tensor, ...], tuple[Tensor | None, ...]], Sequence[Tensor | None]],
 ) -> tuple[Tensor, ...]:
-    """Attach a derivative to results that were computed without a graph.
+    """Attach a derivative to outputs that were computed without a graph; they can be differentiated once.
 
-    Args:
-        outputs: The results. Those that are not floating point get no gradient.
-        inputs: The tensors that they depend on.
-        pullback: Takes the outputs and their cotangents (None where there is none) and returns one gradient for each
-            input (or None). It must not hold a reference to the outputs, which would never be freed. It is not called
-            if every cotangent is None.
-
-    Returns:
-        The outputs, part of the autograd graph if any input is. They can be differentiated once.
+    ``pullback`` takes the outputs and their cotangents (None where there is none) and returns one gradient for each
+    input (or None). It must not hold a reference to the outputs, which would never be freed. It is not called if every
+    cotangent is None. Outputs that are not floating point get no gradient.
     """
     _refuse_forward_mode(*inputs)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):

@@ -203,12 +203,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Projector:
-    """Projects onto the null space of one matrix A.
-
-    Attributes:
-        project: Projects row-stacked vectors ``[k, n]``; takes ``progress=`` as well.
-        rank: The rank of A where it is known exactly, else None.
-    """
+    """Projects row-stacked vectors ``[k, n]`` onto the null space of one matrix A, whose rank it may know exactly."""
 
     project: Callable[..., Projection]
     rank: int | None = None

@@ -244,12 +244,7 @@ class Transposed(Operator):
 
 
 class Scaled(Operator):
-    """``c A``.
-
-    Args:
-        operator: A.
-        factor: c: a number or a 0-d tensor.
-    """
+    """``c A`` for a number or 0-d tensor c."""
 
     def __init__(self, operator: Operator, factor: float | Tensor):
         self.operator, self.operands = operator, (operator,)
@@ -287,14 +282,7 @@ class Scaled(Operator):
 
 
 class Sum(Operator):
-    """``A + B + …``.
-
-    Args:
-        terms: At least one operator; nested sums are flattened.
-
-    Raises:
-        OperatorError: Terms of different shapes, types or devices.
-    """
+    """``A + B + …``; nested sums are flattened. OperatorError without terms, or if shapes, types or devices differ."""
 
     def __init__(self, terms: Sequence[Operator]):
         flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
@@ -325,14 +313,7 @@ class Sum(Operator):
 
 
 class Product(Operator):
-    """``A B …``.
-
-    Args:
-        factors: At least one operator; nested products are flattened.
-
-    Raises:
-        OperatorError: Factors whose shapes do not fit, or of different types or devices.
-    """
+    """``A B …``; nested products are flattened. OperatorError without factors, or if they do not fit."""
 
     def __init__(self, factors: Sequence[Operator]):
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]

@@ -23,13 +23,7 @@ SpectralFunction = Callable[[Tensor], Tensor]
 
 
 class SpectralSpace(KrylovSpace):
-    """A Krylov space of a symmetric operator, and functions of the operator on it.
-
-    Args:
-        matvec: A, symmetric.
-        start: ``[n]`` or ``[..., n]``, not zero.
-        parameters: The tensors A depends on, if they cannot be found.
-    """
+    """A Krylov space of a symmetric operator, and functions of the operator on it."""
 
     def __init__(self, matvec: Matvec, start: Tensor, *, parameters: Iterable[Tensor] | None = None):
         super().__init__(matvec, start, symmetric=True, parameters=parameters)
@@ -37,17 +31,10 @@ class SpectralSpace(KrylovSpace):
     def grow(
         self, evaluate: Callable[[int | None], Tensor], depth: int, cap: int, met: Callable[[Tensor, Tensor], bool]
     ) -> tuple[Tensor, Tensor]:
-        """Extend the space until a result meets a tolerance.
+        """Extend the space from a ``depth``, at most to ``cap``, until a result and its errors ``[batch]`` are ``met``.
 
-        Args:
-            evaluate: The result ``[batch, k]`` at a depth, or at the present one (None).
-            depth: The first depth.
-            cap: Limit on the depth; the first depth is reached in any case.
-            met: Whether a result and its errors ``[batch]`` meet the tolerance.
-
-        Returns:
-            The result, and the norm of its change over the last quarter of the steps: zero if the space is invariant,
-            infinite after one step.
+        ``evaluate`` gives the result ``[batch, k]`` at a depth, or at the present one (None). Returns it, and the norm
+        of its change over the last quarter of the steps: zero if the space is invariant, infinite after one step.
         """
         while True:
             self.extend(depth)
@@ -103,15 +90,9 @@ class SpectralSpace(KrylovSpace):
     def adjoint(
         self, matrix: Tensor, vectors: Tensor | None = None, norm: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The derivative of the decomposition itself.
+        """The gradients of the decomposition in its start vectors ``[batch, n]`` and in A's tensors.
 
-        Args:
-            matrix: Cotangent of T, ``[batch, K, K]``; entries outside the band are ignored.
-            vectors: Cotangent of Q.
-            norm: Cotangent of ``‖v‖``.
-
-        Returns:
-            The gradients in the start vectors, ``[batch, n]``, and in A's tensors.
+        The cotangents are those of T, ``[batch, K, K]``, of which the band counts, of Q, and of ``‖v‖``.
         """
         given = (x if x is None else x.to(self.vectors.dtype) for x in (matrix, vectors, norm))
         matrix_, vectors_, norm_ = given
@@ -127,9 +108,7 @@ class SpectralSpace(KrylovSpace):
 def evaluate(f: SpectralFunction, values: Tensor) -> Tensor:
     """``f`` at eigenvalues, with a graph to the tensors that f itself depends on.
 
-    Raises:
-        ConfigurationError: f is not elementwise.
-        NonFiniteError: f is NaN or infinite at an eigenvalue.
+    ConfigurationError if f is not elementwise, NonFiniteError if it is NaN or infinite at an eigenvalue.
     """
     results = f(values.detach())
     if not isinstance(results, Tensor) or results.shape != values.shape or not results.is_floating_point():

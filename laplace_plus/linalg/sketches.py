@@ -11,10 +11,7 @@ from laplace_plus.linalg.linear_maps import require_finite
 
 
 class Sketch:
-    """A QR decomposition ``Y = Q R`` to which blocks of columns are added.
-
-    Args:
-        products: The first columns of Y by rows, ``[k, n]``.
+    """A QR decomposition ``Y = Q R`` of columns ``[k, n]`` to which further blocks of columns are added.
 
     Attributes:
         basis: Q by rows, ``[m, n]``.
@@ -69,18 +66,10 @@ def frobenius_norm(products: Tensor) -> float:
 
 
 def symmetric_core(core: Tensor, n: int, norm: float, eps: float) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors of ``Ωᵀ A Ω`` for a positive semi-definite A.
+    """Eigenvalues and vectors of ``Ωᵀ A Ω [m, m]`` in float64, for a positive semi-definite A of size n.
 
-    Args:
-        core: ``[m, m]`` in float64.
-        n: Size of A; the columns of Ω have norm √n.
-        norm: Frobenius norm of ``A Ω``.
-        eps: Precision in which A was multiplied.
-
-    Raises:
-        NonFiniteError: The core has NaNs or infinities, e.g. because a square overflowed.
-        OperatorError: The core is not symmetric.
-        NotPositiveDefiniteError: It has an eigenvalue below what rounding explains.
+    Columns of Ω have norm √n, ``A Ω`` has the Frobenius norm ``norm``, and A multiplied in the precision ``eps``.
+    Raises NonFiniteError; OperatorError and NotPositiveDefiniteError beyond what rounding explains.
     """
     require_finite("The product with random vectors", core)
     largest = core.abs().max()

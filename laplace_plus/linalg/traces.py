@@ -330,15 +330,12 @@ def _dots(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _error(samples: Tensor, pairs: Tensor) -> Tensor:
-    """The standard error of a mean of leave-one-out samples: the geometric mean of two estimates.
+    """The standard error of a mean of leave-one-out samples ``[m]``: the geometric mean of two estimates.
 
     The samples share their probes. Their spread is therefore too small, by up to three times on steep spectra. The
-    jackknife is too large, by up to six times on steep spectra. Measured on flat, algebraic, exponential and stepped
-    spectra of 1000 eigenvalues, the geometric mean is 0.9 to 2.5 times the actual error.
-
-    Args:
-        samples: ``[m]``.
-        pairs: ``[m, m]``, sample i without probe j in row i and column j. The diagonal is not used.
+    jackknife, of ``pairs [m, m]`` with sample i without probe j in row i and column j, is too large, by up to six times
+    on steep spectra. Measured on flat, algebraic, exponential and stepped spectra of 1000 eigenvalues, the geometric
+    mean is 0.9 to 2.5 times the actual error.
     """
     m = len(pairs)
     means = pairs.masked_fill(torch.eye(m, dtype=torch.bool, device=pairs.device), 0.0).sum(0) / (m - 1)

@@ -48,8 +48,7 @@ def common_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> Option:
     """One of the known classes: from its name, from a mapping with ``"name"`` and its options, or as it is.
 
-    Raises:
-        ConfigurationError: Another name, or options that the class does not have.
+    ConfigurationError for another name, or options that the class does not have.
     """
     for cls in known.values():
         if isinstance(value, cls):

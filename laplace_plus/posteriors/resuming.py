@@ -44,11 +44,7 @@ class Checkpoint:
         io.write(self._folder / stage, {"identity": self._identity, "stage": dict(header)}, dict(tensors))
 
     def read(self, stage: str, device: Any = "cpu") -> Stage | None:
-        """The header and tensors of a stage; None if it was not written.
-
-        Raises:
-            CheckpointError: It is damaged, or of another computation; the message names the first difference.
-        """
+        """The header and tensors of a stage, or None; CheckpointError if damaged, or of another computation."""
         if self._folder is None or not (self._folder / stage).exists():
             return None
         header, tensors = io.read(self._folder / stage, device)

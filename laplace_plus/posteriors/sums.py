@@ -35,14 +35,7 @@ _SUMMABLE_TENSORS = frozenset({"values", "matrix", "left", "right", "count"})
 
 @dataclass(frozen=True)
 class FitSums:
-    """What a fit adds up over the data.
-
-    Attributes:
-        curvature: H at unit noise.
-        statistics: The likelihood's additive statistics.
-        n_data: Number of examples seen.
-        n_outputs: C.
-    """
+    """What a fit adds up over the data: H at unit noise, and the likelihood's additive statistics."""
 
     curvature: Curvature
     statistics: Tensor
@@ -67,14 +60,10 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]
 
 @dataclass(frozen=True)
 class _Plan:
-    """One rank's sums, without their content.
+    """One rank's sums, without their content: the example axes that the network has learnt, and the forms of tensors.
 
-    Attributes:
-        n_data: Number of examples.
-        axes: The example axes that the network has learnt.
-        uses: What has to be the same on all ranks: the number of outputs, the layers, shape and type of the statistics,
-            and for each block its names, rule, storage, shape, the shape of its layout and its number of components.
-        tensors: Forms of each block's tensors.
+    ``uses`` has to be the same on all ranks: the number of outputs, the layers, shape and type of the statistics, and
+    for each block its names, rule, storage, shape, the shape of its layout and its number of components.
     """
 
     n_data: int
@@ -95,18 +84,11 @@ def _zeros(forms: dict[str, Form], network: Network) -> dict[str, Tensor]:
 
 
 def sum_over_ranks(group: Group, sums: FitSums | None, network: Network, before: Curvature | None = None) -> FitSums:
-    """The sums over all ranks' data, on every rank.
+    """The sums over all ranks' data, on every rank, from ``sums`` of this rank's data (None where it had none).
 
-    Args:
-        group: The ranks.
-        sums: Those of this rank's data, which are used up; None where it had none.
-        network: It learns what the others found out about it, such as which layer is the last.
-        before: What the sums are to be added to, if to anything: then the same factors lie on the same ranks.
-
-    Raises:
-        DistributedError: Another rank failed.
-        EmptyDataError: No rank has data.
-        DataError: The ranks' data are of different kinds.
+    The network learns what the others found out about it, such as which layer is the last. Where the result is to be
+    added to ``before``, the same factors lie on the same ranks. Raises DistributedError if another rank failed,
+    EmptyDataError if no rank has data, and DataError if their data are of different kinds.
     """
     own: dict[str, dict[str, Tensor]] = {}
     layouts: dict[str, Layout] = {}

@@ -14,14 +14,10 @@ from laplace_plus.errors import DataError
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The loader of a fit and those of the updates after it.
+    """The ``first`` loader, of a fit, and those of the updates after it; None where they are not known.
 
     The loaders of updates are only referred to weakly, so that a stream of updates does not fill the memory. As soon as
     one of them is gone, or cannot be started again, the data as a whole are not known.
-
-    Attributes:
-        first: The loader of the fit; None where there is nothing to pass over again.
-        further: Those of the updates; None where some are not known.
     """
 
     first: Iterable[Any] | None = None
@@ -37,16 +33,11 @@ class TrainingData:
             return TrainingData(self.first, None)
 
     def again(self, data: Iterable[Any] | None, why: str, *, part: bool = False) -> Iterable[Any]:
-        """What to pass over: ``data`` where they are given, else what was fitted to.
+        """What to pass over: ``data`` where they are given, else what was fitted to; ``why`` is a sentence for errors.
 
-        Args:
-            data: The caller's.
-            why: A sentence that says what needs them.
-            part: Whether some of the data will do.
-
-        Raises:
-            DataError: Data that can be run over only once, or none where the posterior no longer knows its own: it was
-                loaded or unpickled, fitted to an iterator, or updated with a list or a loader that nobody else holds.
+        With ``part``, some of the data will do. Raises DataError for data that can be run over only once, or where the
+        posterior no longer knows its own: it was loaded or unpickled, fitted to an iterator, or updated with a list or
+        a loader that nobody else holds.
         """
         if data is not None:
             require_restartable(data, why)

@@ -47,10 +47,6 @@ class Spectrum:
         sides: The eigenvalues of H, of any shape and real type; kept, not copied. If one is negative, every evaluation
             takes a pass over all of them. Or two vectors, none negative, whose products are the eigenvalues.
 
-    Attributes:
-        size: How many eigenvalues there are.
-        is_definite: Whether none is negative.
-
     Example:
         >>> spectrum = Spectrum(torch.tensor([0.0, 1.0, 3.0]))
         >>> round(spectrum.log_determinant(torch.tensor(2.0), torch.tensor(1.0)).exp().item(), 6)
@@ -66,10 +62,7 @@ class Spectrum:
     def log_determinant(self, weight: Tensor, shift: Tensor) -> Tensor:
         """``log det(w H + δ I)``, 0-d float64, for positive w and δ, 0-d; to about 1e-13 of ``Σ |log(w λ + δ)|``.
 
-        Differentiable in both, any number of times.
-
-        Raises:
-            NotPositiveDefiniteError: An eigenvalue ``w λ + δ`` is not positive.
+        Differentiable in both, any number of times. NotPositiveDefiniteError if ``w λ + δ`` is not positive for some λ.
         """
         self._evaluations += 1
         found = self.nodes if self._evaluations > WORTHWHILE else None
@@ -98,9 +91,7 @@ class Spectrum:
 class JoinedSpectra:
     """The spectra of a block-diagonal matrix's blocks, none with negative eigenvalues, several of which share a δ.
 
-    Args:
-        spectra: One for each block.
-        groups: For each block the number of its δ, from 0 to R−1; each number occurs.
+    ``groups`` holds for each block the number of its δ, from 0 to R−1; each number occurs.
     """
 
     def __init__(self, spectra: Sequence[Spectrum], groups: Sequence[int]):
@@ -157,18 +148,10 @@ def _condense(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_determinant(values: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
-    """``Σ_i log(Σ_k w_k λ_ki + δ_i)`` in float64, a bounded number of terms at a time.
+    """``Σ_i log(Σ_k w_k λ_ki + δ_i)``, 0-d float64, a bounded number of terms at a time.
 
-    Args:
-        values: λ, ``[K, n]``, of any real type; not differentiated.
-        weights: w, ``[K]``.
-        shift: δ, 0-d or ``[n]``.
-
-    Returns:
-        0-d float64, differentiable in weights and shift, any number of times.
-
-    Raises:
-        NotPositiveDefiniteError: A term ``Σ_k w_k λ_ki + δ_i`` is not positive.
+    For values λ ``[K, n]``, which are not differentiated, weights w ``[K]`` and a shift δ, 0-d or ``[n]``.
+    Differentiable in both, any number of times. NotPositiveDefiniteError where a term's argument is not positive.
     """
     weights, shift = weights.double(), shift.double()
     total = shift.new_zeros(())

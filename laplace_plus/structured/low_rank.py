@@ -132,13 +132,8 @@ class LowRankFactor(Factor):
     ``g(I + AAᵀ) = g(1) I + A Q diag((g(1+λ) − g(1))/λ) Qᵀ Aᵀ``. A variance is the prior's minus what the data took
     away, a difference of nearly equal numbers where the data determine much.
 
-    Attributes:
-        basis: Holds U, ``[r, n]``.
-        values: Positive ``[r]``, float64.
-        diagonal: D, 0-d or ``[1, 1, n]``, float64.
-
-    Raises:
-        NotPositiveDefiniteError: An entry of D is zero, negative or NaN.
+    The ``basis`` holds U, ``[r, n]``; ``values [r]`` and the ``diagonal`` D, 0-d or ``[1, 1, n]``, are positive and
+    float64. NotPositiveDefiniteError for a D that is not.
     """
 
     basis: LowRankCoordinates

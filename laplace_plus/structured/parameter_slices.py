@@ -18,13 +18,9 @@ _MOST_SLICES = 4
 
 @dataclass(frozen=True)
 class _Slice:
-    """Some columns of the array, which fill a contiguous range of the vector in some order of the axes.
+    """Some ``columns`` of the array, which fill a contiguous range of the vector from ``start``.
 
-    Attributes:
-        columns: Which.
-        start: Where the range begins.
-        shape: ``(G, o, i')``.
-        order: The axes from the slowest to the fastest.
+    The part has the ``shape`` ``(G, o, i')``; ``order`` are its axes from the slowest to the fastest.
     """
 
     columns: slice
@@ -41,13 +37,7 @@ class _Slice:
 
 
 class ParameterSlices:
-    """Reads and writes an array's entries in vectors.
-
-    Args:
-        index: ``[G, o, i]`` positions, none negative; only kept where there are no views.
-
-    Attributes:
-        shape: ``(G, o, i)``.
+    """Reads and writes the entries of an array with ``[G, o, i]`` positions ``index``, none negative, in vectors.
 
     Example:
         >>> weight_and_bias = torch.tensor([[[0, 1, 4], [2, 3, 5]]])

@@ -115,11 +115,7 @@ class Generators:
         return [generator.get_state() for generator in self._all]
 
     def restore(self, states: list[Tensor]) -> None:
-        """Put back what :meth:`state` returned.
-
-        Raises:
-            CheckpointError: Then, there were more generators, or fewer.
-        """
+        """Put back what :meth:`state` returned; CheckpointError if then there was another number of generators."""
         if len(states) != len(self._all):
             raise CheckpointError(
                 "The checkpoint was written with other generators of random numbers.",

@@ -22,11 +22,7 @@ PosteriorFactory = Callable[..., GaussianPosterior]
 
 
 class Settings(SimpleNamespace):
-    """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, except for data and randomness.
-
-    Raises:
-        ConfigurationError: An argument out of range, or arguments that contradict each other.
-    """
+    """The arguments of :func:`~laplace_plus.train_marginal_likelihood`, without data and randomness; checked."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)

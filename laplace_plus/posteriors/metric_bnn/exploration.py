@@ -209,11 +209,7 @@ class _Refinement:
         return rate
 
     def refine(self, position: Tensor, rates: Tensor, rate: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """M gradient steps from deviations ``[N, P]``.
-
-        Returns:
-            Deviations, the particles' rates, and the ratios of last to first gradient norms, ``[N]`` float64.
-        """
+        """M gradient steps from ``[N, P]``: deviations, rates, and ratios of last to first gradient norms ``[N]``."""
         norms: list[Tensor] = []
         rates = (2 * rates).clamp(max=rate) if self._slows_down else rates
         before = position, torch.zeros_like(position)

@@ -138,12 +138,11 @@ def draw_partners(n: int, negatives: Negatives, generator: torch.Generator) -> T
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Parameter vectors as inputs of the autoencoder.
+    """Parameter vectors as inputs of the autoencoder: divided by ``scale``, along principal directions or as they are.
 
     Attributes:
         weights: Principal directions as combinations of the points, ``[r, n]``, which take less memory than the
             directions; None for all entries.
-        scale: Divides the coordinates.
         kept: Fraction of the points' mean square that the coordinates keep.
     """
 

@@ -72,12 +72,9 @@ class LatentReport:
 
 @dataclass(frozen=True)
 class Latents:
-    """A trained autoencoder with its coordinates, and the latents between which samples lie.
+    """A trained autoencoder of ``coordinates``, and the latents between which samples lie.
 
     Attributes:
-        autoencoder: Encoder and decoder of coordinates.
-        coordinates: Of parameter vectors.
-        report: How it was trained.
         start: The latent of the trained weights, ``[k]``.
         ends: Latents of the trajectories' last points, ``[N, k]``.
         farthest: Latents of the trajectories that are farthest from the start, ``[N, k]``.

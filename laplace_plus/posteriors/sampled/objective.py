@@ -61,10 +61,7 @@ class Draws:
 class TangentCurvature(GGNOperator):
     """``M₁ = Σ_i φ_iᵀ B_i φ_i`` at unit observation noise, with the noise ``Φᵀ B₁^½ η`` and products by batches.
 
-    Attributes:
-        n_batches: Number of batches.
-        n_classes: C, the number of outputs for each example or position.
-        comes_together: Whether all data are few enough for a product with ``M₁`` to cost what one of a batch does.
+    It ``comes_together`` where all data are so few that a product with ``M₁`` costs what one of a batch does.
     """
 
     n_batches = 0

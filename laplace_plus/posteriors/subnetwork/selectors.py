@@ -205,12 +205,7 @@ class Random(Selector):
 
 
 class Chosen(Selector):
-    """Entries that the caller names.
-
-    Args:
-        selection: Parameter or module names, globs, a predicate or a mask, as for ``parameters=``; entries that are not
-            among the candidates are left out.
-    """
+    """Entries that the caller names, as for ``parameters=``; those that are not among the candidates are left out."""
 
     needs_prior = False
 
