@@ -48,6 +48,9 @@ _attention_body.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 _SPLITS = (torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.split_with_sizes)
 
+_SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.expand})
+"""Functions through which a table that is the same for all examples meets what differs between them."""
+
 _DERIVATIVES = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
 """Functions that return derivatives of earlier calls."""
 
@@ -73,6 +76,8 @@ class _Recorder(TorchFunctionMode):
     holds on to them. Parameters are ``switched_off`` that are used detached, or while gradients were switched off.
     ``latest`` is the output of the latest recorded call after the functions in ``moves``, each with its arguments, and
     ``version`` the number of writes to it; ``uses`` are the names of all parameters in the order of their use.
+    ``tables`` are look-ups that may be the same for all examples, as of positions, by the output's id, each with its
+    uses: the sum or the expansion that it enters, None for others.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
@@ -92,6 +97,7 @@ class _Recorder(TorchFunctionMode):
         self.switched_off: set[str] = set()
         self.may_be_cut_off = self.packed = False
         self.uses: list[str] = []
+        self.tables: dict[int, tuple[Any, list[Any]]] = {}
         self.rule_context = nullcontext() if keep_graph else torch.no_grad()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +109,8 @@ class _Recorder(TorchFunctionMode):
                     return _attention_body(*args, **kwargs)
             finally:
                 self.packed = packed
-        used = tuple(filter(None, map(self.rows.get, map(id, _tensors((args, kwargs))))))
+        tensors = _tensors((args, kwargs))
+        used = tuple(filter(None, map(self.rows.get, map(id, tensors))))
         call, rows = None, used
         if used and func in RULES:
             try:
@@ -133,6 +140,12 @@ class _Recorder(TorchFunctionMode):
             rows = call.rows
             call.version = call.value._version if rows and torch.is_grad_enabled() else 0
         output = func(*args, **kwargs)
+        for tensor in tensors if self.tables else ():
+            if id(tensor) in self.tables and _tensors(output):  # queries such as .shape return none
+                is_sum = func in _SUMS and not kwargs and output.requires_grad
+                is_sum = is_sum and (len(tensors) == len(args) or func is Tensor.expand)
+                place = (output.new_empty(0), output.shape, get_gradient_edge(output)) if is_sum else None
+                self.tables[id(tensor)][1].append(place)
         if call is not None:
             output = self._record(call, rows, output) if rows else output
         elif used:
@@ -141,7 +154,7 @@ class _Recorder(TorchFunctionMode):
             self.latest, self.version = output, output._version
             self.moves.append((func, args[1:], kwargs))
         elif func in _DETACHING and self.uses:
-            self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in _tensors(args))
+            self.may_be_cut_off |= bool(self.uncovered) or any(t.requires_grad for t in tensors)
         elif func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
             # The derivative depends on the weights of all calls so far, past the outputs of these calls.
             self.uncovered |= self.covered
@@ -179,6 +192,9 @@ class _Recorder(TorchFunctionMode):
         # ReLUs and other operations write in place, which a leaf does not allow; the edge still points to the leaf.
         self.latest, self.moves = output.clone() if output.is_leaf else output, []
         self.version = self.latest._version
+        if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
+            self.tables[id(self.latest)] = call, []
+            self.alive.append(self.latest)
         return self.latest
 
     def _note_other_use(self, func: Any, used: tuple[ParameterRows, ...], output: Any) -> None:
@@ -262,6 +278,13 @@ class Capture:
                 self.last_used = name
         self.calls: list[Call] = []
         self.cotangent_bytes = 0
+        for table, its_uses in recorder.tables.values():
+            like, shape, edge = its_uses[0] if len(its_uses) == 1 and its_uses[0] else (None, (), None)
+            own = (1,) * (len(shape) - table.value.ndim - 1) + table.value.shape
+            if len(shape) > 1 and shape[0] == len(arranged) > own[0] == 1:
+                # Examples are first told apart where the table meets them.
+                table.table, table.edge, table.output_shape, table.output_like = table.edge, edge, shape, like
+                table.value, table.example_axes = table.value.expand(shape[:-1]), tuple(range(len(shape) - 1))
         for call in recorder.calls:
             if uncovered.isdisjoint(map(_NAME, call.rows)):
                 self.calls.append(call)
@@ -388,16 +411,18 @@ def find_axes(network: Network, capture: Capture) -> None:
     for leaf in [inputs] if isinstance(inputs, Tensor) else batches.flatten(inputs)[0]:
         if isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.ndim):
             comes_first.append(isinstance(leaf, Tensor) and leaf.shape[0] == capture.n_examples)
+    is_known = all(comes_first)
     for call in capture.calls:
+        is_known = is_known and call.label in known
         call.axis = ExampleAxis(0, False) if capture.pointwise else known.get(call.label)
-    if not capture.pointwise and (not all(comes_first) or None in map(attrgetter("axis"), capture.calls)):
+    if not capture.pointwise and not is_known:
         # One example tells nothing: put it beside a copy of itself. Without one, it is treated as in other batches.
         probed = capture if capture.n_examples > 1 else _doubled(network, capture)
         found = [] if probed is None else _search(probed, exact=not any(comes_first))
     for call, (axis, is_sure) in zip(capture.calls, found, strict=False):
         call.axis = known.get(call.label, axis) if all(comes_first) else axis
         # Learnt once: a later, malformed input must not change it.
-        if axis is not None and is_sure:
+        if is_sure and all(comes_first):
             known.setdefault(call.label, axis)
 
 
@@ -446,6 +471,13 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
     complete = 2 * n_probes >= n  # then every example has been tried
     found: list[tuple[ExampleAxis | None, bool]] = []
     for number, own in enumerate(candidates):
+        table = getattr(calls[number], "table", None)
+        if table is not None and n_witnesses[number]:  # whose other uses may be hidden, as in scripted modules
+            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            every = patterns[:1].expand(n, *patterns.shape[1:])
+            its, total = torch.autograd.grad(capture.graph_outputs, [table, calls[number].edge], every, **options)
+            if not (its - total.sum_to_size(its.shape)).abs().max() <= 1e-2 * total.abs().max():
+                own.clear()
         found.append((own[0] if own and (settled[number] or complete) else None, n_witnesses[number] >= 2))
     return found
 

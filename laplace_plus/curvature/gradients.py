@@ -275,7 +275,8 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
             isinstance(network.selection, str) and network.selection == "last_layer"
         ):
             try:
-                capture_batch(network, Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]]))
+                ends = Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]])
+                find_axes(network, capture_batch(network, ends))
             except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
                 network.can_cut = False
             network.bytes_per_example = network.bytes_per_example or 0  # nothing, for a linear last layer

@@ -1,0 +1,111 @@
+"""Look-ups that are the same for all examples, as of positions, and how often fits run the network."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from problems import categorical_hessian, ggn, jacobian, relative_error
+from torch import Tensor, nn
+
+import laplace_plus as lp
+
+T, C = 4, 3
+EXACT = 1e-11
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+with warnings.catch_warnings(action="ignore"):
+    hidden_add = torch.jit.script(add)
+
+
+class Tokens(nn.Module):
+    """Words and positions, mixed, and a head on the mean; ``way`` says how positions are looked up and used."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.calls = way, []
+        self.words, self.positions = nn.Embedding(7, 4), nn.Embedding(T + 2, 4)
+        self.mix, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, C)
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        index = torch.arange(x.shape[1])
+        if self.way != "vector":
+            index = index[None].expand(len(x) if self.way == "each" else 1, -1)
+        table, h = self.positions(index), self.words(x)
+        if self.way == "expand":
+            table = table.expand(len(x), -1, -1)
+        h = table + h if self.way == "first" else h + table
+        if self.way == "twice":
+            h = torch.tanh(h) + table
+        if self.way == "product":
+            h = h * table
+        if self.way == "hidden":
+            h = hidden_add(torch.tanh(h), table)
+        h = self.norm(h + torch.tanh(self.mix(h)).cumsum(1))
+        return self.head(h.mean(1))
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randint(7, (n, T), generator=generator), torch.randint(C, (n,), generator=generator)) for n in sizes]
+
+
+COVERED, GENERAL = ["row", "vector", "expand", "first"], ["twice", "product", "hidden"]
+
+
+@pytest.mark.parametrize("way", [*COVERED, *GENERAL])
+def test_the_exact_curvature(way: str) -> None:
+    model, (first, second) = Tokens(way), batches(5, 1)
+    for data in ([first, second], [second, first]):
+        posterior = lp.Full(model, "classification").fit(data)
+        x = torch.cat([x for x, _ in data])
+        rows = jacobian(model, x)
+        wanted = ggn(rows, categorical_hessian(model(x).detach()))
+        assert relative_error(posterior.precision_matrix() - torch.eye(len(wanted)), wanted) < EXACT
+        diagonal = lp.Diagonal(model, "classification").fit(data).variance()
+        assert relative_error(1 / diagonal - 1, wanted.diagonal()) < EXACT
+        covariance = rows[:2] @ posterior.covariance_matrix() @ rows[:2].mT
+        assert relative_error(posterior.functional_posterior(x[:2]).covariance, covariance) < EXACT
+
+
+@pytest.mark.parametrize("way", COVERED)
+@pytest.mark.parametrize("sizes", [(5, 8, 1), (1, 4), (4, 4)])  # T positions in T examples, too
+def test_kronecker_factors_are_those_of_positions_for_each_example(way: str, sizes: tuple[int, ...]) -> None:
+    fits = [lp.KFAC(Tokens(own), "classification").fit(batches(*sizes)) for own in (way, "each")]
+    ours, wanted = (own.precision_matrix() for own in fits)
+    assert relative_error(ours, wanted) < EXACT
+    x, _ = batches(6)[0]
+    ours, wanted = (own.functional_posterior(x).covariance for own in fits)
+    assert relative_error(ours, wanted) < EXACT
+
+
+@pytest.mark.parametrize("way", ["row", "vector", "each"])
+@pytest.mark.parametrize("backend", [lp.Native(), lp.Native("ggn_mc")])
+def test_later_batches_run_once(way: str, backend: lp.Native) -> None:
+    model = Tokens(way)
+    lp.KFAC(model, "classification", backend=backend).fit(batches(5))
+    first = len(model.calls)
+    model.calls.clear()
+    lp.KFAC(model, "classification", backend=backend).fit(batches(5, 5, 3, 1))
+    assert model.calls[first:] == [5, 3, 1]
+
+
+@pytest.mark.parametrize("way", GENERAL)
+def test_examples_are_looked_for_in_the_first_batch_only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some parameter has none."""
+    backward, calls = torch.autograd.grad, []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **options: calls.append(1) or backward(*args, **options))
+    model, counts = Tokens(way), []
+    for sizes in [(5,), (5, 5), (5, 5, 5)]:
+        calls.clear()
+        lp.KFAC(model, "classification", backend=lp.Native("ggn_mc")).fit(batches(*sizes))
+        counts.append(len(calls))
+    assert counts[2] - counts[1] == counts[1] - counts[0] == 3  # for the sampled labels, and two of the general path
