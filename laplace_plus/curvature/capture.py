@@ -282,7 +282,8 @@ class Capture:
             like, shape, edge = its_uses[0] if len(its_uses) == 1 and its_uses[0] else (None, (), None)
             own = (1,) * (len(shape) - table.value.ndim - 1) + table.value.shape
             if len(shape) > 1 and shape[0] == len(arranged) > own[0] == 1:
-                # Examples are first told apart where the table meets them.
+                # Examples are first told apart where the table meets them. As many rows might be examples, time first.
+                table.label += ", as many as examples" if len(table.value) == len(arranged) else ""
                 table.table, table.edge, table.output_shape, table.output_like = table.edge, edge, shape, like
                 table.value, table.example_axes = table.value.expand(shape[:-1]), tuple(range(len(shape) - 1))
         for call in recorder.calls:
@@ -422,7 +423,7 @@ def find_axes(network: Network, capture: Capture) -> None:
     for call, (axis, is_sure) in zip(capture.calls, found, strict=False):
         call.axis = known.get(call.label, axis) if all(comes_first) else axis
         # Learnt once: a later, malformed input must not change it.
-        if is_sure and all(comes_first):
+        if is_sure and (axis is not None or all(comes_first)):
             known.setdefault(call.label, axis)
 
 

@@ -76,6 +76,34 @@ def test_the_exact_curvature(way: str) -> None:
         assert relative_error(posterior.functional_posterior(x[:2]).covariance, covariance) < EXACT
 
 
+class TimeFirst(nn.Module):
+    """Adds a row for each example to all its times, which come before the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.kinds, self.head = nn.Linear(2, 4), nn.Embedding(5, 4), nn.Linear(4, C)
+        self.double().eval()
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x) + self.kinds(kind)).mean(0))
+
+
+@pytest.mark.parametrize("times", [(3, 4), (4, 3), (4, 4)])
+def test_rows_of_examples_are_no_table_for_all(times: tuple[int, ...]) -> None:
+    """Also where there are as many times as examples."""
+    model, wanted, data = TimeFirst(), torch.tensor(0.0), []
+    for n in times:
+        inputs = torch.randn(n, 4, 2, dtype=torch.float64), torch.arange(4)
+        data.append((inputs, torch.arange(4) % C))
+        outputs, weights = model(*inputs), list(model.parameters())
+        each = [torch.autograd.grad(value, weights, retain_graph=True) for value in outputs.flatten()]
+        rows = torch.stack([torch.cat([gradient.flatten() for gradient in own]) for own in each])
+        wanted = wanted + ggn(rows.unflatten(0, (4, C)), categorical_hessian(outputs.detach()))
+    got = lp.Full(model, "classification").fit(data).precision_matrix() - torch.eye(len(wanted))
+    assert relative_error(got, wanted) < EXACT
+
+
 @pytest.mark.parametrize("way", COVERED)
 @pytest.mark.parametrize("sizes", [(5, 8, 1), (1, 4), (4, 4)])  # T positions in T examples, too
 def test_kronecker_factors_are_those_of_positions_for_each_example(way: str, sizes: tuple[int, ...]) -> None:
