@@ -97,7 +97,7 @@ class _Recorder(TorchFunctionMode):
         self.switched_off: set[str] = set()
         self.may_be_cut_off = self.packed = False
         self.uses: list[str] = []
-        self.tables: dict[int, tuple[Any, list[Any]]] = {}
+        self.tables: dict[int, list[Any]] = {}
         self.rule_context = nullcontext() if keep_graph else torch.no_grad()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,7 +145,7 @@ class _Recorder(TorchFunctionMode):
                 is_sum = func in _SUMS and not kwargs and output.requires_grad
                 is_sum = is_sum and (len(tensors) == len(args) or func is Tensor.expand)
                 place = (output.new_empty(0), output.shape, get_gradient_edge(output)) if is_sum else None
-                self.tables[id(tensor)][1].append(place)
+                self.tables[id(tensor)].append(place)
         if call is not None:
             output = self._record(call, rows, output) if rows else output
         elif used:
@@ -193,7 +193,7 @@ class _Recorder(TorchFunctionMode):
         self.latest, self.moves = output.clone() if output.is_leaf else output, []
         self.version = self.latest._version
         if hasattr(call, "table") and (call.value.ndim < 2 or len(call.value) == 1):  # noqa: PLR2004
-            self.tables[id(self.latest)] = call, []
+            self.tables[id(self.latest)] = [call]
             self.alive.append(self.latest)
         return self.latest
 
@@ -278,9 +278,9 @@ class Capture:
                 self.last_used = name
         self.calls: list[Call] = []
         self.cotangent_bytes = 0
-        for table, its_uses in recorder.tables.values():
-            like, shape, edge = its_uses[0] if len(its_uses) == 1 and its_uses[0] else (None, (), None)
-            own = (1,) * (len(shape) - table.value.ndim - 1) + table.value.shape
+        for table, *its_uses in recorder.tables.values():
+            like, shape, edge = its_uses[0] if len(its_uses) == 1 and its_uses[0] else [None, (), None]
+            own = [1] * (len(shape) - table.value.ndim - 1) + [*table.value.shape]
             if len(shape) > 1 and shape[0] == len(arranged) > own[0] == 1:
                 # Examples are first told apart where the table meets them. As many rows might be examples, time first.
                 table.label += ", as many as examples" if len(table.value) == len(arranged) else ""
