@@ -279,11 +279,11 @@ class Capture:
         self.calls: list[Call] = []
         self.cotangent_bytes = 0
         for table, *its_uses in recorder.tables.values():
-            like, shape, edge = its_uses[0] if len(its_uses) == 1 and its_uses[0] else [None, (), None]
-            own = [1] * (len(shape) - table.value.ndim - 1) + [*table.value.shape]
-            if len(shape) > 1 and shape[0] == len(arranged) > own[0] == 1:
+            like, shape, edge = place if len(its_uses) == 1 and (place := its_uses[0]) else (None, arranged.shape, None)
+            is_same = len(shape) - 1 > table.value.ndim or table.value.shape[:1] == (1,)
+            if edge is not None and is_same and shape[0] == len(arranged) > 1:
                 # Examples are first told apart where the table meets them. As many rows might be examples, time first.
-                table.label += ", as many as examples" if len(table.value) == len(arranged) else ""
+                table.label += ", as many as examples" if table.value.shape[:1] == shape[:1] else ""
                 table.table, table.edge, table.output_shape, table.output_like = table.edge, edge, shape, like
                 table.value, table.example_axes = table.value.expand(shape[:-1]), tuple(range(len(shape) - 1))
         for call in recorder.calls:
