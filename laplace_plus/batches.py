@@ -210,8 +210,7 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
     if not (isinstance(inputs, Mapping) and signature.parameters.keys() & inputs.keys()):
         candidates.append(((inputs,), {}))
     for args, kwargs in candidates:
-        with suppress(TypeError):
-            signature.bind(*owner, *args, **kwargs)
+        if (_takes if function else _takes.__wrapped__)(function or forward, len(owner) + len(args), tuple(kwargs)):
             return args, kwargs
     named = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
     shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
@@ -221,6 +220,16 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
         got=describe(inputs),
         fix="let the loader yield just the inputs that the network takes, under the names of its parameters",
     )
+
+
+@lru_cache(256)
+def _takes(function: Callable[..., Any], n_positional: int, keywords: tuple[str, ...]) -> bool:
+    """Whether a function takes so many positional arguments and these keywords."""
+    try:
+        inspect.signature(function).bind(*[None] * n_positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
 
 
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:

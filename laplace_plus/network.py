@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             yield
             return
         try:
-            network.kept["inside"] = True
+            network.kept["inside"] = threading.get_ident()
             device = network.device
             kind = device.type
             enabled = torch.is_autocast_enabled(kind)
@@ -132,7 +132,8 @@ class Network:
         self.sharded = sharded_source(model)
         self.selection = parameters
         self.arrange = arrange
-        # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
+        # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so. What
+        # is "inside" is the method's thread.
         self.kept: dict[str, Any] = {}
         with turn(self.model):
             _refuse_unsuitable(self.model)
@@ -375,8 +376,7 @@ class Network:
             elif type(tensor) not in (Tensor, nn.Parameter):
                 parts = [tensor.detach().double()]
             else:
-                with suppress(RuntimeError):  # of inference mode
-                    found.append((tensor.data_ptr(), tensor._version))
+                found.append((tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version))
                 parts = [tensor.detach()]
                 if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
                     parts = [parts[0].permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))]
@@ -423,8 +423,8 @@ def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None
         for module in modules or model.modules():
             own, training = vars(module), module.training
             if training:
-                module.training = False
-            attributes, lists = dict(own), {}
+                _set_training(module, False)
+            attributes, lists = own.copy(), {}
             for name, value in own.items():
                 if type(value) is list and _holds_tensors(value):
                     lists[name] = list(value)
@@ -435,7 +435,15 @@ def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None
             _restore(before)
             for module, training, *_ in before:
                 if module.training != training:
-                    module.training = training
+                    _set_training(module, training)
+
+
+def _set_training(module: nn.Module, training: bool) -> None:
+    own = vars(module)
+    if "training" in own:  # past the module's __setattr__, which looks through all that a module holds
+        own["training"] = training
+    else:  # a scripted module's, or a property
+        module.training = training
 
 
 def _restore(before: Any) -> None:

@@ -138,12 +138,12 @@ class LinearCall(Call):
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
         if self.value.ndim == 2 and len(self.value) == n_examples:
-            value, left = self.value[:, None], gradient[:, :, None]
+            value, left = self.value.unsqueeze(1), gradient.unsqueeze(2)
         else:
             value, left = self.by_example(gradient, n_examples, where)
             value, left = value.flatten(1, -2), left.flatten(2, -2)  # [B, S, i], [V, B, S, O]
         width = 1 if self.weight is None else value.shape[2] + (self.bias is not None)
-        left = left.unflatten(-1, (self.groups, -1))
+        left = left.unsqueeze(3) if self.groups == 1 else left.unflatten(-1, (self.groups, -1))
         return OuterGradients(value, left, expand_right=self._expand, right_sizes=(value.shape[1], 1, width))
 
     def _expand(self, value: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class LinearCall(Call):
         if self.bias is not None:
             ones = value.new_ones(*value.shape[:-1], 1)
             value = ones if self.weight is None else torch.cat([value, ones], -1)
-        return value[:, :, None]
+        return value.unsqueeze(2)
 
 
 @dataclass

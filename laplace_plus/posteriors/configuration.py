@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import wraps
 from inspect import Parameter, signature
+from threading import get_ident
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -33,6 +34,8 @@ def full_precision(method: Method) -> Method:
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.network.kept.get("inside") == get_ident():  # another public method of this thread
+            return method(self, *args, **kwargs)
         with exact_arithmetic(self.network, self._memory_budget):
             return method(self, *args, **kwargs)
 
@@ -350,8 +353,12 @@ class Configured:
             raise NotFittedError(
                 f"This {type(self).__name__} has not been fitted.", expected="fit(loader) first", got="no data so far"
             )
+        if self.network.kept.get("mark") is self._mark and not thorough:  # looked at by the method that runs
+            return
         with turn(self.network.model):
-            if self.network.mark() == self._mark and not thorough:
+            mark = self.network.mark()
+            if mark == self._mark and not thorough:
+                self._mark = mark
                 return
             try:
                 io.compare_fingerprint(self._fingerprint, self.network.model)
@@ -362,7 +369,7 @@ class Configured:
                     got=str(error),
                     fix="Call fit() again after training, or give the posterior a copy of the model.",
                 ) from error
-            self._mark = self.network.mark()
+            self._mark = mark
 
     def zero_curvature(self) -> SelectionError:
         """The error where the data say nothing at all about the selected parameters."""

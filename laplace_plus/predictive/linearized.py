@@ -110,12 +110,10 @@ def functional_posteriors(
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     device = mean.device
     diagonal = isinstance(outputs, str) and wants_variances(outputs, joint)
-    if outputs is None or isinstance(outputs, str):
-        chosen = torch.arange(shape[-1], device=device)
-    else:
-        chosen = output_indices(outputs, shape).to(device)
-    individual = chosen.ndim > 1
-    picked = mean.view(shape).gather(-1, chosen) if individual else mean.view(shape)[..., chosen]
+    every = outputs is None or isinstance(outputs, str)
+    chosen = torch.arange(shape[-1], device=device) if every else output_indices(outputs, shape).to(device)
+    individual, picked = chosen.ndim > 1, mean.view(shape)
+    picked = picked.clone() if every else picked.gather(-1, chosen) if individual else picked[..., chosen]
     mode = "joint" if joint else "diagonal" if diagonal else "full"
     centre = centring_weights(mean) if diagonal and outputs == "independent" else None
     # Gradients of a linear output layer are known without one cotangent for each output.
@@ -317,6 +315,8 @@ def _by_cotangents(forms: _Forms, n_positions: int, each: int, mode: str, capaci
     Shapes are ``[B, M, K, K]`` (full), ``[B, M·K]`` (diagonal) or ``[B, M·K, B, M·K]`` (joint).
     """
     numbers = torch.arange(n_positions * each)
+    if len(numbers) <= min(each, capacity):
+        return forms(numbers)
     if mode == "full" and each > capacity:
         chunks = [_by_pairs(forms, position, capacity) for position in numbers.split(each)]
     else:
@@ -358,9 +358,9 @@ def _one_hot_forms(
     number, row = which % chosen.shape[-1] if positions > 1 else which, torch.arange(len(which))
     position = which // chosen.shape[-1] if positions > 1 else which.new_zeros(len(which))
     if chosen.ndim == 1:
-        units = flat.new_zeros(len(which), positions, n_outputs)
-        units[row, position, chosen.cpu()[number]] = 1
-        units = units[:, None].expand(-1, n, -1, -1)  # all examples share one memory
+        units = flat.new_zeros(len(which), 1, positions, n_outputs)
+        units[row, 0, position, chosen.cpu()[number]] = 1
+        units = units.expand(-1, n, -1, -1)  # all examples share one memory
         if centre is not None:
             units = units.clone()
             units[row, :, position] -= centre[:, position].transpose(0, 1)

@@ -30,6 +30,8 @@ _SIDE_CACHES = 8
 _WRITTEN_CACHES = 2
 """Size of a part of the written matrices, in caches."""
 
+_EVERY, _FIRST = slice(None), slice(0, 1)
+
 _FEW = 16
 """Up to one entry in so many is computed by itself, faster than with whole matrices."""
 
@@ -84,33 +86,35 @@ class OuterGradients(ExampleGradients):
         self.n_cotangents, self.n_examples = self.raw_left.shape[:2]
         self.dtype = self.compute_dtype or torch.promote_types(self.raw_left.dtype, torch.float32)
         self.device = self.raw_left.device
-        with torch.no_grad():
-            rows, columns = self.expand_left(self.raw_left[:1, :1]).shape[3:]
-            if self.right_sizes is None:
-                _, positions, right_groups, width = self.expand_right(self.raw_right[:1]).shape
-                self.right_sizes = positions, right_groups, width
+        left = self.raw_left if self.expand_left is torch.positive else self.expand_left(self.raw_left[:1, :1])
+        rows, columns = left.shape[3:]
+        if self.right_sizes is None:
+            _, positions, right_groups, width = self.expand_right(self.raw_right[:1]).shape
+            self.right_sizes = positions, right_groups, width
         self.n_positions, self.right_shape = self.right_sizes[0], self.right_sizes[1:]
         self.shape = (rows, columns, self.right_sizes[2])
         self.is_shared = self.n_examples > 1 and self.n_positions == 1 and self.raw_left.stride(1) == 0
 
     def left(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Left side ``[V, b, S, G, o]`` of some examples."""
-        left = self.expand_left(self.raw_left[:, examples]).to(self.dtype)
+        left = self.raw_left if examples == _EVERY else self.raw_left[:, examples]
+        left = self.expand_left(left).to(self.dtype)
         return times(left, self.left_basis.to(self.dtype)) if in_basis and self.left_basis is not None else left
 
     def right(self, examples: slice, *, in_basis: bool = True) -> Tensor:
         """Right side ``[b, S, G or 1, i]`` of some examples."""
-        right = self.expand_right(self.raw_right[examples]).to(self.dtype)
+        right = self.raw_right if examples == _EVERY else self.raw_right[examples]
+        right = self.expand_right(right).to(self.dtype)
         return times(right, self.right_basis.to(self.dtype)) if in_basis and self.right_basis is not None else right
 
     def in_basis(self, left: Tensor | None, right: Tensor) -> OuterGradients:
         """The gradients ``Lᵀ P R``, for ``L [G, o, o]`` (None for the identity) and ``R [G or 1, i, i]``."""
         dtype = torch.promote_types(self.dtype, right.dtype)
         if self.n_positions == 1:  # multiplied once, for every quadratic form that follows
-            rows = self.left(slice(0, 1 if self.is_shared else self.n_examples)).to(dtype)
+            rows = self.left(_FIRST if self.is_shared else _EVERY).to(dtype)
             rows = rows if left is None else times(rows, left.to(dtype))
-            columns = times(self.right(slice(0, self.n_examples)).to(dtype), right.to(dtype))
-            return OuterGradients(columns, rows.expand(-1, self.n_examples, -1, -1, -1), compute_dtype=dtype)
+            rows = rows.expand(-1, self.n_examples, -1, -1, -1) if self.is_shared else rows
+            return OuterGradients(times(self.right(_EVERY).to(dtype), right.to(dtype)), rows, compute_dtype=dtype)
         left_basis = self.left_basis if left is None or self.left_basis is None else self.left_basis @ left
         return replace(
             self,
@@ -252,9 +256,8 @@ class OuterGradients(ExampleGradients):
             if mode == "joint":
                 return self._joint(weights)
             return self._written_quadratic(weights, mode) if self._writes(mode) else self._paired(weights, mode)
-        right = self.right(slice(0, self.n_examples))[:, 0]  # [B, G, i]
-        left = self.left(slice(0, 1 if self.is_shared else self.n_examples))[:, :, 0]  # [V, B or 1, G, o]
-        left = left.flatten(2).transpose(0, 1)  # [B or 1, V, G·o]
+        right = self.right(_EVERY).squeeze(1)  # [B, G, i]
+        left = self.left(_FIRST if self.is_shared else _EVERY).flatten(2).transpose(0, 1)  # [B or 1, V, G·o]
         if mode == "joint":
             return self._rank_one_joint(left.expand(self.n_examples, -1, -1), right, weights)
         scale = times(right.square(), weights.mT).flatten(1)  # [B, G·o]
@@ -265,7 +268,7 @@ class OuterGradients(ExampleGradients):
         if self.is_shared and left.shape[2] <= len(scale):  # one product, with a table no larger than the result
             pairs = (left[0, :, None] * left[0]).flatten(0, 1)  # [V·V, G·o]
             return (scale @ pairs.T).unflatten(1, (left.shape[1], -1))
-        return (left * scale[:, None]) @ left.mT
+        return (left * scale.unsqueeze(1)) @ left.mT
 
     def _written_quadratic(self, weights: Tensor, mode: str) -> Tensor:
         results, roots, v = [], weights.sqrt(), self.n_cotangents
