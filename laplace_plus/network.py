@@ -70,7 +70,8 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             enabled = torch.is_autocast_enabled(kind)
             network.ambient_autocast = enabled, torch.get_autocast_dtype(kind)
             no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
-            with torch.inference_mode(False), no_autocast, memory_budget(memory, device):
+            plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            with plain, no_autocast, memory_budget(memory, device):
                 yield
         except RuntimeError as error:
             refuse_checkpointing(error)
@@ -425,9 +426,8 @@ def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None
             if training:
                 _set_training(module, False)
             attributes, lists = own.copy(), {}
-            for name, value in own.items():
-                if type(value) is list and _holds_tensors(value):
-                    lists[name] = list(value)
+            if list in map(type, own.values()):
+                lists = {name: [*value] for name, value in own.items() if type(value) is list and _holds_tensors(value)}
             before.append((module, training, own, attributes, lists))
         try:
             yield before

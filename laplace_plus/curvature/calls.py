@@ -137,7 +137,7 @@ class LinearCall(Call):
 
     @override
     def gradients(self, gradient: Tensor, n_examples: int, where: ExampleAxis) -> ExampleGradients:
-        if self.value.ndim == 2 and len(self.value) == n_examples:
+        if self.value.ndim == 2 and self.value.shape[0] == n_examples:
             value, left = self.value.unsqueeze(1), gradient.unsqueeze(2)
         else:
             value, left = self.by_example(gradient, n_examples, where)

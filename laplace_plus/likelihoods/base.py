@@ -168,7 +168,7 @@ class Likelihood(ABC):
         if raw.dim() == 0 or not -raw.dim() <= self.output_axis < raw.dim() or self.output_axis in (0, -raw.dim()):
             expected = f"[B, *, C] with the C outputs at axis {self.output_axis}, after the batch"
             raise OutputError("The network's output has no axis for the outputs.", expected=expected, got=describe(raw))
-        return raw.movedim(self.output_axis, -1)
+        return raw if self.output_axis == -1 else raw.movedim(self.output_axis, -1)
 
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse arranged outputs ``[B, *, C]`` and targets, as the loader gave them, that do not fit this likelihood.

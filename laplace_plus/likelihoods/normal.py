@@ -78,7 +78,6 @@ def noisy_normal(
         ``½ log det(I + D⁻¹ covariance D⁻¹)`` with ``D² = diag(noise_variance)``.
     """
     variance = variance_of(mean, covariance)
-    noise_variance = noise_variance.expand_as(variance)
     marginal = Normal(mean, (variance + noise_variance).sqrt(), validate_args=False)
     # torch's multivariate normal cannot evaluate an empty batch.
     if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):

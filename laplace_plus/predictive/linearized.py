@@ -355,19 +355,18 @@ def _one_hot_forms(
     Their mean with weights ``centre [B, M, C]`` is taken from the chosen ones.
     """
     n, positions, n_outputs = flat.shape
-    number, row = which % chosen.shape[-1] if positions > 1 else which, torch.arange(len(which))
-    position = which // chosen.shape[-1] if positions > 1 else which.new_zeros(len(which))
+    number, position = (which % chosen.shape[-1], which // chosen.shape[-1]) if positions > 1 else (which, 0 * which)
     if chosen.ndim == 1:
-        units = flat.new_zeros(len(which), 1, positions, n_outputs)
-        units[row, 0, position, chosen.cpu()[number]] = 1
-        units = units.expand(-1, n, -1, -1)  # all examples share one memory
+        columns = (position * n_outputs + chosen.cpu()[number]).to(flat.device)
+        units = flat.new_zeros(len(which), positions * n_outputs).scatter_(1, columns.unsqueeze(1), 1.0)
+        units = units.view(-1, 1, positions, n_outputs).expand(-1, n, -1, -1)  # all examples share one memory
         if centre is not None:
             units = units.clone()
-            units[row, :, position] -= centre[:, position].transpose(0, 1)
+            units[torch.arange(len(which)), :, position] -= centre[:, position].transpose(0, 1)
     else:
         units = flat.new_zeros(len(which), n, positions, n_outputs)
         example = torch.arange(n)[:, None]
-        units[row, example, position, chosen.cpu()[example, position, number]] = 1
+        units[torch.arange(len(which)), example, position, chosen.cpu()[example, position, number]] = 1
     cotangents = units.reshape(len(which), *gradients.capture.outputs.shape)
     stacks = [gradients.whole(cotangents)] if WHOLE in factor_sets[0] else gradients.blocks(cotangents)
     return _quadratic_forms(stacks, factor_sets, mode, block)
