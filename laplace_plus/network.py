@@ -133,8 +133,7 @@ class Network:
         self.sharded = sharded_source(model)
         self.selection = parameters
         self.arrange = arrange
-        # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so. What
-        # is "inside" is the method's thread.
+        # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
         self.kept: dict[str, Any] = {}
         with turn(self.model):
             _refuse_unsuitable(self.model)

@@ -60,11 +60,8 @@ _DETACHING = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detac
 _NO_DERIVATIVE = "an autograd kernel was not registered"
 """Part of torch's warning about an operation that it takes for a constant."""
 
-_NAME, _label, _whole = (
-    attrgetter("name"),
-    lru_cache(4096)(str),
-    lru_cache(4096)(partial(ParameterRows, count=None, start=0)),
-)
+_NAME, _label = attrgetter("name"), lru_cache(4096)(str)
+_whole = lru_cache(4096)(partial(ParameterRows, count=None, start=0))
 
 _MAX_PROBES = 16
 """Pairs of examples that are tried before a call is left to the general path; one is enough if it reaches the layer.
@@ -337,9 +334,7 @@ class Capture:
                         found = pull(cotangents, is_grads_batched=True)
                 if found is None:
                     columns = zip(*map(pull, cotangents), strict=True)
-                    found = [
-                        None if own[0] is None else torch.stack(own) if own[1:] else own[0][None] for own in columns
-                    ]
+                    found = [None if column[0] is None else torch.stack(column) for column in columns]
             for warning in caught:
                 operation, lacks, _ = str(warning.message).partition(f": {_NO_DERIVATIVE}")
                 if lacks:

@@ -51,8 +51,7 @@ _REACH = 5.5
 
 
 def _nodes(count: int, total: float = 1.0) -> Tensor:
-    """For equidistant τ from 0 to 1: ``τ − τ⁵`` and ``τ⁵``, and beside them the trapezoidal rule's weights for either,
-    times a total."""
+    """For equidistant τ from 0 to 1: ``τ − τ⁵`` and ``τ⁵``, each beside the trapezoidal rule's weights times a total."""
     tau, step = torch.linspace(0, 1, count, dtype=torch.float64, device="cpu"), total / (count - 1)
     bent = 5 * step * tau**4
     return torch.stack([torch.cat([tau - tau**5, step - bent]), torch.cat([tau**5, bent])])
