@@ -422,8 +422,8 @@ def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None
         before = []
         for module in modules or model.modules():
             own, training = vars(module), module.training
-            if training:
-                _set_training(module, False)
+            if training:  # past the module's own __setattr__, which is slow, but for scripted ones and properties
+                (object.__setattr__ if "training" in own else setattr)(module, "training", False)
             attributes, lists = own.copy(), {}
             if list in map(type, own.values()):
                 lists = {name: [*value] for name, value in own.items() if type(value) is list and _holds_tensors(value)}
@@ -432,17 +432,9 @@ def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None
             yield before
         finally:
             _restore(before)
-            for module, training, *_ in before:
+            for module, training, own, *_ in before:
                 if module.training != training:
-                    _set_training(module, training)
-
-
-def _set_training(module: nn.Module, training: bool) -> None:
-    own = vars(module)
-    if "training" in own:  # past the module's __setattr__, which looks through all that a module holds
-        own["training"] = training
-    else:  # a scripted module's, or a property
-        module.training = training
+                    (object.__setattr__ if "training" in own else setattr)(module, "training", training)
 
 
 def _restore(before: Any) -> None:

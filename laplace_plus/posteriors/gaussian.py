@@ -368,7 +368,6 @@ class GaussianPosterior(Posterior):
                 got='"tangent"',
             )
         assert self._sums is not None
-        layouts = [layout for layout, _ in self._sums.curvature.blocks]
         x = to_device(x, self.network.device)
         found = functional_posteriors(
             self.network,
@@ -378,7 +377,7 @@ class GaussianPosterior(Posterior):
             outputs=outputs,
             differentiable=differentiable,
             expected_outputs=self.n_outputs,
-            layouts=layouts,
+            layouts=next(zip(*self._sums.curvature.blocks, strict=True)),
         )[0]
         if self._tangent_mean is None:
             return found
