@@ -110,10 +110,12 @@ def functional_posteriors(
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
     device = mean.device
     diagonal = isinstance(outputs, str) and wants_variances(outputs, joint)
-    every = outputs is None or isinstance(outputs, str)
-    chosen = torch.arange(shape[-1], device=device) if every else output_indices(outputs, shape).to(device)
-    individual, picked = chosen.ndim > 1, mean.view(shape)
-    picked = picked.clone() if every else picked.gather(-1, chosen) if individual else picked[..., chosen]
+    if outputs is None or isinstance(outputs, str):
+        chosen, individual, picked = torch.arange(shape[-1], device=device), False, mean.view(shape).clone()
+    else:
+        chosen, picked = output_indices(outputs, shape).to(device), mean.view(shape)
+        individual = chosen.ndim > 1
+        picked = picked.gather(-1, chosen) if individual else picked[..., chosen]
     mode = "joint" if joint else "diagonal" if diagonal else "full"
     centre = centring_weights(mean) if diagonal and outputs == "independent" else None
     # Gradients of a linear output layer are known without one cotangent for each output.
