@@ -7,7 +7,7 @@ helps predictions. The default therefore scales the covariance by its leave-one-
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`. Of up to
-   2000 weights the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
+   5000 weights without normalisation the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
    percent of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
    a larger precision would not. Where none gains, the link ``"network"`` leaves the network's own probabilities, and
@@ -43,7 +43,7 @@ from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
 from laplace_plus.leave_one_out.leverages import Leverages
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
-from laplace_plus.leave_one_out.training_end import training_end
+from laplace_plus.leave_one_out.training_end import DECAY_RATIO, training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
 from laplace_plus.likelihoods.sampling import draw_seed
 
@@ -68,10 +68,6 @@ ENOUGH, LEAST, ENTRIES, PRODUCTS = 2000, 100, 1e8, 3e9
 
 UNFINISHED = 2.0
 """Newton decrement of the end of training, in effective parameters, from which ``why`` says that it was early."""
-
-KAPPA = 4.0
-"""Factor on a known weight decay, or on the evidence's precision, for displacements: block curvatures overshoot what
-retraining gives. Chosen on the development cells of benchmarks/defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +185,15 @@ class Auto:
         end, failed = None, ""
         # The derivatives of each position's outputs pass through all positions of its example.
         affordable = share * rows**2 / n_data * model.n_outputs * trained_size(posterior.network) <= PRODUCTS
-        if model.likelihood.is_classifier and not known and affordable:
+        if model.likelihood.is_classifier and affordable and not (known and training.ndim):
+            decay = training if known else None
             try:
-                end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach())
+                end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach(), decay)
             except (RuntimeError, LaplacePlusError) as failure:  # weights outside the selection may have no derivatives
                 failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
         leverages: Leverages = "full" if end and end.exact else "first_order"
         moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data))), "displacing": end and end.covariances}
-        deletions = Deletions(posterior, data, KAPPA * training, None, leverages, "position", **moving)
+        deletions = Deletions(posterior, data, DECAY_RATIO * training, None, leverages, "position", **moving)
         deletions.without_own = posterior.structure.name == "full"
         if noisy:
             error = noise_from_residuals(posterior)

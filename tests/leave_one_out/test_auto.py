@@ -15,7 +15,7 @@ from laplace_plus.evidence import noise_from_residuals
 from laplace_plus.leave_one_out import auto
 from laplace_plus.leave_one_out import training_end as end_module
 from laplace_plus.leave_one_out.predictions import Deletions
-from laplace_plus.leave_one_out.training_end import LOSS_RATIO, training_end
+from laplace_plus.leave_one_out.training_end import DECAY_RATIO, LOSS_RATIO, training_end
 
 
 def linear_problem(n=30, classification=False, seed=0):
@@ -95,10 +95,10 @@ class Dense:
         return torch.einsum("ncp,pq,ndq->ncd", self.jacobians, self.inverse(curvature, precision), self.jacobians)
 
 
-@pytest.mark.parametrize("displaced_by", ["what is known", "blocks", "the exact matrix"])
-def test_losses_of_classes_are_those_of_dense_formulas(displaced_by, monkeypatch):
-    known = displaced_by == "what is known"
-    monkeypatch.setattr(end_module, "FEW", 2000 if displaced_by == "the exact matrix" else 0)
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch):
+    monkeypatch.setattr(end_module, "FEW", 8 if exact else 7)
     net, x, y = linear_problem(classification=True)
     posterior = lp.Full(net, "classification").fit([(x, y)])
     tuner = lp.Auto(link="probit", training_prior_precision=3.0 if known else None)
@@ -106,11 +106,11 @@ def test_losses_of_classes_are_those_of_dense_formulas(displaced_by, monkeypatch
         warnings.simplefilter("ignore", NoGainWarning)
         posterior.fit_prior_precision(tuner)
     found, dense = posterior.tuning, Dense(net, x, y)
-    assert found.training_prior_precision == (None if known else pytest.approx(1.0, rel=1e-3))
     # What is not known is read from the weights: training went to its end, under a prior precision of 1.
-    curvature = dense.blocks if displaced_by == "blocks" else dense.curvature
-    moved = dense.covariances(curvature, auto.KAPPA * 3.0 if known else 1.0)
-    if displaced_by == "the exact matrix":
+    precision = DECAY_RATIO * (3.0 if known else 1.0)
+    assert found.training_prior_precision == pytest.approx(precision, rel=1e-3)
+    moved = dense.covariances(dense.curvature if exact else dense.blocks, precision)
+    if exact:
         moved = torch.linalg.solve(torch.eye(2, dtype=torch.float64) - moved @ dense.hessians, moved)
     left_out = net(x).detach() + (moved @ dense.gradients[..., None])[..., 0]
     wanted = []
@@ -136,7 +136,7 @@ def test_where_training_ended(share, exact, monkeypatch):
         return training_end(posterior.laplace_model(), posterior.network, data, 40, share, torch.ones(()))
 
     done = end_of(net, 1.0)
-    assert done.stationary and done.precision == pytest.approx(1.0, rel=1e-3)
+    assert done.stationary and done.precision == pytest.approx(DECAY_RATIO, rel=1e-3)
     with torch.no_grad():
         net.weight += 3.0 * torch.randn(net.weight.shape, generator=torch.Generator().manual_seed(0))
     half = torch.linspace(0, 19, 10).round().long()
@@ -144,14 +144,41 @@ def test_where_training_ended(share, exact, monkeypatch):
     found, all_data, dense = end_of(net, share), Dense(net, x, y), Dense(net, x[chosen], y[chosen])
     curvature = dense.curvature if exact else dense.blocks
     assert found.exact == exact and not found.stationary
-    precision = LOSS_RATIO * all_data.loss / dense.weights.square().sum()
-    inverse, gradient = dense.inverse(curvature / share, precision), dense.gradient / share
+    gradient, square = dense.gradient / share, dense.weights.square().sum()
+    precision = torch.maximum(LOSS_RATIO * all_data.loss, -DECAY_RATIO * gradient @ dense.weights) / square
+    inverse = dense.inverse(curvature / share, precision)
     decrement = gradient @ inverse @ gradient / (8 - precision * inverse.trace()).clamp_min(1.0)
     assert found.decrement == pytest.approx(float(decrement), rel=1e-5) and found.decrement > 1
     assert found.precision == pytest.approx(float(precision * decrement), rel=1e-5)
     (covariances,) = found.covariances(0, x, net(x).detach())
     wanted = all_data.jacobians @ dense.inverse(curvature / share, found.precision) @ all_data.jacobians.mT
     torch.testing.assert_close(covariances, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("decay", [0.0, 2.0])
+def test_weight_decay_is_found_where_adam_trained_with_it(decay):
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(200) % 2
+    x = torch.randn(200, 4, generator=generator) + 0.8 * y[:, None]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, weight_decay=decay / 200)
+    for step in range(600):
+        optimizer.zero_grad()
+        batch = slice(50 * (step % 4), 50 * (step % 4 + 1))
+        nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+        optimizer.step()
+    posterior = lp.KFAC(net, "classification").fit([(x, y)])
+    found = training_end(posterior.laplace_model(), posterior.network, [(x, y)], 200, 1.0, torch.ones(()))
+    assert found.stationary == bool(decay) and found.exact
+    assert not decay or found.precision == pytest.approx(DECAY_RATIO * decay, rel=0.25)
+
+
+def test_normalised_networks_are_displaced_in_first_order():
+    _, x, y = linear_problem(classification=True)
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double().eval()
+    posterior = lp.KFAC(net, "classification").fit([(x, y)])
+    assert not training_end(posterior.laplace_model(), posterior.network, [(x, y)], 30, 1.0, torch.ones(())).exact
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "binary"])
@@ -317,10 +344,12 @@ def test_some_positions_of_each_example_are_left_out(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGainWarning)
         posterior.fit_prior_precision(training_prior_precision=3.0)
-    training = lp.Full(net, "classification", prior_precision=3.0 * auto.KAPPA).fit([(x, y)])
+    training = lp.Full(net, "classification", prior_precision=3.0 * DECAY_RATIO).fit([(x, y)])
     mean, covariance = training.functional_posterior(x)
-    gradient = mean.softmax(-1) - nn.functional.one_hot(y, 2)
-    left = (mean + (covariance @ gradient[..., None])[..., 0]).flatten(0, 1)
+    probabilities = mean.softmax(-1)
+    hessian = probabilities.diag_embed() - probabilities[..., None] * probabilities[..., None, :]
+    moved = torch.linalg.solve(torch.eye(2).double() - covariance @ hessian, covariance)
+    left = (mean + (moved @ (probabilities - nn.functional.one_hot(y, 2))[..., None])[..., 0]).flatten(0, 1)
     chosen = torch.linspace(0, 29, 20).round().long()
     wanted = nn.functional.cross_entropy(left[chosen], y.flatten()[chosen])
     assert float(posterior.tuning.losses[-1]) == pytest.approx(float(wanted), abs=1e-5)
