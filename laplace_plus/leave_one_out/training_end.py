@@ -35,7 +35,7 @@ from laplace_plus.evidence.normalized_groups import REST, normalized_groups
 from laplace_plus.leave_one_out.leverages import Covariances, factor_covariances
 from laplace_plus.network import Network
 
-LOSS_RATIO = 25.0
+LOSS_RATIO = 35.0
 """Precision of training in units of ``S/‖θ‖²``; chosen together with the default tuning's ``SHARE``."""
 
 DECAY_RATIO = 4.0
