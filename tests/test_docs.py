@@ -58,6 +58,17 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(found), f"{target}#{anchor}"
 
 
+def test_every_page_is_in_the_contents():
+    """In a ``toctree``: the site's build warns of others, and so fails."""
+    entries = set()
+    for page in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [re.sub(r"^.*<(.*)>$", r"\1", line) for line in block.splitlines() if line and line[0] != ":"]
+            entries.update((page.parent / line).resolve() for line in lines)
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    assert [p for p in pages if p.with_suffix("") not in entries and p.name != "index.md"] == []
+
+
 def documented():
     """Full names in the reference; of a module all that it exports."""
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
