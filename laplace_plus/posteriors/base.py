@@ -24,14 +24,11 @@ from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import moments, pushed, samples_rather
+from laplace_plus.predictive.deviations import MOST_SAMPLES, moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import Groups
 
 Method = Literal["linearized", "sampled"]
-
-N_TANGENTS = 100
-"""Samples behind a functional posterior by Monte Carlo: a variance then has a relative standard error of 14 %."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
@@ -89,6 +86,9 @@ class Posterior(Stored, ABC):
     """The tangent model's optimum, where linearised predictions have it as their mean."""
 
     training_data: TrainingData = TrainingData()
+
+    draw_operations: int = 0
+    """About the operations of one draw of :meth:`sample`; 0 where functional posteriors come from samples anyway."""
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
@@ -155,10 +155,11 @@ class Posterior(Stored, ABC):
         with torch.no_grad():
             return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
 
-    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = MOST_SAMPLES) -> tuple[Tensor, Tensor]:
         """The mean of the linearised outputs ``[B, *, C]``, and samples' deviations from it, ``[S, B, *, C]``."""
-        x, deviations = self.network.receive(x), self.sample(N_TANGENTS, generator=generator) - self.mean
-        mean, moved = pushed(self.network, deviations, x, n_outputs=self.n_outputs or None, ad_modes=ADModes())
+        x, chunks = self.network.receive(x), (drawn - self.mean for drawn in self._sampled_chunks(n, generator))
+        modes = vars(self).setdefault("_ad_modes", ADModes())
+        mean, moved = pushed(self.network, chunks, x, n_outputs=self.n_outputs or None, ad_modes=modes)
         return mean + self._mean_shift(x), moved
 
     # -- what it gets --------------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Posterior(Stored, ABC):
         *,
         method: Method | None = None,
         link: str | None = None,
-        n_samples: int = 100,
+        n_samples: int | None = None,
         joint: bool = False,
         generator: torch.Generator | None = None,
         differentiable: bool = False,
@@ -304,16 +305,18 @@ class Posterior(Stored, ABC):
         With more than 64 outputs, the links ``"gumbel"`` and ``"probit"`` are given variances only: those of
         ``functional_posterior(x, outputs="independent")`` or ``"diagonal"``. Mean, variance and log-probability are
         the same, but what the prediction estimates by Monte Carlo (the split of the variance, the mutual information)
-        then treats outputs as uncorrelated.
+        then treats outputs as uncorrelated. Where these variances take one backward pass for each of many outputs,
+        they are estimated from samples if that takes fewer operations, and ``prediction.standard_error`` says how well;
+        the same call gives the same estimate. ``method="linearized"`` computes them exactly, whatever it takes.
 
         Args:
             x: A batch's inputs.
             method: ``"linearized"`` (a Gaussian over outputs) or ``"sampled"`` (sampled networks); by default what
-                suits the class.
+                suits the class, and the quicker way to the former.
             link: How a Gaussian over outputs becomes a distribution of y: ``"gumbel"``, ``"probit"``, ``"mc"`` or
                 ``"bridge"`` for classification, or ``"network"`` for the network's own probabilities; by default
                 :attr:`link`, or else the likelihood's first.
-            n_samples: Number of samples where any are drawn.
+            n_samples: Number of samples where any are drawn; by default 100, or 5 to 100 of those variances.
             joint: Whether inputs are treated jointly, with their cross-covariances.
             generator: Source of randomness.
             differentiable: Whether gradients flow to ``x`` (linearised only).
@@ -329,6 +332,7 @@ class Posterior(Stored, ABC):
         if chosen not in ("linearized", "sampled"):
             check_choice("method", method, ("linearized", "sampled"))
         first, many = link or self.link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
+        given, n_samples = n_samples, MOST_SAMPLES if n_samples is None else n_samples
         if chosen == "sampled" or first == "mc":
             check_counts(n_samples=n_samples)
         if chosen == "sampled":
@@ -349,12 +353,18 @@ class Posterior(Stored, ABC):
                 return from_samples(self.likelihood, samples, generator=generator, joint=joint)
         needed = outputs_for(first, self.n_outputs) if many and not joint else None
         options: dict[str, Any] = {"outputs": needed, "differentiable": differentiable}
-        if "generator" in signature_of(type(self).functional_posterior).parameters:  # a class may do without
+        known = signature_of(type(self).functional_posterior).parameters
+        if "generator" in known:  # a class may do without
             options["generator"] = generator
+        if needed and "n_samples" in known and method is None and not differentiable:
+            own, cost = torch.Generator(self.network.device).manual_seed(0), self.draw_operations
+            if n := samples_rather(self.network, self.network.receive(x), given, variances=True, draw=cost):
+                options |= {"n_samples": n, "generator": own if generator is None else generator}
         with torch.set_grad_enabled(differentiable):
-            mean, covariance = self.functional_posterior(x, joint=joint, **options)
+            found = self.functional_posterior(x, joint=joint, **options)
+            more: dict[str, Any] = {"joint": joint, "without_each": getattr(found, "without_each", None)}
             prediction = from_functional(
-                self.likelihood, mean, covariance, link=first, n_samples=n_samples, generator=generator, joint=joint
+                self.likelihood, *found, link=first, n_samples=n_samples, generator=generator, **more
             )
             if prediction.marginal is None:
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
@@ -368,13 +378,11 @@ class Posterior(Stored, ABC):
 
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         """Samples ``[S, B, *, C]`` of the linearised outputs, where their covariance would be too large; else None."""
-        x = self.network.receive(x)
-        if not samples_rather(self.network.forward(x).shape, joint=joint):
+        if not samples_rather(self.network, self.network.receive(x), n, joint=joint, draw=self.draw_operations):
             return None
         with torch.no_grad():
-            chunks = (vectors - self.mean for vectors in self._sampled_chunks(n, generator))
-            mean, moved = pushed(self.network, chunks, x, n_outputs=None, ad_modes=ADModes())
-            return mean + moved + self._mean_shift(x)
+            mean, moved = self._pushed(x, generator, n)
+            return mean + moved
 
     def _mean_shift(self, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
@@ -384,9 +392,12 @@ class Posterior(Stored, ABC):
     def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""
         each = max(1, self.n_parameters * self.network.dtype.itemsize)
-        step = max(1, min(n, min(2**28, budget(self.network.device) // 4) // each))
-        for start in range(0, n, step):
-            yield self.sample(min(step, n - start), generator=generator)
+        if n * each <= 2**26:
+            yield self.sample(n, generator=generator)
+            return
+        step = max(1, min(2**29, budget(self.network.device) // 4) // each)
+        for part in torch.arange(n).tensor_split(-(-n // step)):  # drawn singly: the same ones in chunks of any size
+            yield torch.cat([self.sample(1, generator=generator) for _ in part])
 
     @full_precision
     def fit_prior_precision(

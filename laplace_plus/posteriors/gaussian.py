@@ -31,6 +31,7 @@ from laplace_plus.posteriors.sums import (
     sum_over_ranks,
 )
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.predictive.deviations import moments
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors, output_indices
 from laplace_plus.selection import tied_names
 from laplace_plus.structured import Factor
@@ -326,6 +327,15 @@ class GaussianPosterior(Posterior):
 
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
+    @property
+    def draw_operations(self) -> int:  # type: ignore[override]
+        """About the operations of one draw: of Kronecker factors two products for each matrix, otherwise P."""
+        total = self.n_parameters
+        for shape in [item.shape for item in self.network.selected if len(item.shape) > 1]:
+            sides = shape[0] + shape[1:].numel()
+            total += 2 * shape.numel() * sides if self.structure.name == "KFAC" else 0
+        return total
+
     def factors(self) -> dict[str, Factor]:
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
         precision, temperature, scale = self._prior_precision, self._temperature, self.covariance_scale
@@ -358,8 +368,14 @@ class GaussianPosterior(Posterior):
         outputs: Outputs = None,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        n_samples: int | None = None,
     ) -> FunctionalPosterior:
+        """As of :class:`Posterior`; exact, or from ``n_samples`` of the posterior."""
         self.require_fit()
+        if n_samples is not None:
+            check_counts(n_samples=n_samples)
+            with torch.no_grad():
+                return moments(*self._pushed(x, generator, n_samples), joint=joint, outputs=outputs)
         if differentiable and self._tangent_mean is not None:
             # Third derivatives of torch's fused normalisations are wrong.
             raise UnsupportedError(

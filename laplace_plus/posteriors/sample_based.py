@@ -67,7 +67,7 @@ class SampleBased(Posterior):
     @override
     def functional_samples(self, x: Any, n: int, *, joint: bool, generator: torch.Generator | None) -> Tensor | None:
         x = self.network.receive(x)
-        if not samples_rather(self.network.forward(x).shape, joint=joint):
+        if not samples_rather(self.network, x, n, joint=joint):
             return None
         with torch.no_grad():
             mean, deviations = self._pushed(x)  # k products, however many samples are asked for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,8 +22,20 @@ from laplace_plus.predictive.linearized import (
     wants_variances,
 )
 
-_LARGE_COVARIANCE = 512 * 2**20
+LARGE_COVARIANCE = 512 * 2**20
 """Bytes that a covariance of outputs and its factor may take in float64 before outputs are sampled instead."""
+
+CHEAP_OPERATIONS = 2**32
+"""So many for each example, about .1 s on one core, are always spent: on exact covariances, or else on samples."""
+
+LEAST_SAMPLES, MOST_SAMPLES = 5, 100
+"""Samples unless a number is given: a variance then has a relative standard error ``(2/S)^½`` of 63 % to 14 %."""
+
+
+class EstimatedPosterior(FunctionalPosterior):
+    """A functional posterior with estimated variances; ``without_each()`` are those without each sample."""
+
+    without_each: Callable[[], Tensor] | None = None
 
 
 def pushed(
@@ -36,7 +48,7 @@ def pushed(
     examples, or another number of outputs than ``n_outputs``.
     """
     linear = Linearization(network, network.vector(), inputs, ad_modes)
-    outputs = linear.outputs
+    outputs = network.forward(inputs).to(network.dtype)  # without a graph, which is not needed where a mode is known
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
     if n_outputs is not None:
@@ -46,19 +58,36 @@ def pushed(
     for chunk in [deviations] if isinstance(deviations, Tensor) else deviations:
         # Forward mode holds two or three activations of each sample at a time; 64 times the outputs bounds them.
         each = 4 * chunk[0].numel() * chunk.element_size() + 64 * outputs.numel() * outputs.element_size()
-        room = max(each, min(QUICK_BYTES, budget(outputs.device) // 2))
+        room = max(each, min(4 * QUICK_BYTES, budget(outputs.device) // 2))
         for some in slices(len(chunk), each, room):
             parts.append(linear.push(chunk[some].to(outputs)).to(wide))
     return outputs.to(wide), torch.cat(parts)
 
 
-def samples_rather(mean_shape: Sequence[int], *, joint: bool = False) -> bool:
-    """Whether to sample outputs ``[B, *, C]`` instead of computing their covariance, because it is too large.
+def samples_rather(
+    network: Network, x: Any, n: int | None, *, variances: bool = False, joint: bool = False, draw: int = 0
+) -> int:
+    """How many samples of the outputs for x to take instead of computing their covariance; 0 for the covariance.
 
-    The decision depends on sizes alone, so that the same seed gives the same samples whatever memory is free.
+    It is sampled where it is larger than :data:`LARGE_COVARIANCE`, or takes more operations than the samples and than
+    :data:`CHEAP_OPERATIONS`, on which the number depends unless n is given. For each output of an example there is a
+    backward pass, for each sample a ``draw`` of so many operations (0: not counted) and a forward derivative; both take
+    about three forward passes, whose operations torch counts. The last layer alone needs no backward passes.
+
+    Sizes alone decide, so that the same seed gives the same samples whatever memory is free.
     """
-    size = torch.Size(mean_shape).numel()
-    return 2 * 8 * size * (size if joint else mean_shape[-1]) > _LARGE_COVARIANCE
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  -- it imports Triton
+
+    draw = 0 if len(network.layers) == 1 else draw
+    if variances and not draw:
+        return 0
+    with FlopCounterMode(display=False) as counter:
+        shape = network.forward(x).shape
+    passes, cheap = 3 * counter.get_total_flops(), shape[0] * CHEAP_OPERATIONS
+    count = n or max(LEAST_SAMPLES, min(MOST_SAMPLES, cheap // max(1, passes + draw)))
+    is_large = not variances and 16 * shape.numel() * (shape.numel() if joint else shape[-1]) > LARGE_COVARIANCE
+    is_slow = draw > 0 and passes * shape[1:].numel() > max(cheap, count * (passes + draw))
+    return count if is_large or is_slow else 0
 
 
 def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) -> FunctionalPosterior:
@@ -72,11 +101,17 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
         chosen = chosen.expand(*mean.shape[:-1], chosen.shape[-1])
         mean, deviations = mean.gather(-1, chosen), deviations.gather(-1, chosen.expand(len(deviations), *chosen.shape))
     scaled = deviations / len(deviations) ** 0.5
-    if variances and outputs == "independent":
-        scaled = scaled - (scaled * centring_weights(mean)).sum(-1, keepdim=True)
-        return FunctionalPosterior(mean, independent_variances(mean, scaled.square().sum(0)))
     if variances:
-        return FunctionalPosterior(mean, scaled.square().sum(0))
+        if outputs == "independent":
+            scaled = scaled - (scaled * centring_weights(mean)).sum(-1, keepdim=True)
+        squares, n = scaled.square(), len(scaled)
+
+        def estimate(sums: Tensor) -> Tensor:
+            return independent_variances(mean.expand_as(sums), sums) if outputs == "independent" else sums
+
+        found = EstimatedPosterior(mean, estimate(squares.sum(0)))
+        found.without_each = lambda: estimate((squares.sum(0) - squares) * (n / max(1, n - 1)))
+        return found
     if joint:
         flat = scaled.flatten(1)
         return FunctionalPosterior(mean, (flat.mT @ flat).view(*mean.shape, *mean.shape))

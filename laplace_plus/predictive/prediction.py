@@ -8,6 +8,7 @@ more data would reduce, and aleatoric, which it would not. The mutual informatio
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from laplace_plus.likelihoods import Likelihood, Marginal
 from laplace_plus.likelihoods.base import check_outputs, checked_log_density, shape_text, widen
 from laplace_plus.likelihoods.normal import draw
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.linalg.results import jackknife, standard_error
 
 _MAX_ENTROPY_DRAWS = 128
 """Draws for a sampled entropy: the standard error is then below a tenth of the spread of log p, at S·128 densities."""
@@ -65,6 +67,7 @@ class Prediction:
         n_samples: Number ``S`` of samples.
         source: Source of randomness.
         outputs: The samples of outputs, if the prediction was made from them.
+        without_each: Of estimated variances, gives those without each of the S samples, ``[S, B, *, C]``.
 
     Example:
         >>> from laplace_plus.likelihoods import Gaussian
@@ -83,6 +86,7 @@ class Prediction:
     n_samples: int = 100
     source: RandomSource = RandomSource()
     outputs: Tensor | None = None
+    without_each: Callable[[], Tensor] | None = None
 
     def __repr__(self) -> str:
         shape = list(self.functional_mean.shape)
@@ -121,6 +125,21 @@ class Prediction:
     def mean(self) -> Tensor:
         """``E[y]``, ``[B, *, C]``; for classes their probabilities."""
         return self.samples.mean(0) if self.marginal is None else self.marginal.mean
+
+    @cached_property
+    def standard_error(self) -> Tensor:
+        """Standard error of :attr:`mean`, ``[B, *, C]``, from the samples behind it; zero where it does not use any.
+
+        Of variances that were estimated, it is the jackknife's.
+        """
+        if self.marginal is None:
+            return standard_error(self.samples)
+        if self.without_each is None:
+            return torch.zeros_like(self.mean)
+        variances = self.without_each()
+        mean = self.functional_mean.expand_as(variances)
+        means = self.likelihood.predict(mean, variances, link=self.link).mean
+        return jackknife(means) if len(means) > 1 else torch.full_like(self.mean, math.inf)
 
     @cached_property
     def variance(self) -> Tensor:
