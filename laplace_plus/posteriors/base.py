@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Literal, Self
 
@@ -24,7 +25,7 @@ from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import MOST_SAMPLES, moments, pushed, samples_rather
+from laplace_plus.predictive.deviations import MOST_SAMPLES, EstimatedPosterior, moments, pushed, samples_rather
 from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import Groups
 
@@ -87,8 +88,10 @@ class Posterior(Stored, ABC):
 
     training_data: TrainingData = TrainingData()
 
-    draw_operations: int = 0
-    """About the operations of one draw of :meth:`sample`; 0 where functional posteriors come from samples anyway."""
+    @property
+    def draw_operations(self) -> int:
+        """About the operations of one draw; 0 where functional posteriors come from samples in any case."""
+        return 0
 
     # -- what a method gives -------------------------------------------------------------------------------------------
 
@@ -362,10 +365,11 @@ class Posterior(Stored, ABC):
                 options |= {"n_samples": n, "generator": own if generator is None else generator}
         with torch.set_grad_enabled(differentiable):
             found = self.functional_posterior(x, joint=joint, **options)
-            more: dict[str, Any] = {"joint": joint, "without_each": getattr(found, "without_each", None)}
             prediction = from_functional(
-                self.likelihood, *found, link=first, n_samples=n_samples, generator=generator, **more
+                self.likelihood, *found, link=first, n_samples=n_samples, generator=generator, joint=joint
             )
+            if isinstance(found, EstimatedPosterior):
+                prediction = replace(prediction, without_each=found.without_each)
             if prediction.marginal is None:
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
             return prediction

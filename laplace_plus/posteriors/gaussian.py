@@ -328,13 +328,10 @@ class GaussianPosterior(Posterior):
     # -- the Gaussian --------------------------------------------------------------------------------------------------
 
     @property
-    def draw_operations(self) -> int:  # type: ignore[override]
-        """About the operations of one draw: of Kronecker factors two products for each matrix, otherwise P."""
-        total = self.n_parameters
-        for shape in [item.shape for item in self.network.selected if len(item.shape) > 1]:
-            sides = shape[0] + shape[1:].numel()
-            total += 2 * shape.numel() * sides if self.structure.name == "KFAC" else 0
-        return total
+    @override
+    def draw_operations(self) -> int:
+        shapes = [item.shape for item in self.network.selected if len(item.shape) > 1 and self.structure.name == "KFAC"]
+        return self.n_parameters + sum(2 * shape.numel() * (shape[0] + shape[1:].numel()) for shape in shapes)
 
     def factors(self) -> dict[str, Factor]:
         """The factorised posterior precision of each block, kept until a hyperparameter changes."""
@@ -370,10 +367,12 @@ class GaussianPosterior(Posterior):
         generator: torch.Generator | None = None,
         n_samples: int | None = None,
     ) -> FunctionalPosterior:
-        """As of :class:`Posterior`; exact, or from ``n_samples`` of the posterior."""
+        """As of :class:`Posterior`; exact, or from ``n_samples`` draws."""
         self.require_fit()
         if n_samples is not None:
             check_counts(n_samples=n_samples)
+            if differentiable:
+                raise UnsupportedError("Samples pass no gradients to x.", expected="n_samples=None for an exact result")
             with torch.no_grad():
                 return moments(*self._pushed(x, generator, n_samples), joint=joint, outputs=outputs)
         if differentiable and self._tangent_mean is not None:

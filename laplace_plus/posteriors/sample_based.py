@@ -58,7 +58,7 @@ class SampleBased(Posterior):
         return weights / len(z) ** 0.5
 
     @override
-    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         """From the k samples that the posterior holds."""
         return pushed(
             self.network, self._deviations(), self.network.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes

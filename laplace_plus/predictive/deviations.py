@@ -33,9 +33,9 @@ LEAST_SAMPLES, MOST_SAMPLES = 5, 100
 
 
 class EstimatedPosterior(FunctionalPosterior):
-    """A functional posterior with estimated variances; ``without_each()`` are those without each sample."""
+    """A functional posterior with estimated variances; :attr:`without_each` gives those without each sample."""
 
-    without_each: Callable[[], Tensor] | None = None
+    without_each: Callable[[], Tensor]
 
 
 def pushed(

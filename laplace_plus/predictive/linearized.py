@@ -180,7 +180,6 @@ def from_functional(
     n_samples: int = 100,
     generator: torch.Generator | None = None,
     joint: bool = False,
-    without_each: Callable[[], Tensor] | None = None,
 ) -> Prediction:
     """The prediction of a Gaussian over the network's outputs.
 
@@ -195,7 +194,6 @@ def from_functional(
             prediction, in any order of access. Without one the global generator is used at the first access.
         joint: Whether the covariance is across inputs. The link then still gives the mean and variance of each input;
             samples and log-probability are joint over all inputs.
-        without_each: Of estimated variances, gives those without each of the S samples, ``[S, B, *, C]``.
 
     Raises:
         ConfigurationError: If there is no such link, or the shapes do not fit.
@@ -246,7 +244,6 @@ def from_functional(
         marginal=None if link == "mc" else likelihood.predict(mean, covariance, link=link),
         n_samples=n_samples,
         source=RandomSource() if generator is None else RandomSource.of(generator),
-        without_each=without_each,
     )
 
 

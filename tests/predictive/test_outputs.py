@@ -16,7 +16,7 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
 from laplace_plus.posteriors import base
 from laplace_plus.predictive import linearized
-from laplace_plus.predictive.deviations import pushed, samples_rather
+from laplace_plus.predictive.deviations import pushed
 
 EXACT = 1e-10
 CLASSES = 3
@@ -329,11 +329,6 @@ def test_samples_in_function_space_have_the_functional_posterior():
     products = flat[:, :, None] * flat[:, None]
     error = (products.mean(0) - expected.covariance.view(15, 15)).abs()
     assert bool((error < 5 * products.std(0) / n**0.5).all())
-
-
-def test_what_a_covariance_takes():
-    assert samples_rather((64, 1000)) and not samples_rather((64, 300))
-    assert samples_rather((64, 300), joint=True) and not samples_rather((2, 3), joint=True)
 
 
 def test_nothing_to_predict_is_named() -> None:

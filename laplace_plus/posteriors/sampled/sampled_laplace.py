@@ -280,7 +280,7 @@ class SampledLaplace(SampleBased, ResumableFit):
         return total_dimension(function_space, weight_space, torch.tensor(self.n_parameters), estimator)
 
     @override
-    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         z = self._deviations()
         if self._tangent_mean is not None:
             z = torch.cat([z, (self._tangent_mean - self.mean).to(z)[None]])

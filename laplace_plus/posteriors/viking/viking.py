@@ -349,7 +349,7 @@ class VIKING(ProjectedNoisePosterior):
         return self.mean + sum(self._components())
 
     @override
-    def _pushed(self, x: Any, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def _pushed(self, x: Any, generator: torch.Generator | None = None, n: int = 0) -> tuple[Tensor, Tensor]:
         center = self._center
         return pushed(center, self._deviations(), center.receive(x), n_outputs=self.n_outputs, ad_modes=self._ad_modes)
 
