@@ -48,19 +48,12 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
     Tied tensors count once, under their first name. Buffers count whether persistent or not, as both enter the function
     that the network computes. The device, ``requires_grad`` and the training mode do not count. Values are compared bit
-    by bit, in the dtype that they have.
+    by bit, in the dtype that they have. CheckpointError for a tensor without values (lazy modules, the meta device).
 
-    Returns:
-        A JSON-able dictionary:
-
-        * ``sha256``: of everything;
-        * ``names_sha256``: of names, shapes and dtypes alone, so of the architecture;
-        * ``n_parameters``: the number of parameter entries;
-        * ``tensors``: for each tensor, in the network's order, ``name``, ``kind`` (``"parameter"`` or ``"buffer"``),
-          ``dtype``, ``shape`` and the ``sha256`` of its values.
-
-    Raises:
-        CheckpointError: A tensor has no values to read (lazy modules, the meta device).
+    The JSON-able dictionary has ``sha256``, of everything; ``names_sha256``, of names, shapes and dtypes alone, so of
+    the architecture; ``n_parameters``, the number of parameter entries; and ``tensors``, for each in the network's
+    order its ``name``, ``kind`` (``"parameter"`` or ``"buffer"``), ``dtype``, ``shape`` and the ``sha256`` of its
+    values.
     """
     architecture: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
@@ -79,12 +72,9 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module) -> None:
-    """Check that a network is the one that a fingerprint was taken of.
+    """Check that a network is the one that a fingerprint was taken of; else CheckpointError.
 
-    Raises:
-        CheckpointError: The network has other parameters or buffers (names the first that is missing, new, or of
-            another shape or dtype), or other values (names the first tensor that differs), or ``saved`` is no
-            fingerprint.
+    It names the first parameter or buffer that is missing, new, or of another shape, dtype or value.
     """
     current = fingerprint(model)
     fix = "Load the posterior onto the same network, with the same weights, that it was fitted on."
@@ -135,22 +125,18 @@ def digest(tensor: Tensor) -> str:
 
 
 def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint, all of it or nothing.
+    """Write a checkpoint to the directory ``path``, new, empty or a checkpoint that is replaced: all of it or nothing.
 
     It is written beside ``path`` and moved there when complete, so that a failure half-way leaves an older checkpoint
     as it was. Tensors are copied where they share memory or are not contiguous; tuples in the header come back as
-    lists.
+    lists. CheckpointError if ``path`` is a file or another directory, or if the format cannot hold a value; OSError if
+    the file system refuses.
 
     Args:
-        path: The directory. It may be new, empty, or a checkpoint, which is replaced.
+        path: The directory.
         header: What :func:`read` is to give back: nested dictionaries with string keys, lists, strings, finite numbers,
             booleans and ``None``.
         tensors: Named dense tensors, on any device.
-
-    Raises:
-        CheckpointError: If ``path`` is a file or a directory that is not a checkpoint, or if the header or a tensor is
-            of a kind that the format cannot hold.
-        OSError: If the file system refuses.
     """
     target = Path(path).resolve()
     _check_replaceable(target)
@@ -248,18 +234,10 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a checkpoint, after checking that it is as it was written.
+    """The header and the tensors of the checkpoint in directory ``path``, after checking that it is as it was written.
 
-    Args:
-        path: The directory.
-        device: Where the tensors are wanted.
-
-    Returns:
-        The header and the tensors, in memory of their own.
-
-    Raises:
-        CheckpointError: If the checkpoint or one of its files is missing, is of another format or format version, or
-            has been altered or cut off in any byte.
+    Tensors come on ``device``, in memory of their own. CheckpointError if the checkpoint or one of its files is
+    missing, is of another format or format version, or has been altered or cut off in any byte.
     """
     directory = Path(path)
     files = directory / HEADER_FILE, directory / TENSORS_FILE

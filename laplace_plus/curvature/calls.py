@@ -245,9 +245,7 @@ class NormalisationCall(Call):
     """Scale and shift after a normalisation, ``y = γ ∘ x̂ + β``: one 1 × 2 matrix for each channel.
 
     ``value`` is the normalised input x̂, taken before scale and shift (dividing the output by γ would fail at γ = 0).
-
-    Attributes:
-        channels_last: Number of trailing axes of the output that run over channels; 0 where channels are axis 1.
+    Channels are the last ``channels_last`` axes of the output; 0 where they are axis 1.
     """
 
     channels_last: int = 0

@@ -233,21 +233,19 @@ def _tensors(tree: Any) -> list[Tensor]:
 class Capture:
     """One forward pass of a batch, and the gradients to be had from it.
 
+    ``outputs`` are ``[B, *, C]``; with ``pointwise``, ``[B', C]`` with every position an example of its own. That holds
+    where the only recorded call produced the network's output itself (a last layer), at most in another order: then no
+    backward pass is needed, and positions do not depend on each other. ``order [B']`` then says which of the call's
+    positions each row of the outputs is; None where they are the same. UnsupportedError if no gradient of the outputs
+    reaches any of the selected parameters that the network uses; if none reaches some of them, there is a warning.
+
     Attributes:
-        outputs: ``[B, *, C]``; with ``pointwise``, ``[B', C]`` with every position an example of its own.
         output_shape, n_examples: ``[B, *, C]`` in any case, and B or B'.
         calls: The recorded calls, in order.
         unused: Selected parameters that the forward pass did not use, or whose use no gradient reaches.
-        pointwise: Whether the only recorded call produced the network's output itself (a last layer), at most in
-            another order, so that no backward pass is needed and positions do not depend on each other.
-        order: Then which of the call's positions each row of ``outputs`` is, ``[B']``; None where they are the same.
         last_used: Name of the last parameter used, except for those known to have no influence on the outputs; None
             where uses are hidden (scripted modules) and it is not known.
         n_bytes, cotangent_bytes: About the memory of the forward pass, and of one cotangent's backward pass.
-
-    Raises:
-        UnsupportedError: No gradient of the outputs reaches any of the selected parameters that the network uses. Where
-            none reaches some of them, there is a warning.
     """
 
     def __init__(
@@ -311,8 +309,7 @@ class Capture:
     def gradients(self, cotangents: Tensor) -> list[Tensor]:
         """Gradients ``[V, *output shape]`` with respect to each call's output, for cotangents ``[V, B, *, C]``.
 
-        Raises:
-            UnsupportedError: An operation on the way has no derivative, and would pass on zeros.
+        UnsupportedError if an operation on the way has no derivative, and would pass on zeros.
         """
         if not self.calls:
             return []

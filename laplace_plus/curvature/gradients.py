@@ -264,9 +264,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
 
     Two examples of a network's first batch run by themselves, to measure the memory of one example. Inputs stay
     together that do not have their examples along the first axes, or whose examples depend on each other.
-
-    Raises:
-        ConfigurationError: The memory budget does not hold the gradients of one output for one example.
+    ConfigurationError if the memory budget does not hold the gradients of one output for one example.
     """
     size = step = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
     if size > 2 and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):  # noqa: PLR2004

@@ -33,9 +33,7 @@ _SMALL = 100_000
 class Checked:
     """Ways to compute the same thing, each compared at its first use with what is known to be right.
 
-    Attributes:
-        right: Whether a way gave right results, as far as it was tried.
-        reason: Why the last way that failed did so.
+    ``right`` says whether a way gave right results, as far as it was tried; ``reason`` why the last that failed did so.
     """
 
     def __init__(self) -> None:

@@ -231,10 +231,8 @@ def last_layer_curvature(
 ) -> Curvature | None:
     """The exact Gauss-Newton curvature of a linear output layer, or None where this short cut does not apply.
 
-    It is that of outputs ``rows [N, C]`` with weights ``[N]``, 0 for ignored observations.
-
-    Raises:
-        ConfigurationError: A full curvature that does not fit into memory.
+    It is that of outputs ``rows [N, C]`` with weights ``[N]``, 0 for ignored observations. ConfigurationError for a
+    full curvature that does not fit into memory.
     """
     network = gradients.network
     hessian = likelihood.output_curvature(rows, weight) if gradients.capture.pointwise else None

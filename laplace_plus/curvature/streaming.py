@@ -34,12 +34,8 @@ class Stream:
     Of a module, all parameters that require gradients are taken, and ``arrange`` puts its outputs into the shape
     ``[B, *, C]``. After the first pass, ``n_data`` and ``n_outputs`` are the numbers of examples and of all their
     outputs. ``checksum`` is a sum over the data that does not depend on batches and order. Up to ``most`` examples may
-    come together from several batches.
-
-    Raises:
-        DataError: Data that can be iterated over only once, or of no known form.
-        ConfigurationError: A chunk size that is not a positive integer.
-        NonFiniteError: NaN or infinity among the parameters.
+    come together from several batches. Raises DataError for data that can be iterated over only once or have no known
+    form, ConfigurationError for a chunk size that is no positive integer, NonFiniteError for parameters that are not.
     """
 
     def __init__(
@@ -84,10 +80,7 @@ class Stream:
         """One more pass over the same batches; ``ordered`` if the order of the examples matters.
 
         With ``join`` small ones come together, since to linearise the network takes milliseconds at any size.
-
-        Raises:
-            ModelChangedError: The network is not what it was in the first pass.
-            DataError: The data are not what they were.
+        ModelChangedError or DataError if the network or the data are not what they were in the first pass.
         """
         if self.network.mark() != self._mark or self._names != self.network.parameter_names:
             raise ModelChangedError(

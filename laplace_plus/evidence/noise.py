@@ -25,7 +25,6 @@ from laplace_plus._memory import budget
 from laplace_plus.batches import iterate
 from laplace_plus.errors import ConvergenceWarning, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
-from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.objective import EvidencePoint
 from laplace_plus.evidence.tangent_model import batch_jacobian
 from laplace_plus.evidence.tuning import Tunable
@@ -103,7 +102,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     data = posterior.training_data.again(data, "Noise from residuals passes over the training data.")
     errors, counts = model.statistics.double().chunk(2)
     with exact_arithmetic(network, posterior.memory_budget):
-        chosen, route = _affordable(model, network, data, round(float(counts.sum())))
+        chosen, route = _affordable(network, data, round(float(counts.sum())))
         fitted, jacobians, parts = FittedData(model, network, posterior.n_data), [], []
         for batch in iterate(data, device=network.device, progress=False):
             if chosen is None:
@@ -150,7 +149,7 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     return NoiseEstimate(noise, residual, spread, spent, route, problem)
 
 
-def _affordable(model: LaplaceModel, whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
+def _affordable(whole: Network, data: Iterable[Any], n_rows: int) -> tuple[Network | None, str]:
     """The parameters whose tangent is affordable, or None, and the route."""
     allowed, many = budget(whole.device), n_rows / trained_size(whole)
     for selection, route, enough in (("all", "tangent", _PLENTY), ("last_layer", "last_layer", _MANY)):

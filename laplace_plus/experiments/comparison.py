@@ -29,11 +29,9 @@ Predict = Callable[[Any], Prediction]
 
 @dataclass(frozen=True)
 class Classified:
-    """Predicted classes of N targets (examples, or tokens or pixels of them).
+    """Predicted classes of N targets (examples, or tokens or pixels of them), and those ``targets [N]``.
 
-    Attributes:
-        probabilities: ``[N, C]``, each row sums to one; a binary target has the two columns no and yes.
-        targets: ``[N]`` class indices.
+    Each row of ``probabilities [N, C]`` sums to one; a binary target has the two columns no and yes.
     """
 
     probabilities: Tensor
@@ -51,13 +49,9 @@ class Classified:
 
 @dataclass(frozen=True)
 class Regressed:
-    """Predicted numbers of N examples.
+    """Predicted numbers of N examples and their ``targets``, all ``[N, D]``; the variance includes observation noise.
 
-    Attributes:
-        mean: ``[N, D]``.
-        variance: ``[N, D]``, observation noise included.
-        log_density: ``[N]``, of the targets under the predictive distribution.
-        targets: ``[N, D]``.
+    ``log_density [N]`` is that of the targets under the predictive distribution.
     """
 
     mean: Tensor
@@ -80,13 +74,9 @@ class Regressed:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of one comparison, each an iterable of batches.
+    """The batches of one comparison: ``train`` also for tuning without validation, ``test`` for the scores alone.
 
-    Attributes:
-        train: Training data, for fits and for tuning without validation.
-        test: Test data, which only the scores use.
-        validation: Held-out data for tuning by validation, if any.
-        out_of_distribution: Inputs on which predictions should be uncertain, if any.
+    ``validation`` are held out for tuning by validation. On ``out_of_distribution`` predictions should be uncertain.
     """
 
     train: Iterable[Any]
@@ -97,14 +87,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one method.
+    """The results of one method: predictions on the test data, scores by metric, and seconds to fit, tune and predict.
 
-    Attributes:
-        predictions: On the test data.
-        scores: By metric.
-        seconds: By step: fit, tune, predict.
-        facts: Prior precision, log marginal likelihood and noise level after tuning.
-        posterior: None for the network itself.
+    ``facts`` are prior precision, log marginal likelihood and noise level after tuning. The network itself has no
+    posterior.
     """
 
     predictions: Classified | Regressed
@@ -128,10 +114,7 @@ def compare(
 
     If the likelihood has a noise level (`Gaussian`), the network itself is scored with the level that tuning of the
     first posterior found. The two then differ only in what the weights' uncertainty adds. The seed is that of all
-    sampling.
-
-    Raises:
-        ConfigurationError: An option that a posterior, its tuning or its prediction does not have.
+    sampling. Raises ConfigurationError for an option that a posterior, its tuning or its prediction does not have.
     """
     iterate = partial(batches.iterate, device=device, progress=progress)
 

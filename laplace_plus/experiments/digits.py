@@ -21,8 +21,7 @@ never seen in training or tuning. ``out_of_distribution``: images of the held-ou
 def load_digits(settings: DataSettings, *, seed: int) -> Digits:
     """Split the 1797 images ``[1, 8, 8]``, with grey values in [0, 1] plus noise; a seed always gives the same data.
 
-    Raises:
-        UnsupportedError: scikit-learn, which contains the data, is not installed.
+    UnsupportedError if scikit-learn, which contains the data, is not installed.
     """
     try:
         from sklearn import datasets
@@ -69,9 +68,8 @@ def train_network(
 ) -> nn.Sequential:
     """Train a new network by minibatches, Adam with weight decay and cross-entropy, for a fixed number of epochs.
 
-    Nothing is chosen by results: there is no early stopping and no validation data. The seed is that of the initial
-    weights and the order of minibatches; the global random state does not change. The network returns in evaluation
-    mode.
+    Nothing is chosen by results: no early stopping, no validation data. The seed is that of the initial weights and the
+    order of minibatches; the global random state does not change. The network returns in evaluation mode.
     """
     n_classes = 1 + max(int(split.tensors[1].max()) for split in digits.values())
     with torch.random.fork_rng(devices=[]):

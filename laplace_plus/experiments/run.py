@@ -60,9 +60,7 @@ Say = Callable[[str], None]
 def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
     """Run the demonstration and write its folder.
 
-    Raises:
-        ConfigurationError: A posterior that cannot be made.
-        UnsupportedError: scikit-learn or matplotlib is missing.
+    ConfigurationError for a posterior that cannot be made, UnsupportedError without scikit-learn or matplotlib.
     """
     posteriors = read_posteriors(settings.posteriors)
     options: dict[str, Any] = {"device": settings.device, "progress": progress}
@@ -104,9 +102,8 @@ def run(settings: RunSettings, *, progress: bool = False, say: Say) -> None:
 def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
     """Wrap the configured network, evaluate it and write the output folder.
 
-    Raises:
-        ConfigurationError: Something that the configuration names is missing, or is not what it should be.
-        UnsupportedError: matplotlib is missing.
+    ConfigurationError if something that the configuration names is missing or not what it should be; UnsupportedError
+    without matplotlib.
     """
     posteriors = read_posteriors(settings.posteriors)
     started = time.perf_counter()
