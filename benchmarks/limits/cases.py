@@ -194,6 +194,27 @@ def diagonal_predict(problem: Problem) -> Iterator[Task]:
     yield from _predict(problem, lp.Diagonal, "diag", "diagonal_predict")
 
 
+def many_classes(problem: Problem) -> Iterator[Task]:
+    """All weights of networks of a thousand classes: the exact fit, and the default prediction, from samples."""
+    name, x = "1000 classes, all weights:", problem.inputs
+    if problem.name == "mlp_1000":
+        name += f" KFAC exact fit, N={len(x)}"
+        limit = partial(factors.kronecker_factors, problem, monte_carlo=False)
+        ours = partial(fit, problem, lp.KFAC)
+        yield Task("many_classes", name, problem, ours, limit, f"{BATCHED} + Gram products", Target(1.3))
+        return
+    posterior = fit_and_decompose(problem, lp.KFAC, backend=lp.Native("ggn_mc"))
+    best = problem.model(x).detach().topk(5).indices
+    others = {
+        "5 best classes, exact": lambda: posterior.functional_posterior(x, outputs=best),
+        "5 draws of the weights alone": lambda: posterior.sample(5),
+    }
+    name += f" KFAC predict {len(x)}"
+    predict = partial(posterior.predictive, x)
+    target = Target(30, peak_mb=4e3)
+    yield Task("many_classes", name, problem, predict, problem.forward, "1 forward", target, others, passes=False)
+
+
 def small_predict(problem: Problem) -> Iterator[Task]:
     """One input of a tiny network, by the default link: what calls cost, whatever they compute."""
     x = problem.probe(1)
@@ -406,6 +427,7 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "kfac_predict": (kfac_predict, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
     "diagonal_predict": (diagonal_predict, ("mlp1024", "lenet", "resnet18", "vit_tiny")),
     "small_predict": (small_predict, ("mlp32", "mlp32_2")),
+    "many_classes": (many_classes, ("mlp_1000", "resnet50")),
     "evidence": (evidence, ("mlp50", "mlp1024", "lenet")),
     "kfac_samples": (kfac_samples, ("mlp1024",)),
     "closed_forms": (closed_forms, ("mlp1024", "mlp50")),

@@ -3,7 +3,7 @@
 Networks of ten classes are trained on scikit-learn's digits, enlarged and shifted by up to two pixels. The regression
 network learns Friedman's function, the network of 1000 classes noisy copies of 1000 smooth random images, the U-Net
 noisy patches of 21 colours. Trained weights are kept in a folder, so that each network is trained once. GPT-2 and its
-tokens are random.
+tokens are random, and so are ResNet-50 and the multilayer perceptron of 1000 classes with their inputs.
 """
 
 from __future__ import annotations
@@ -106,6 +106,13 @@ def resnet18(n_classes: int) -> nn.Module:
     from torchvision.models import resnet18 as build  # noqa: PLC0415  -- an extra
 
     return build(num_classes=n_classes)
+
+
+def resnet50() -> nn.Module:
+    """Torchvision's ResNet-50."""
+    from torchvision.models import resnet50 as build  # noqa: PLC0415  -- an extra
+
+    return build()
 
 
 def vit_tiny() -> nn.Module:
@@ -217,6 +224,14 @@ def tokens(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return drawn[:, 0], drawn[:, 1]
 
 
+def noise(*shape: int) -> Data:
+    """White noise of that shape, and any of 1000 classes."""
+    return lambda n, generator: (
+        torch.randn(n, *shape, generator=generator),
+        torch.randint(1000, (n,), generator=generator),
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a problem is made.
@@ -277,6 +292,8 @@ RECIPES: dict[str, Recipe] = {
     "resnet18": Recipe(lambda: resnet18(10), digits(*IMAGE), 10, 64, 64, False, 60),
     "vit_tiny": Recipe(vit_tiny, digits(*IMAGE), 10, 64, 64, False, 80, 5e-4),
     "resnet18_1000": Recipe(lambda: resnet18(1000), thousand_classes, 1000, 256, 64, False, 150, 2e-3),
+    "mlp_1000": Recipe(lambda: multilayer(784, 512, 512, 1000), noise(784), 1000, 128, 64, True, 0),
+    "resnet50": Recipe(resnet50, noise(3, 224, 224), 1000, 8, 8, False, 0),
     "unet": Recipe(lambda: UNet(21), patches(256), 21, 2, 2, False, 60, 3e-3, patches(32)),
     "gpt2": Recipe(GPT2, tokens, 50257, 4, 4, False, 0),
 }

@@ -150,11 +150,8 @@ class Posterior(Stored, ABC):
         """
         self.require_fit()
         if differentiable:
-            raise UnsupportedError(
-                f"{type(self).__name__} passes no gradients to x.",
-                expected="differentiable=False",
-                got="differentiable=True",
-            )
+            what = f"{type(self).__name__} passes no gradients to x."
+            raise UnsupportedError(what, expected="differentiable=False", got="differentiable=True")
         with torch.no_grad():
             return moments(*self._pushed(x, generator), joint=joint, outputs=outputs)
 
@@ -238,9 +235,8 @@ class Posterior(Stored, ABC):
         """What :meth:`fit` and :meth:`update` do within a session of the ranks; a failure changes nothing."""
         taken = signature(self.fit_batches).parameters
         if update and "update" not in taken:
-            raise UnsupportedError(
-                f"{type(self).__name__} cannot be updated.", expected="fit() on all the data", got="update()"
-            )
+            what = f"{type(self).__name__} cannot be updated."
+            raise UnsupportedError(what, expected="fit() on all the data", got="update()")
         network, before, vector = self.network, dict(vars(self)), self._vector
         learnt, self.group = dict(network.example_axes), group
         try:
@@ -271,12 +267,9 @@ class Posterior(Stored, ABC):
     def _agree(self, group: Group, generator: torch.Generator | None, *, update: bool) -> torch.Generator | None:
         """Check that all ranks have the same posterior; returns this rank's generator."""
         if not self.over_ranks:
-            raise UnsupportedError(
-                f"{type(self).__name__} cannot be fitted over several ranks.",
-                expected="one process",
-                got=f"{group.size} ranks of torch.distributed",
-                fix="Pass distributed=False, and all the data, to fit on this rank alone.",
-            )
+            what, got = f"{type(self).__name__} cannot be fitted over several ranks.", f"{group.size} of them"
+            fix = "Pass distributed=False, and all the data, to fit on this rank alone."
+            raise UnsupportedError(what, expected="one process", got=got, fix=fix)
         call = f"update() after {self.n_data} examples" if update else "fit()"
         weights = {
             f"the {entry['kind']} {entry['name']!r}": f"{entry['dtype']} {entry['shape']} of {entry['sha256'][:16]}"
@@ -340,11 +333,10 @@ class Posterior(Stored, ABC):
             check_counts(n_samples=n_samples)
         if chosen == "sampled":
             if self._tangent_mean is not None or link not in (None, "mc") or differentiable:
-                raise ConfigurationError(
-                    "Sampled networks take no link and no gradients, and their mean is the network's weights.",
-                    expected='method="linearized", or predictive_mean="network", link=None and differentiable=False',
-                    got=f'method="sampled", link={link!r}, differentiable={differentiable}',
-                )
+                what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
+                expected = 'method="linearized", or predictive_mean="network", link=None and differentiable=False'
+                got = f'method="sampled", link={link!r}, differentiable={differentiable}'
+                raise ConfigurationError(what, expected=expected, got=got)
             with torch.no_grad():
                 drawn = torch.stack(list(self.sampled_outputs(x, n_samples, generator)))
                 if self.n_outputs:

@@ -91,12 +91,12 @@ class GaussianPosterior(Posterior):
                 totals.append(float(part.sum()))
                 if math.isfinite(totals[-1]):  # NaNs and infinities reach the sum
                     continue
-                raise NonFiniteError(
+                what, expected = (
                     f"The curvature of {', '.join(layout.names)} is not finite.",
-                    expected="finite activations and output gradients",
-                    got="NaN or Inf",
-                    fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
+                    "finite activations and gradients",
                 )
+                fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
+                raise NonFiniteError(what, expected=expected, got="NaN or Inf", fix=fix)
             may_be_zero = may_be_zero and 0 in totals
         if self.group is not None:
             diagonalise_over_ranks(self.group, sums.curvature, self._component_weights())
@@ -133,12 +133,11 @@ class GaussianPosterior(Posterior):
             n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
             if sums is not None:
                 if sums.n_outputs != n_outputs:
-                    raise DataError(
+                    what, fix = (
                         "The number of outputs changes from batch to batch.",
-                        expected=f"{sums.n_outputs} outputs",
-                        got=f"{n_outputs}",
-                        fix="Let the loader yield inputs of one kind.",
+                        "Let the loader yield inputs of one kind.",
                     )
+                    raise DataError(what, expected=f"{sums.n_outputs} outputs", got=f"{n_outputs}", fix=fix)
                 statistics, n_data = sums.statistics + statistics, sums.n_data + n_data
             sums = FitSums(curvature, statistics, n_data, n_outputs)
         if doubt > 0:
@@ -184,12 +183,11 @@ class GaussianPosterior(Posterior):
         for batch in self.batches(data, progress=progress, description=name) if seen else ():
             again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
         if again != seen:
-            raise DataError(
-                "The data changed from the first pass to the second.",
-                expected=f"{seen} examples again",
-                got=f"{again}",
-                fix="Pass a loader that yields the same data each time.",
+            what, fix = (
+                "The data changed from one pass to the other.",
+                "Pass a loader that yields the same data each time.",
             )
+            raise DataError(what, expected=f"{seen} examples again", got=f"{again}", fix=fix)
         if group is not None:
             sum_(group, corrected_eigenvalues(curvature))
 
@@ -377,11 +375,8 @@ class GaussianPosterior(Posterior):
                 return moments(*self._pushed(x, generator, n_samples), joint=joint, outputs=outputs)
         if differentiable and self._tangent_mean is not None:
             # Third derivatives of torch's fused normalisations are wrong.
-            raise UnsupportedError(
-                "Predictions around the tangent model's optimum pass no gradients to x.",
-                expected='posterior.predictive_mean = "network" with differentiable=True',
-                got='"tangent"',
-            )
+            what = "Predictions around the tangent model's optimum pass no gradients to x."
+            raise UnsupportedError(what, expected='posterior.predictive_mean = "network"', got='"tangent"')
         assert self._sums is not None
         x = to_device(x, self.network.device)
         found = functional_posteriors(
@@ -420,11 +415,8 @@ class GaussianPosterior(Posterior):
             self._tangent_mean = None
         elif self._tangent_mean is None:
             if self.tuning is None or self.tuning.vector is None:
-                raise ConfigurationError(
-                    "The tangent model's optimum is not known.",
-                    expected='fit_prior_precision(evidence="tangent") first',
-                    got="no such tuning since the fit",
-                )
+                what, got = "The tangent model's optimum is not known.", "no such tuning since the fit"
+                raise ConfigurationError(what, expected='fit_prior_precision(evidence="tangent") first', got=got)
             self._tangent_mean = self.tuning.vector
 
     @full_precision

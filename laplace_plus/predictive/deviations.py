@@ -48,7 +48,8 @@ def pushed(
     examples, or another number of outputs than ``n_outputs``.
     """
     linear = Linearization(network, network.vector(), inputs, ad_modes)
-    outputs = network.forward(inputs).to(network.dtype)  # without a graph, which is not needed where a mode is known
+    known = any(map(ad_modes.right.get, ("mapped forward", "forward")))  # which then need no graph to be compared with
+    outputs = network.forward(inputs).to(network.dtype) if known else linear.outputs
     if not outputs.numel():
         raise DataError("There is nothing to predict.", expected="at least one example", got="none")
     if n_outputs is not None:
@@ -76,11 +77,11 @@ def samples_rather(
 
     Sizes alone decide, so that the same seed gives the same samples whatever memory is free.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  -- it imports Triton
-
     draw = 0 if len(network.layers) == 1 else draw
     if variances and not draw:
         return 0
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  -- it imports Triton
+
     with FlopCounterMode(display=False) as counter:
         shape = network.forward(x).shape
     passes, cheap = 3 * counter.get_total_flops(), shape[0] * CHEAP_OPERATIONS

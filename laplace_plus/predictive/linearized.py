@@ -209,9 +209,8 @@ def from_functional(
     if link not in likelihood.links:
         raise unknown_link(likelihood, link)
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise ConfigurationError(
-            "n_samples must be a positive integer.", expected="an integer >= 1", got=repr(n_samples)
-        )
+        what = "n_samples must be a positive integer."
+        raise ConfigurationError(what, expected="an integer >= 1", got=repr(n_samples))
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
     covariance = covariance.to(torch.promote_types(covariance.dtype, torch.float32))
     if mean.dim() < 2 or not math.isfinite((mean.sum() + covariance.sum()).detach()):
