@@ -196,9 +196,9 @@ def diagonal_predict(problem: Problem) -> Iterator[Task]:
 
 def many_classes(problem: Problem) -> Iterator[Task]:
     """All weights of networks of a thousand classes: the exact fit, and the default prediction, from samples."""
-    name, x = "1000 classes, all weights:", problem.inputs
+    x = problem.inputs
     if problem.name == "mlp_1000":
-        name += f" KFAC exact fit, N={len(x)}"
+        name = f"1000-class KFAC exact fit, N={len(x)}"
         limit = partial(factors.kronecker_factors, problem, monte_carlo=False)
         ours = partial(fit, problem, lp.KFAC)
         yield Task("many_classes", name, problem, ours, limit, f"{BATCHED} + Gram products", Target(1.3))
@@ -209,7 +209,7 @@ def many_classes(problem: Problem) -> Iterator[Task]:
         "5 best classes, exact": lambda: posterior.functional_posterior(x, outputs=best),
         "5 draws of the weights alone": lambda: posterior.sample(5),
     }
-    name += f" KFAC predict {len(x)}"
+    name = f"1000-class KFAC predictive, all weights, B={len(x)}"
     predict = partial(posterior.predictive, x)
     target = Target(30, peak_mb=4e3)
     yield Task("many_classes", name, problem, predict, problem.forward, "1 forward", target, others, passes=False)
