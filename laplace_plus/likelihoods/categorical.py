@@ -251,6 +251,9 @@ def _gumbel_logits(mean: Tensor, covariance: Tensor) -> Tensor:
     top = p.argmax(-1, keepdim=True)
     spread = torch.expm1(variance + variance.gather(-1, top)).square() * p * p.sqrt()
     large = ~(spread.scatter(-1, top, 0.0).sum(-1) < _SMALL)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # graphs that are recorded do not depend on values
+        result = (mean + variance / 2 * (1 - 2 * p)).log_softmax(-1)
+        return torch.where(large.unsqueeze(-1), _integrated_logits(mean, variance), result).view(shape)
     n_large = int(large.count_nonzero())
     if n_large and n_large == len(large):
         return _integrated_logits(mean, variance).view(shape)
@@ -270,8 +273,8 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
     n_times, n_nodes, size = times.shape[1] // 2, nodes.shape[1] // 2, mean.shape[-1]
     limit = 4 * CACHE_BYTES if mean.device.type == "cpu" else CHUNK_BYTES
     room = max(1, limit // (2 * n_nodes * size * mean.element_size()))
-    rows = max(1, room // n_times)
-    if len(mean) > rows:
+    rows, recorded = max(1, room // n_times), torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not recorded and len(mean) > rows:
         pairs = zip(mean.split(rows), variance.split(rows), strict=True)
         return torch.cat([_integrated_logits(*own) for own in pairs])
     # The square root has no derivative at zero; the shift is rounding beside the Gumbel noise's variance.
@@ -286,7 +289,7 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
     t, spacing = (torch.cat([near, width], -1) @ times).unsqueeze(-1).split(n_times, 1)  # [N, T, 1]
     t, log_spacing, s, m, densities = t + (start - 3.5).unsqueeze(1), spacing.log(), s.unsqueeze(1), m.unsqueeze(1), []
     square, bound = s.clamp_max(_SMOOTH).square(), (s + 2).square().masked_fill(s > _SMOOTH, math.inf)
-    count = max(1, room // max(1, len(m)))
+    count = n_times if recorded else max(1, room // max(1, len(m)))
     for some, log_step in zip(t.split(count, 1), log_spacing.split(count, 1), strict=True):
         # F(x) = ∫ φ(ε) exp(−exp(−u)) dε, u = x − s ε. Far below a time, log F = −a and log F' = log a − a exp(s²) to
         # leading order in a = E exp(−u) = exp(s²/2 − x). Nodes count down from u = −4, where F's integrand ends.
@@ -294,7 +297,7 @@ def _integrated_logits(mean: Tensor, variance: Tensor) -> Tensor:
         log_density = (square / 2 - x).clamp_max(0.0)
         log_cdf = -log_density.exp()
         log_density = log_density + log_cdf * square.exp()
-        close, few, x_close, s_close = x < bound, x.numel() <= _FEW_PAIRS, x, s
+        close, few, x_close, s_close = x < bound, recorded or x.numel() <= _FEW_PAIRS, x, s
         if not few:
             close = close.flatten().nonzero().squeeze(1)
             x_close, s_close = (every.reshape(-1).index_select(0, close) for every in (x, s.expand_as(x)))

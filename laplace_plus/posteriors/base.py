@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus._memory import budget
@@ -365,6 +366,23 @@ class Posterior(Stored, ABC):
             if prediction.marginal is None:
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
             return prediction
+
+    @full_precision
+    def freeze(self, x: Any = None) -> nn.Module:
+        """A module for serving, which ``torch.compile``, ``torch.export``, ONNX export and ``torch.jit.trace`` take.
+
+        It holds copies of all that it needs, is called as the network is, and returns what ``predictive`` gives at the
+        default link: a named tuple of mean, variance, functional mean and its variance; see ``docs/serving.md``.
+
+        Args:
+            x: Inputs on which it is compared with :meth:`predictive`; by default some of the training data.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: A method, a link or a network that cannot be frozen.
+            ConfigurationError: Without ``x``, if the training data are not at hand.
+        """
+        return import_module("laplace_plus.posteriors.freezing").freeze(self, x)  # on demand: most never need it
 
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""

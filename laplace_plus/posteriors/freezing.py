@@ -1,0 +1,190 @@
+"""Frozen posteriors: plain tensor operations for ``torch.compile``, ``torch.export``, ONNX and tracing.
+
+Of a linear last layer, ``J Σ Jᵀ`` is linear in the squared features in Σ's eigenbasis.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laplace_plus import batches
+from laplace_plus.curvature.capture import Capture
+from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.structures import MATRIX, Layout
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.predictive.linearized import outputs_for
+from laplace_plus.structured.blocks import IdentityBasis
+from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
+
+
+class FrozenPrediction(NamedTuple):
+    """Tensors ``[B, *, C]`` with the names and values that :class:`~laplace_plus.Prediction` has.
+
+    Attributes:
+        mean: ``E[y]``; for classes their probabilities by the posterior's default link.
+        variance: ``Var[y]``, noise included.
+        functional_mean: The network's outputs.
+        functional_variance: Their epistemic variances: ``functional_covariance`` or its diagonal.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    functional_mean: Tensor
+    functional_variance: Tensor
+
+
+class FrozenPosterior(nn.Module):
+    """The linearised predictive at the default link, called as the network is; always in evaluation mode."""
+
+    noise: Tensor | None
+
+    def __init__(self, functional: nn.Module, posterior: Posterior, link: str):
+        super().__init__()
+        self.functional, self.likelihood, self.link = functional, posterior.likelihood, link
+        noise = self.likelihood.noise_std
+        self.register_buffer("noise", None if noise is None else noise.square().to(posterior.mean))
+        self.train(False)
+
+    def train(self, mode: bool = True) -> FrozenPosterior:
+        """Stay in evaluation mode, whatever the argument."""
+        return super().train(False)
+
+    def forward(self, x: Any = None, *more: Any, **keywords: Any) -> FrozenPrediction:
+        """The prediction for a batch's inputs, passed as to the network; ``x`` is the first of them."""
+        mean, covariance = self.functional(*(() if x is None else (x,)), *more, **keywords)
+        variance = _variance(mean, covariance)
+        if self.noise is not None:
+            return FrozenPrediction(mean, variance + self.noise, mean, variance)
+        marginal = self.likelihood.predict(mean, covariance, link=self.link)
+        return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
+
+
+def freeze(posterior: Posterior, x: Any = None) -> FrozenPosterior:
+    """See :meth:`laplace_plus.posteriors.Posterior.freeze`."""
+    posterior.require_fit()
+    network, link = posterior.network, posterior.link or posterior.likelihood.links[0]
+    if not isinstance(posterior, GaussianPosterior):
+        raise _unsupported(f"{type(posterior).__name__} is no Gaussian of known covariance")
+    if link == "mc" or any(item.mask is not None for item in network.selected):
+        raise _unsupported('the link "mc" draws samples' if link == "mc" else "only parts of parameters are selected")
+    if x is None:
+        if posterior.training_data.first is None:
+            what, fix = "There are no inputs to try a frozen posterior on.", "Pass a batch's: posterior.freeze(x)."
+            raise ConfigurationError(what, expected="inputs, or a loader that the fit saw", got="neither", fix=fix)
+        x = next(batches.iterate(posterior.training_data.first, device=network.device)).inputs
+    tries, size = [network.receive(x)], batches.batch_size(x)
+    if batches.can_be_cut(x, size):  # three examples, and one by itself
+        tries = [batches.cut(tries[0], some) for some in ([0, 1 % size, 2 % size], [0])]
+    capture = Capture(network, tries[0])
+    layouts = Gradients(network, capture).layouts
+    is_head = capture.pointwise and layouts[0].rule == MATRIX and layouts[0].shape[0] == 1
+    if not is_head or all(len(item.shape) == 1 for item in network.selected):
+        raise _unsupported("the selected parameters are not those of a linear layer whose output is the network's")
+    needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
+    model = copy.deepcopy(network.model).eval().requires_grad_(False)
+    frozen = FrozenPosterior(_Head(posterior, model, layouts[0], needed), posterior, link)
+    for inputs in tries:
+        wanted = posterior.predictive(inputs)
+        assert wanted.functional_covariance is not None
+        variance = _variance(wanted.functional_mean, wanted.functional_covariance)
+        args, keywords = batches.bind(network.model, inputs)
+        try:
+            with torch.no_grad():
+                found = frozen(*args, **keywords)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise _unsupported(f"without its last layer the network fails ({error})") from error
+        others = wanted.mean, wanted.variance, wanted.functional_mean, variance
+        for own, other in zip(found, others, strict=True):
+            tolerance = torch.finfo(capture.outputs.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
+            if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
+                raise _unsupported("its copy does not predict what it predicts on the inputs given")
+    return frozen
+
+
+def _unsupported(why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"This posterior cannot be frozen: {why}.",
+        expected="lp.KFAC, lp.Diagonal, lp.Full or lp.LowRank of a last layer, with a link in closed form",
+        fix='Fit lp.KFAC(model, ..., parameters="last_layer"), or serve posterior.predictive itself.',
+    )
+
+
+def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
+    return covariance.diagonal(dim1=-2, dim2=-1) if covariance.dim() > mean.dim() else covariance
+
+
+class _Head(nn.Module):
+    """Outputs and covariance of a last layer, from the features φ that the model gives without it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    left: Tensor | None
+    right: Tensor | None
+    table: Tensor
+    dense: Tensor | None
+
+    def __init__(self, posterior: GaussianPosterior, model: nn.Module, layout: Layout, needed: Any):
+        super().__init__()
+        network, name, vector = posterior.network, posterior.network.layers[0], posterior._tangent_mean
+        last = model.get_submodule(name)
+        if name:
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
+        self.body, self.arrange, self.needed = model if name else nn.Identity(), network.arrange, needed
+        self.pads = any(len(item.shape) == 1 for item in network.selected)
+        weight = layout.gather(network.vector() if vector is None else vector)[0]  # [C, i]
+        bias = weight[:, -1] if self.pads else getattr(last, "bias", None)
+        dtype, size = network.parameters[network.parameter_names[0]].dtype, len(weight)
+        self.register_buffer("weight", (weight[:, :-1] if self.pads else weight).to(dtype))
+        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
+        factor: Any = posterior.factors().get(layout.key)  # in a product's basis a diagonal, else dense
+        left, right, table, dense = None, None, None, None
+        if isinstance(factor, EigenFactor) and isinstance(factor.basis, (KroneckerBasis, IdentityBasis)):
+            left, right = (getattr(factor.basis, side, None) for side in ("left", "right"))
+            left, right = left if left is None else left[0], right if right is None else right[0]
+            table = factor.values[0].reciprocal()
+            if needed == "full":
+                left = torch.eye(size).to(table) if left is None else left
+                table = torch.einsum("co,ko,oi->cki", left, left, table).flatten(0, 1)
+            elif needed == "diagonal" and left is not None:
+                table = left.square() @ table
+        else:
+            index = layout.index.flatten()
+            dense = posterior.covariance_matrix()[index[:, None], index].view(size, -1, size, layout.shape[2])
+            dense = dense.transpose(0, 1).flatten(1)  # [i, C C i]
+        # What all outputs share drops out of their differences.
+        self.register_buffer("left", left - left.mean(0) if left is not None and needed == "independent" else None)
+        self.register_buffer("right", right)
+        self.register_buffer("table", table)
+        self.register_buffer("dense", dense)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """The mean ``[B, *, C]``, and the covariance or the variances that the link needs."""
+        features = self.arrange(batches.output_tensor(self.body(*inputs, **keywords)))
+        mean = F.linear(features, self.weight, self.bias)
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        rows = features.to(mean.dtype)
+        rows = F.pad(rows, (0, 1), value=1.0) if self.pads else rows
+        if self.dense is not None:
+            pairs = (rows @ self.dense).unflatten(-1, (*2 * mean.shape[-1:], -1))
+            covariance = (pairs @ rows[..., None, :, None]).squeeze(-1)
+            if self.needed == "independent":
+                return mean, independent_variances(mean, covariance)
+            return mean, covariance if self.needed == "full" else _variance(mean, covariance)
+        rows = rows if self.right is None else rows @ self.right
+        values = F.linear(rows.square(), self.table)
+        if self.needed != "independent":
+            return mean, values.unflatten(-1, (mean.shape[-1], -1)) if self.needed == "full" else values
+        w = centring_weights(mean)
+        if self.left is None:
+            return mean, independent_variances(mean, values * (1 - 2 * w) + (w * w * values).sum(-1, keepdim=True))
+        common = w @ self.left
+        centred = values @ self.left.square().mT - 2 * (values * common) @ self.left.mT
+        return mean, independent_variances(mean, centred + (values * common.square()).sum(-1, keepdim=True))

@@ -1,0 +1,143 @@
+"""Frozen posteriors give what predictive gives, also compiled, exported and traced, and leave the model alone."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+
+
+def fitted(cls, likelihood="classification", size=3, *, dtype=torch.float32, parameters="last_layer", **options):
+    """A posterior with variances large enough for the links to matter, and inputs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(), nn.Linear(8, size)).to(dtype)
+    x = torch.randn(12, 3, dtype=dtype)
+    if likelihood == "classification":
+        y = torch.randint(0, size, (12,))
+    else:
+        y = torch.randn(12, size).to(dtype) if likelihood == "regression" else torch.randint(0, 2, (12, size)).to(dtype)
+    return cls(net, likelihood, parameters=parameters, prior_precision=0.3, **options).fit([(x, y)]), x
+
+
+def check(found, posterior, x, tolerance=1e-5):
+    wanted = posterior.predictive(x)
+    variance = wanted.functional_covariance
+    if variance.dim() > wanted.functional_mean.dim():
+        variance = variance.diagonal(dim1=-2, dim2=-1)
+    for own, other in zip(found, (wanted.mean, wanted.variance, wanted.functional_mean, variance), strict=True):
+        torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("cls", "likelihood", "size"),
+    [
+        (cls, likelihood, size)
+        for cls in (lp.KFAC, lp.Full, lp.Diagonal, lp.LowRank)
+        for likelihood, sizes in {"classification": (2, 10, 70), "binary": (1, 2), "regression": (1, 2)}.items()
+        for size in sizes
+        if size <= 64 or cls in (lp.KFAC, lp.Diagonal)
+    ],
+)
+def test_frozen_posteriors_predict_as_the_originals(cls, likelihood, size):
+    for dtype in (torch.float32, torch.float64) if cls is lp.KFAC else (torch.float32,):
+        posterior, x = fitted(cls, likelihood, size, dtype=dtype)
+        check(posterior.freeze()(x), posterior, x, 1e-5 if dtype == torch.float32 else 1e-10)
+
+
+@pytest.mark.parametrize("link", lp.Categorical.links[:2] + lp.Categorical.links[3:])
+def test_links_of_classes(link):
+    posterior, x = fitted(lp.KFAC, dtype=torch.float64)
+    posterior.link, posterior.covariance_scale = link, 0.5
+    check(posterior.freeze()(x), posterior, x, 1e-10)
+
+
+def test_weights_without_biases_and_biases_that_are_not_selected():
+    for parameters in ("last_layer", ["3.weight"]):
+        posterior, x = fitted(lp.KFAC, "regression", 2, parameters=parameters)
+        check(posterior.freeze(x)(x[0:1]), posterior, x[0:1])
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1, bias=False)).double()
+    x = torch.randn(5, 1, 6, 6, dtype=torch.float64)
+    likelihood = lp.Categorical(output_axis=1)
+    posterior = lp.KFAC(net, likelihood, parameters="last_layer").fit([(x, torch.randint(0, 3, (5, 4, 4)))])
+    check(posterior.freeze()(x), posterior, x, 1e-10)
+
+
+def test_the_tangent_optimum_is_the_frozen_mean():
+    posterior, x = fitted(lp.Full, "regression", 1, dtype=torch.float64)
+    posterior.fit_prior_precision(lp.Tangent())
+    posterior.predictive_mean = "tangent"
+    check(posterior.freeze(x)(x), posterior, x, 1e-8)
+
+
+def test_the_model_stays_as_it_is_and_the_module_is_independent():
+    posterior, x = fitted(lp.KFAC)
+    model = posterior.network.model.train()
+    model[0].weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    frozen = posterior.freeze()
+    assert model.training and model[3].weight.requires_grad and isinstance(model[3], nn.Linear)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.train().training
+    wanted = frozen(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert all(map(torch.equal, frozen(x), wanted))
+    other = copy.deepcopy(frozen)
+    for value in other.state_dict().values():
+        value.zero_()
+    other.load_state_dict(frozen.state_dict())
+    assert all(map(torch.equal, other(x), wanted))
+    assert other.double()(x.double()).variance.dtype == torch.float64
+
+
+def test_what_cannot_be_frozen_is_refused():
+    posterior, x = fitted(lp.KFAC)
+    posterior.link = "mc"
+    with pytest.raises(UnsupportedError, match="draws samples"):
+        posterior.freeze()
+    with pytest.raises(UnsupportedError, match=r"not those of a linear layer.*last_layer"):
+        fitted(lp.KFAC, parameters="all")[0].freeze()
+    posterior, x = fitted(lp.KFAC)
+    with pytest.raises(UnsupportedError, match="SampledLaplace"):
+        lp.SampledLaplace(posterior.network.model, "regression").fit([(x, torch.randn(12, 3))]).freeze()
+    loaded = lp.KFAC(posterior.network.model, "classification", parameters="last_layer")
+    with pytest.raises(ConfigurationError, match="freeze\\(x\\)"):
+        loaded.fit(iter([(x, torch.randint(0, 3, (12,)))])).freeze()
+    assert loaded.freeze(x)(x).mean.shape == (12, 3)
+
+
+@pytest.mark.parametrize(("likelihood", "size"), [("classification", 3), ("regression", 2)])
+def test_traced_modules_take_other_batches(likelihood, size):
+    posterior, x = fitted(lp.KFAC, likelihood, size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of tracing
+        traced = torch.jit.trace(posterior.freeze(), (x[:3],))
+    check(traced(x), posterior, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [lp.KFAC, lp.Full])
+@pytest.mark.parametrize(("likelihood", "size"), [("classification", 3), ("classification", 70), ("regression", 2)])
+@pytest.mark.parametrize("way", ["compile", "export", "strict", "onnx"])
+def test_compiled_and_exported_modules_take_other_batches(cls, likelihood, size, way):
+    posterior, x = fitted(cls, likelihood, size)
+    frozen, shapes = posterior.freeze(), ({0: torch.export.Dim.DYNAMIC},)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if way == "compile":
+            torch._dynamo.reset()
+            served = torch.compile(frozen, backend="eager", fullgraph=True, dynamic=True)
+        elif way == "onnx":
+            pytest.importorskip("onnxscript")
+            pytest.importorskip("onnxruntime")
+            served = torch.onnx.export(frozen, (x[:3],), dynamo=True, dynamic_shapes=shapes, verbose=False)
+        else:
+            served = torch.export.export(frozen, (x[:3],), dynamic_shapes=shapes, strict=way == "strict").module()
+        with torch.no_grad():
+            check(served(x), posterior, x)
