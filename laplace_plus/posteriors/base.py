@@ -371,15 +371,12 @@ class Posterior(Stored, ABC):
     def freeze(self, x: Any = None) -> nn.Module:
         """A module for serving, which ``torch.compile``, ``torch.export``, ONNX export and ``torch.jit.trace`` take.
 
-        It holds copies of all that it needs, is called as the network is, and returns what ``predictive`` gives at the
-        default link: a named tuple of mean, variance, functional mean and its variance; see ``docs/serving.md``.
-
-        Args:
-            x: Inputs on which it is compared with :meth:`predictive`; by default some of the training data.
+        It holds copies, is called as the network is, and returns mean, variance, functional mean and its variance at
+        the default link. It is compared with :meth:`predictive` on ``x`` or else training data: ``docs/serving.md``.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            UnsupportedError: A method, a link or a network that cannot be frozen.
+            UnsupportedError: Anything but a Gaussian posterior over a last layer, or the link ``"mc"``.
             ConfigurationError: Without ``x``, if the training data are not at hand.
         """
         return import_module("laplace_plus.posteriors.freezing").freeze(self, x)  # on demand: most never need it

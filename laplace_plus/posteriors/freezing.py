@@ -6,7 +6,7 @@ Of a linear last layer, ``J Σ Jᵀ`` is linear in the squared features in Σ's 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
+from laplace_plus.structured.softmax_output.block import require_dense
 
 
 class FrozenPrediction(NamedTuple):
@@ -44,8 +45,6 @@ class FrozenPrediction(NamedTuple):
 class FrozenPosterior(nn.Module):
     """The linearised predictive at the default link, called as the network is; always in evaluation mode."""
 
-    noise: Tensor | None
-
     def __init__(self, functional: nn.Module, posterior: Posterior, link: str):
         super().__init__()
         self.functional, self.likelihood, self.link = functional, posterior.likelihood, link
@@ -60,9 +59,9 @@ class FrozenPosterior(nn.Module):
     def forward(self, x: Any = None, *more: Any, **keywords: Any) -> FrozenPrediction:
         """The prediction for a batch's inputs, passed as to the network; ``x`` is the first of them."""
         mean, covariance = self.functional(*(() if x is None else (x,)), *more, **keywords)
-        variance = _variance(mean, covariance)
-        if self.noise is not None:
-            return FrozenPrediction(mean, variance + self.noise, mean, variance)
+        variance, noise = _variance(mean, covariance), cast(Any, self.noise)
+        if noise is not None:
+            return FrozenPrediction(mean, variance + noise, mean, variance)
         marginal = self.likelihood.predict(mean, covariance, link=self.link)
         return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
 
@@ -77,8 +76,8 @@ def freeze(posterior: Posterior, x: Any = None) -> FrozenPosterior:
         raise _unsupported('the link "mc" draws samples' if link == "mc" else "only parts of parameters are selected")
     if x is None:
         if posterior.training_data.first is None:
-            what, fix = "There are no inputs to try a frozen posterior on.", "Pass a batch's: posterior.freeze(x)."
-            raise ConfigurationError(what, expected="inputs, or a loader that the fit saw", got="neither", fix=fix)
+            what = "There are no inputs to try a frozen posterior on."
+            raise ConfigurationError(what, got="no x, and no loader of the fit", fix="Pass some: posterior.freeze(x).")
         x = next(batches.iterate(posterior.training_data.first, device=network.device)).inputs
     tries, size = [network.receive(x)], batches.batch_size(x)
     if batches.can_be_cut(x, size):  # three examples, and one by itself
@@ -89,20 +88,17 @@ def freeze(posterior: Posterior, x: Any = None) -> FrozenPosterior:
     if not is_head or all(len(item.shape) == 1 for item in network.selected):
         raise _unsupported("the selected parameters are not those of a linear layer whose output is the network's")
     needed = outputs_for(link, posterior.n_outputs) or ("full" if link in ("gumbel", "bridge") else "diagonal")
-    model = copy.deepcopy(network.model).eval().requires_grad_(False)
-    frozen = FrozenPosterior(_Head(posterior, model, layouts[0], needed), posterior, link)
+    frozen = FrozenPosterior(_Head(posterior, layouts[0], needed), posterior, link)
     for inputs in tries:
-        wanted = posterior.predictive(inputs)
-        assert wanted.functional_covariance is not None
-        variance = _variance(wanted.functional_mean, wanted.functional_covariance)
+        wanted: Any = posterior.predictive(inputs)
+        mean, variance = wanted.functional_mean, _variance(wanted.functional_mean, wanted.functional_covariance)
         args, keywords = batches.bind(network.model, inputs)
         try:
             with torch.no_grad():
                 found = frozen(*args, **keywords)
         except (RuntimeError, TypeError, ValueError) as error:
             raise _unsupported(f"without its last layer the network fails ({error})") from error
-        others = wanted.mean, wanted.variance, wanted.functional_mean, variance
-        for own, other in zip(found, others, strict=True):
+        for own, other in zip(found, (wanted.mean, wanted.variance, mean, variance), strict=True):
             tolerance = torch.finfo(capture.outputs.dtype).eps ** 0.5 * (1e-3 + float(other.abs().max()))
             if own.shape != other.shape or not bool(((own - other).abs() <= tolerance).all()):
                 raise _unsupported("its copy does not predict what it predicts on the inputs given")
@@ -124,15 +120,9 @@ def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
 class _Head(nn.Module):
     """Outputs and covariance of a last layer, from the features φ that the model gives without it."""
 
-    weight: Tensor
-    bias: Tensor | None
-    left: Tensor | None
-    right: Tensor | None
-    table: Tensor
-    dense: Tensor | None
-
-    def __init__(self, posterior: GaussianPosterior, model: nn.Module, layout: Layout, needed: Any):
+    def __init__(self, posterior: GaussianPosterior, layout: Layout, needed: Any):
         super().__init__()
+        model = copy.deepcopy(posterior.network.model).eval().requires_grad_(False)
         network, name, vector = posterior.network, posterior.network.layers[0], posterior._tangent_mean
         last = model.get_submodule(name)
         if name:
@@ -142,8 +132,6 @@ class _Head(nn.Module):
         weight = layout.gather(network.vector() if vector is None else vector)[0]  # [C, i]
         bias = weight[:, -1] if self.pads else getattr(last, "bias", None)
         dtype, size = network.parameters[network.parameter_names[0]].dtype, len(weight)
-        self.register_buffer("weight", (weight[:, :-1] if self.pads else weight).to(dtype))
-        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
         factor: Any = posterior.factors().get(layout.key)  # in a product's basis a diagonal, else dense
         left, right, table, dense = None, None, None, None
         if isinstance(factor, EigenFactor) and isinstance(factor.basis, (KroneckerBasis, IdentityBasis)):
@@ -156,35 +144,36 @@ class _Head(nn.Module):
             elif needed == "diagonal" and left is not None:
                 table = left.square() @ table
         else:
+            require_dense(posterior.n_parameters, posterior.mean.dtype, network.device)
             index = layout.index.flatten()
             dense = posterior.covariance_matrix()[index[:, None], index].view(size, -1, size, layout.shape[2])
             dense = dense.transpose(0, 1).flatten(1)  # [i, C C i]
         # What all outputs share drops out of their differences.
-        self.register_buffer("left", left - left.mean(0) if left is not None and needed == "independent" else None)
-        self.register_buffer("right", right)
-        self.register_buffer("table", table)
-        self.register_buffer("dense", dense)
+        left = left - left.mean(0) if left is not None and needed == "independent" else None
+        weight, bias = (weight[:, :-1] if self.pads else weight).to(dtype), bias if bias is None else bias.to(dtype)
+        own = {"weight": weight, "bias": bias, "left": left, "right": right, "table": table, "dense": dense}
+        for key, value in own.items():
+            self.register_buffer(key, None if value is None else value.detach().clone())
 
     def forward(self, *inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         """The mean ``[B, *, C]``, and the covariance or the variances that the link needs."""
+        own = cast(Any, self)
         features = self.arrange(batches.output_tensor(self.body(*inputs, **keywords)))
-        mean = F.linear(features, self.weight, self.bias)
+        mean = F.linear(features, own.weight, own.bias)
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-        rows = features.to(mean.dtype)
-        rows = F.pad(rows, (0, 1), value=1.0) if self.pads else rows
-        if self.dense is not None:
-            pairs = (rows @ self.dense).unflatten(-1, (*2 * mean.shape[-1:], -1))
+        rows = F.pad(features.to(mean.dtype), (0, int(self.pads)), value=1.0)
+        if own.dense is not None:
+            pairs = (rows @ own.dense).unflatten(-1, (*2 * mean.shape[-1:], -1))
             covariance = (pairs @ rows[..., None, :, None]).squeeze(-1)
-            if self.needed == "independent":
-                return mean, independent_variances(mean, covariance)
-            return mean, covariance if self.needed == "full" else _variance(mean, covariance)
-        rows = rows if self.right is None else rows @ self.right
-        values = F.linear(rows.square(), self.table)
+            reduce = {"independent": independent_variances, "diagonal": _variance}.get(self.needed)
+            return mean, covariance if reduce is None else reduce(mean, covariance)
+        rows = rows if own.right is None else rows @ own.right
+        values = F.linear(rows.square(), own.table)
         if self.needed != "independent":
             return mean, values.unflatten(-1, (mean.shape[-1], -1)) if self.needed == "full" else values
         w = centring_weights(mean)
-        if self.left is None:
+        if own.left is None:
             return mean, independent_variances(mean, values * (1 - 2 * w) + (w * w * values).sum(-1, keepdim=True))
-        common = w @ self.left
-        centred = values @ self.left.square().mT - 2 * (values * common) @ self.left.mT
+        common = w @ own.left
+        centred = values @ own.left.square().mT - 2 * (values * common) @ own.left.mT
         return mean, independent_variances(mean, centred + (values * common.square()).sum(-1, keepdim=True))

@@ -88,6 +88,8 @@ def test_the_model_stays_as_it_is_and_the_module_is_independent():
     with torch.no_grad():
         model[0].weight.mul_(2)
     assert all(map(torch.equal, frozen(x), wanted))
+    own = {tensor.data_ptr() for factor in posterior.factors().values() for tensor in vars(factor.basis).values()}
+    assert own.isdisjoint(value.data_ptr() for value in frozen.state_dict().values())
     other = copy.deepcopy(frozen)
     for value in other.state_dict().values():
         value.zero_()
