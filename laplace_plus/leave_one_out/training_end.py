@@ -11,7 +11,7 @@ Without weight decay, training that ends early acts as a prior. Under gradient f
 ending at t amounts to, is of the order ``S/‖θ‖²``: an interpolating network has trained for long, and gives way to
 each datum. On the development cells of benchmarks/defaults, 16 times that displaces outputs as far as new data ask for,
 within a factor of 4 (one standard deviation) over four decades; the evidence's precision is off by up to thirty. A gain
-that does not come is worse than one that is missed, so more is taken, and never less than 4 δ̂.
+that does not come is worse than one that is missed, so more is taken, and of exact steps never less than 4 δ̂.
 
 Weights that are far from where their gradient g would lead have trained less still. The Newton decrement
 ``gᵀ (H + δ)⁻¹ g`` is γ, the effective number of parameters, for weights drawn from the posterior, and 0 at its mode.
@@ -20,6 +20,7 @@ Where it exceeds γ, their ratio is a factor on the precision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,8 +36,9 @@ from laplace_plus.evidence.normalized_groups import REST, normalized_groups
 from laplace_plus.leave_one_out.leverages import Covariances, factor_covariances
 from laplace_plus.network import Network
 
-LOSS_RATIO = 35.0
-"""Precision of training in units of ``S/‖θ‖²``; chosen together with the default tuning's ``SHARE``."""
+LOSS_RATIO, BLOCKS_RATIO = 35.0, 45.0
+"""The least precision of training in units of ``S/‖θ‖²``, chosen together with the default tuning's ``SHARE``; and the
+most under Kronecker blocks: first-order steps fall short where no loss is left, and 4 δ̂ is then 60 to 90 units."""
 
 DECAY_RATIO = 4.0
 """Precision for displacements in units of the weight decay, which overshoot what retraining gives: new data asked for
@@ -114,7 +116,8 @@ def training_end(
     decay = -(gradient @ away) / square if decay is None else decay.to(vector)
     precision = DECAY_RATIO * decay
     if not stationary:
-        precision = precision.clamp_min(LOSS_RATIO * loss / square)
+        unit = loss / square
+        precision = precision.clamp(LOSS_RATIO * unit, (math.inf if exact else BLOCKS_RATIO) * unit)
     factors = blocks.factors(precision, scale)
     spent = (len(vector) - precision * blocks.variances(factors).sum()).clamp_min(1.0)
     decrement = gradient @ blocks.solve(factors, gradient) / spent

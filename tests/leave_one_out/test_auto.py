@@ -15,7 +15,7 @@ from laplace_plus.evidence import noise_from_residuals
 from laplace_plus.leave_one_out import auto
 from laplace_plus.leave_one_out import training_end as end_module
 from laplace_plus.leave_one_out.predictions import Deletions
-from laplace_plus.leave_one_out.training_end import DECAY_RATIO, LOSS_RATIO, training_end
+from laplace_plus.leave_one_out.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
 
 
 def linear_problem(n=30, classification=False, seed=0):
@@ -145,7 +145,8 @@ def test_where_training_ended(share, exact, monkeypatch):
     curvature = dense.curvature if exact else dense.blocks
     assert found.exact == exact and not found.stationary
     gradient, square = dense.gradient / share, dense.weights.square().sum()
-    precision = torch.maximum(LOSS_RATIO * all_data.loss, -DECAY_RATIO * gradient @ dense.weights) / square
+    decay, loss = -DECAY_RATIO * gradient @ dense.weights, all_data.loss
+    precision = decay.clamp(LOSS_RATIO * loss, torch.inf if exact else BLOCKS_RATIO * loss) / square
     inverse = dense.inverse(curvature / share, precision)
     decrement = gradient @ inverse @ gradient / (8 - precision * inverse.trace()).clamp_min(1.0)
     assert found.decrement == pytest.approx(float(decrement), rel=1e-5) and found.decrement > 1
