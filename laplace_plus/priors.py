@@ -162,7 +162,7 @@ def _checked_precision(precision: float | Tensor, n: int, layers: int, *, flat: 
 
 def _checked_shape(name: str, value: float | Tensor, lengths: tuple[int, ...]) -> Tensor:
     tensor = as_hyperparameter(value)
-    tensor = tensor.squeeze() if tensor.numel() == 1 else tensor
+    tensor = tensor.squeeze() if tensor.ndim and tensor.numel() == 1 else tensor
     if tensor.shape not in ((), *((length,) for length in lengths)):
         raise ConfigurationError(
             f"The prior {name} has a wrong shape.",

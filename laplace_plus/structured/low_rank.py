@@ -21,6 +21,10 @@ from laplace_plus.structured.gradients import DenseGradients, DerivedGradients, 
 from laplace_plus.structured.log_determinants import require_positive
 
 
+_KEPT = 2**20
+"""Numbers, 8 MiB, that are kept so that predictions need no product with U."""
+
+
 @dataclass(frozen=True)
 class SampledSpectrum:
     """Gauss quadratures of a symmetric positive semi-definite H, one for each of m random vectors.
@@ -152,14 +156,14 @@ class LowRankFactor(Factor):
 
     @cached_property
     def _taken(self) -> tuple[Tensor, Tensor | None]:
-        """``diag(values)^½ Q (1 + λ)^-½ [r, k]``, and ``D⁻¹ Uᵀ`` times it if that takes fewer than r² numbers.
+        """``diag(values)^½ Q (1 + λ)^-½ [r, k]``, and ``D⁻¹ Uᵀ`` times it if that takes fewer than r² or few numbers.
 
         Directions with a λ so small that rounding of U changes variances by more are left out.
         """
         (numbers, mix), vectors = self._inner, self.basis.vectors
         kept = numbers > torch.finfo(vectors.dtype).eps / 64
         mix = mix[:, kept] * (1 + numbers[kept]).rsqrt()
-        if vectors.shape[1] * mix.shape[1] > len(mix) ** 2:
+        if vectors.shape[1] * mix.shape[1] > max(len(mix) ** 2, _KEPT):
             return mix, None
         return mix, torch.cat([(own / diagonal).mT @ mix for _, own, diagonal in _columns(vectors, self.diagonal)])
 
@@ -186,7 +190,10 @@ class LowRankFactor(Factor):
         prior = coordinates.source.quadratic(inverse, mode)
         if mode == "diagonal":
             return (prior - taken.square().sum(-1).T).clamp(min=0)
-        return prior - torch.einsum("vbr,wcr->bvcw" if mode == "joint" else "vbr,wbr->bvw", taken, taken)
+        if mode == "joint":
+            return prior - torch.einsum("vbr,wcr->bvcw", taken, taken)
+        taken = taken.transpose(0, 1)
+        return prior - taken @ taken.mT
 
     @override
     def sample(self, noise: Tensor) -> Tensor:

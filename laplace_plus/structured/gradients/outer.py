@@ -167,6 +167,8 @@ class OuterGradients(ExampleGradients):
 
     @override
     def dense(self, examples: slice) -> Tensor:
+        if self.n_positions == 1:
+            return self.left(examples).squeeze(2).unsqueeze(-1) * self.right(examples).squeeze(1).unsqueeze(-2)
         ((_, _, values),) = self._written(examples, whole=True)
         return values.movedim(2, 0)
 
