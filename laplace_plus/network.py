@@ -370,20 +370,21 @@ class Network:
         entries: dict[Any, list[Tensor]] = {}
         for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
             found.append((name, id(tensor)))
+            part, step = tensor.detach(), 1
             if tensor.layout != torch.strided:  # which might not fit in memory as a dense tensor
-                sparse = tensor.detach().to_sparse_coo().coalesce()
-                parts = [sparse.indices(), sparse.values()]
+                part = part.to_sparse_coo().coalesce()
+                entries.setdefault((torch.long, part.device), []).append(part.indices().flatten())
+                part = part.values()
             elif type(tensor) not in (Tensor, nn.Parameter):
-                parts = [tensor.detach().double()]
+                part = part.double()
             else:
                 found.append((tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version))
-                parts = [tensor.detach()]
                 if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
-                    parts = [parts[0].permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))]
+                    part = part.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
                 if tensor.numel() > _WHOLE:
-                    parts = [parts[0].flatten()[:: tensor.numel() // _SAMPLED | 1]]
-            for part in parts:
-                entries.setdefault((part.dtype, part.device), []).append(part.flatten())
+                    step = tensor.numel() // _SAMPLED | 1
+            part = part.flatten()
+            entries.setdefault((part.dtype, part.device), []).append(part[::step] if step > 1 else part)
         for own in entries.values():
             found.append(torch.cat(own).view(torch.uint8).cpu().numpy().tobytes())
         if self.kept:

@@ -170,7 +170,8 @@ class LaplaceModel:
         precision = prior.precision.to(self.vector.device, torch.float64)
         temperature = as_hyperparameter(temperature).to(self.vector.device, torch.float64)
         weights = self.weights(noise_std) / temperature
-        scatter = (precision * self.scatter(prior.structure)).sum()
+        scatter = precision * self.scatter(prior.structure)
+        scatter = scatter.sum() if scatter.ndim else scatter
         log_ratio = self._log_ratio(prior.structure, precision, weights)
         fit = self.log_likelihood(noise_std).to(scatter.device) / temperature
         return fit - (scatter + log_ratio) / 2

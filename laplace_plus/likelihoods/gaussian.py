@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -155,16 +155,15 @@ class Gaussian(RealTargets):
         if link != "exact":
             raise unknown_link(self, link)
         noise_variance = self._noise_std.to(mean).square().expand_as(mean)
-        distribution, together, information = noisy_normal(mean, covariance, noise_variance)
-        variance = variance_of(mean, covariance)
-        return Marginal(mean, variance + noise_variance, distribution, variance, noise_variance, together, information)
+        return noisy_normal(mean, covariance, noise_variance)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> MultivariateNormal:
         """``N(m, V + σ²)`` of all ``N C`` numbers."""
         noise_variance = self._noise_std.to(mean).square().expand_as(mean).reshape(-1)
-        marginal, together, _ = noisy_normal(mean.reshape(-1), covariance, noise_variance)
-        single = MultivariateNormal(marginal.mean, scale_tril=marginal.stddev.unsqueeze(-1), validate_args=False)
-        return single if together is None else together
+        found = noisy_normal(mean.reshape(-1), covariance, noise_variance)
+        if found.together is not None:
+            return found.together
+        return MultivariateNormal(found.mean, scale_tril=found.variance.sqrt().unsqueeze(-1), validate_args=False)
 
     def config(self) -> dict[str, Any]:
         """``{"name": "gaussian", "noise_std": …, "output_axis": …}``."""
@@ -233,9 +232,7 @@ class HeteroscedasticGaussian(RealTargets):
         variance = variance_of(mean, covariance)
         aleatoric = (mean[..., size:] + 0.5 * variance[..., size:]).exp()
         block = covariance[..., :size, :size] if is_full(mean, covariance) else covariance[..., :size]
-        centre, epistemic = mean[..., :size], variance[..., :size]
-        distribution, together, _ = noisy_normal(centre, block, aleatoric)
-        return Marginal(centre, epistemic + aleatoric, distribution, epistemic, aleatoric, together)
+        return replace(noisy_normal(mean[..., :size], block, aleatoric), information=None)
 
 
 def _checked_noise(noise_std: float | Tensor) -> Tensor:

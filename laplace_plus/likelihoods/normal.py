@@ -8,7 +8,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace_plus._memory import CACHE_BYTES, slices
 from laplace_plus.errors import ConfigurationError, NotPositiveDefiniteError
-from laplace_plus.likelihoods.base import shape_text, variance_of
+from laplace_plus.likelihoods.base import Marginal, shape_text, variance_of
 from laplace_plus.likelihoods.sampling import standard_normal
 
 
@@ -67,24 +67,21 @@ def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator
     return mean + torch.where(positive, torch.where(positive, covariance, 1.0).sqrt(), 0.0) * noise
 
 
-def noisy_normal(
-    mean: Tensor, covariance: Tensor, noise_variance: Tensor
-) -> tuple[Normal, MultivariateNormal | None, Tensor]:
+def noisy_normal(mean: Tensor, covariance: Tensor, noise_variance: Tensor) -> Marginal:
     """``N(mean, covariance + diag(noise_variance))`` for ``mean [..., C]`` and variances or a full covariance.
 
-    Returns:
-        The marginal of every entry; the joint distribution of the ``C`` entries, or ``None`` where they are
-        independent; and the mutual information of noisy and noiseless values, in nats ``[...]``:
-        ``½ log det(I + D⁻¹ covariance D⁻¹)`` with ``D² = diag(noise_variance)``.
+    The mutual information of noisy and noiseless values is ``½ log det(I + D⁻¹ covariance D⁻¹)`` in nats ``[...]``,
+    with ``D² = diag(noise_variance)``.
     """
     variance = variance_of(mean, covariance)
-    marginal = Normal(mean, (variance + noise_variance).sqrt(), validate_args=False)
+    total = variance + noise_variance
+    every = mean, total, Normal(mean, total.sqrt(), validate_args=False), variance, noise_variance
     # torch's multivariate normal cannot evaluate an empty batch.
     if mean.shape[-1] == 1 or mean.numel() == 0 or not is_full(mean, covariance):
-        return marginal, None, 0.5 * torch.log1p(variance / noise_variance).sum(-1)
+        return Marginal(*every, information=0.5 * torch.log1p(variance / noise_variance).sum(-1))
     deviation = noise_variance.sqrt()
     # In units of the noise the matrix is at least the identity, however small the noise.
     identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
     root = cholesky(identity + covariance / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2)))
     together = MultivariateNormal(mean, scale_tril=deviation.unsqueeze(-1) * root, validate_args=False)
-    return marginal, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0)
+    return Marginal(*every, together, root.diagonal(dim1=-2, dim2=-1).log().sum(-1).clamp_min(0.0))

@@ -20,7 +20,6 @@ from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, registe
 from laplace_plus.structured.gradients import DenseGradients, DerivedGradients, ExampleGradients
 from laplace_plus.structured.log_determinants import require_positive
 
-
 _KEPT = 2**20
 """Numbers, 8 MiB, that are kept so that predictions need no product with U."""
 
