@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
+from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_plus.errors import ConfigurationError, OutputError
 from laplace_plus.likelihoods.base import Marginal, describe, shape_text, unknown_link, variance_of, widen
@@ -157,7 +157,7 @@ class Gaussian(RealTargets):
         noise_variance = self._noise_std.to(mean).square().expand_as(mean)
         return noisy_normal(mean, covariance, noise_variance)
 
-    def predict_joint(self, mean: Tensor, covariance: Tensor) -> MultivariateNormal:
+    def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
         """``N(m, V + σ²)`` of all ``N C`` numbers."""
         noise_variance = self._noise_std.to(mean).square().expand_as(mean).reshape(-1)
         found = noisy_normal(mean.reshape(-1), covariance, noise_variance)
