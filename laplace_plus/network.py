@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -378,7 +378,8 @@ class Network:
             elif type(tensor) not in (Tensor, nn.Parameter):
                 part = part.double()
             else:
-                found.append((tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version))
+                with suppress(RuntimeError):  # of inference mode, and of tensors without storage
+                    found.append((tensor.data_ptr(), tensor._version))
                 if not tensor.is_contiguous():  # in the order in which the entries lie, if that is without gaps
                     part = part.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
                 if tensor.numel() > _WHOLE:
