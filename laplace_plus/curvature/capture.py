@@ -77,8 +77,7 @@ class _Recorder(TorchFunctionMode):
     holds on to them. Parameters are ``switched_off`` that are used detached, or while gradients were switched off.
     ``latest`` is the output of the latest recorded call after the functions in ``moves``, each with its arguments, and
     ``version`` the number of writes to it; ``uses`` are the names of all parameters in the order of their use.
-    ``tables`` are look-ups that may be the same for all examples, as of positions, by the output's id, each with its
-    uses: the sum or the expansion that it enters, None for others.
+    ``tables`` are, by the output's id, look-ups that may be the same for all examples, and the sums that they enter.
     """
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
@@ -144,7 +143,6 @@ class _Recorder(TorchFunctionMode):
         for tensor in tensors if self.tables else ():
             if id(tensor) in self.tables and _tensors(output):  # queries such as .shape return none
                 is_sum = func in _SUMS and not kwargs and output.requires_grad
-                is_sum = is_sum and (len(tensors) == len(args) or func is Tensor.expand)
                 place = (output.new_empty(0), output.shape, get_gradient_edge(output)) if is_sum else None
                 self.tables[id(tensor)].append(place)
         if call is not None:
@@ -246,6 +244,7 @@ class Capture:
         last_used: Name of the last parameter used, except for those known to have no influence on the outputs; None
             where uses are hidden (scripted modules) and it is not known.
         n_bytes, cotangent_bytes: About the memory of the forward pass, and of one cotangent's backward pass.
+        frees: Whether the backward pass of a single cotangent frees the graph as it goes, for there is no other one.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class Capture:
             if layer in network.layers:
                 break
             network.select_last_layer(layer)
-        self.inputs, self.differentiable, self.n_bytes = inputs, differentiable, recorder.n_bytes
+        self.inputs, self.differentiable, self.n_bytes, self.frees = inputs, differentiable, recorder.n_bytes, False
         touched, hidden = recorder.covered | recorder.uncovered, frozenset[str]()
         if recorder.may_be_cut_off or len(touched) < len(wanted):
             hidden = _hidden_uses(network, inputs, recorder, touched)
@@ -321,7 +320,8 @@ class Capture:
         found: Any = [None] * len(self.calls)
         if self.graph_outputs.requires_grad:
             edges = list(map(attrgetter("edge"), self.calls))
-            options: dict[str, Any] = {"create_graph": self.differentiable, "retain_graph": True, "allow_unused": True}
+            options: dict[str, Any] = {"create_graph": self.differentiable, "allow_unused": True}
+            options["retain_graph"] = len(cotangents) > 1 or not self.frees
             pull = partial(torch.autograd.grad, self.graph_outputs, edges, **options)
             cotangents, found = cotangents.to(self.graph_outputs.dtype), None
             with warnings.catch_warnings(record=True) as caught:
@@ -331,7 +331,8 @@ class Capture:
                         found = pull(cotangents, is_grads_batched=True)
                 if found is None:
                     columns = zip(*map(pull, cotangents), strict=True)
-                    found = [None if column[0] is None else torch.stack(column) for column in columns]
+                    join = torch.stack if len(cotangents) > 1 else lambda column: column[0][None]  # without a copy
+                    found = [None if column[0] is None else join(column) for column in columns]
             for warning in caught:
                 operation, lacks, _ = str(warning.message).partition(f": {_NO_DERIVATIVE}")
                 if lacks:
@@ -467,14 +468,13 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
                 settled[number] |= not bool(gradient.any())
         if all(settled):
             break
-    complete = 2 * n_probes >= n  # then every example has been tried
-    found: list[tuple[ExampleAxis | None, bool]] = []
+    complete, found = 2 * n_probes >= n, list[tuple[ExampleAxis | None, bool]]()  # complete: each example was tried
     for number, own in enumerate(candidates):
         table = getattr(calls[number], "table", None)
         if table is not None and n_witnesses[number]:  # whose other uses may be hidden, as in scripted modules
             options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-            every = patterns[:1].expand(n, *patterns.shape[1:])
-            its, total = torch.autograd.grad(capture.graph_outputs, [table, calls[number].edge], every, **options)
+            both, every = [table, calls[number].edge], patterns[:1].expand_as(outputs)
+            its, total = torch.autograd.grad(capture.graph_outputs, both, every, **options)
             if not (its - total.sum_to_size(its.shape)).abs().max() <= 1e-2 * total.abs().max():
                 own.clear()
         found.append((own[0] if own and (settled[number] or complete) else None, n_witnesses[number] >= 2))

@@ -42,9 +42,10 @@ from laplace_plus.structured.parameter_slices import ParameterSlices
 _COTANGENT_BYTES = 512 * 2**20
 """Memory for the gradients of the cotangents that go backwards together: more is not quicker."""
 
-_QUICK_BYTES = 128 * 2**20
-"""Memory for the graph of a micro-batch on a CPU: larger graphs leave the caches for longer and are not quicker."""
+_GRAPH_BYTES, _GRAPH_SHARE = 128 * 2**20, 16
+"""Memory for a micro-batch's graph on a CPU where the budget holds twice as much, and the part of larger budgets.
 
+Convolutions gain nothing by more. Transformers run 1.3 times as fast with six times the memory, in whole batches."""
 
 _KEY, _NAME, _START = attrgetter("key"), attrgetter("name"), attrgetter("name", "start")
 _KIND = attrgetter("__class__", "rows", "packed", "axis")
@@ -279,7 +280,9 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
                 network.can_cut = False
             network.bytes_per_example = network.bytes_per_example or 0  # nothing, for a linear last layer
         each, allowed = network.bytes_per_example or 0, _memory.budget(network.device)
-        quick = min(_QUICK_BYTES, allowed // 2) if network.device.type == "cpu" else allowed // 2
+        quick = allowed // 2
+        if network.device.type == "cpu":
+            quick = max(min(_GRAPH_BYTES, quick), allowed // _GRAPH_SHARE)
         if each * size > quick and network.can_cut is None:
             network.can_cut = runs_apart(network, batch)
         if each * size > quick and network.can_cut:

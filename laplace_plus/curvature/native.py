@@ -155,12 +155,13 @@ class Native(Backend):
                     fix='Use kind="ggn" or kind="ggn_mc" for token-level outputs.',
                 )
             gradient = likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
+            capture.frees = True
             yield gradient.view(1, *shape), torch.zeros(1, dtype=torch.long)
         else:
             n_components = likelihood.n_noise
             for chunk in gradients.cotangent_chunks(self.n_samples * n_components):
-                component = torch.arange(chunk.start, chunk.stop) % n_components
-                drawn = []
+                component, drawn = torch.arange(chunk.start, chunk.stop) % n_components, []
+                capture.frees = chunk.stop == self.n_samples * n_components
                 for own in component:
                     labels = likelihood.sample_targets(rows, generator=generator)
                     gradient = likelihood.gradient(rows, labels) * weight[:, None].to(rows.dtype)

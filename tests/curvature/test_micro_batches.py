@@ -72,6 +72,17 @@ def test_smaller_budgets_make_more_micro_batches() -> None:
     assert max(sizes(2**14)) < max(sizes(2**16))
 
 
+def test_larger_budgets_make_fewer_micro_batches() -> None:
+    """However large the examples."""
+    network, (batch,) = Network(convolutional(), "all", lambda outputs: outputs), data()
+    network.bytes_per_example = 40 * 2**20  # claimed
+    counts = []
+    for allowed in (2**26, 2**28, 2**31, 2**32, 2**33, 2**34):
+        with memory_budget(allowed):
+            counts.append(len(list(micro_batches(network, Batch(*batch)))))
+    assert counts == [20, 7, 7, 4, 2, 1]
+
+
 def test_a_budget_too_small_for_one_example_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"one output for one example.*memory_budget"):
         lp.KFAC(convolutional(), "classification", memory_budget="2 KiB").fit(data())
