@@ -14,6 +14,7 @@ import limits_predictive as predictive
 import peers
 import torch
 from cases_last_layer import heads, last_layer
+from cases_transformers import transformers
 from fitting import fit, fit_and_decompose, relative
 from models import Problem, build
 from tasks import Target, Task
@@ -433,6 +434,7 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "closed_forms": (closed_forms, ("mlp1024", "mlp50")),
     "last_layer": (last_layer, ("resnet18_1000",)),
     "heads": (heads, ("gpt2", "unet")),
+    "transformers": (transformers, ("distilbert", "lora")),
 }
 
 

@@ -186,6 +186,54 @@ def streamed_factors(problem: Problem) -> list[Tensor]:
     return list(factors.values())
 
 
+def deferred_factors(problem: Problem) -> list[list[Tensor]]:
+    """The same for transformers, with tables and norms: rows are multiplied once they are as many as columns."""
+    waiting: dict[tuple[nn.Module, str], list[Tensor]] = {}
+    sums: dict[tuple[nn.Module, str], Tensor] = {}
+
+    def add(key: tuple[nn.Module, str], rows: Tensor) -> None:
+        own = waiting.setdefault(key, [])
+        own.append(rows)
+        if sum(map(len, own)) >= rows.shape[1]:
+            together = torch.cat(own) if len(own) > 1 else rows
+            own.clear()
+            if key in sums:
+                sums[key].addmm_(together.T, together)
+            else:
+                sums[key] = together.T @ together
+
+    def count(key: tuple[nn.Module, str], values: Tensor) -> None:
+        sums[key] = sums[key].add_(values) if key in sums else values
+
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm)
+    chosen = [module for module in problem.model.modules() if isinstance(module, kinds)]
+    note = lambda module, inputs, output: calls.append((module, inputs[0].detach(), output))  # noqa: E731
+    handles = [module.register_forward_hook(note) for module in chosen]
+    try:
+        for inputs, _ in problem.batches:
+            outputs = problem.model(inputs)
+            found = torch.autograd.grad(outputs, [output for *_, output in calls], sampled(problem, outputs)[0])
+            for (module, given, _), gradient in zip(calls, found, strict=True):
+                rows = gradient.flatten(0, -2)
+                if isinstance(module, nn.LayerNorm):
+                    x = nn.functional.layer_norm(given, module.normalized_shape, eps=module.eps)
+                    each = torch.stack([(x * gradient).flatten(1, -2).sum(1), gradient.flatten(1, -2).sum(1)], -1)
+                    count((module, "both"), torch.einsum("bci,bcj->cij", each, each))
+                    continue
+                add((module, "left"), rows)
+                if isinstance(module, nn.Embedding):
+                    count((module, "right"), torch.bincount(given.flatten(), minlength=module.num_embeddings).float())
+                else:
+                    add((module, "right"), input_rows(module, given).flatten(0, 1))
+            calls.clear()
+            del outputs, found
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [list(sums.values()), *waiting.values()]
+
+
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter wants a gradient."""

@@ -2,8 +2,9 @@
 
 Networks of ten classes are trained on scikit-learn's digits, enlarged and shifted by up to two pixels. The regression
 network learns Friedman's function, the network of 1000 classes noisy copies of 1000 smooth random images, the U-Net
-noisy patches of 21 colours. Trained weights are kept in a folder, so that each network is trained once. GPT-2 and its
-tokens are random, and so are ResNet-50 and the multilayer perceptron of 1000 classes with their inputs.
+noisy patches of 21 colours. Trained weights are kept in a folder, so that each network is trained once. GPT-2,
+DistilBERT and their tokens are random, and so are ResNet-50 and the multilayer perceptron of 1000 classes with their
+inputs.
 """
 
 from __future__ import annotations
@@ -161,6 +162,27 @@ class GPT2(nn.Module):
         return self.model(x).logits
 
 
+class DistilBERT(nn.Module):
+    """DistilBERT with a head of two classes, and on request adapters (LoRA) beside the queries and values."""
+
+    def __init__(self, *, adapters: bool = False) -> None:
+        super().__init__()
+        from transformers import DistilBertConfig, DistilBertForSequenceClassification  # noqa: PLC0415  -- an extra
+
+        self.model = DistilBertForSequenceClassification(DistilBertConfig())
+        if adapters:
+            from peft import LoraConfig, get_peft_model  # noqa: PLC0415  -- an extra
+
+            self.model = get_peft_model(self.model, LoraConfig(r=8, target_modules=["q_lin", "v_lin"]))
+            for name, parameter in self.model.named_parameters():
+                if "lora_B" in name:  # zero at first
+                    nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens ``[B, T]`` to logits ``[B, 2]``."""
+        return self.model(input_ids=x).logits
+
+
 Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 """Draws that many inputs and targets."""
 
@@ -232,6 +254,11 @@ def noise(*shape: int) -> Data:
     )
 
 
+def sentences(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sequences of 128 random tokens in two classes."""
+    return torch.randint(30522, (n, 128), generator=generator), torch.randint(2, (n,), generator=generator)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a problem is made.
@@ -296,6 +323,8 @@ RECIPES: dict[str, Recipe] = {
     "resnet50": Recipe(resnet50, noise(3, 224, 224), 1000, 8, 8, False, 0),
     "unet": Recipe(lambda: UNet(21), patches(256), 21, 2, 2, False, 60, 3e-3, patches(32)),
     "gpt2": Recipe(GPT2, tokens, 50257, 4, 4, False, 0),
+    "distilbert": Recipe(DistilBERT, sentences, 2, 16, 8, False, 0),
+    "lora": Recipe(lambda: DistilBERT(adapters=True), sentences, 2, 16, 8, False, 0),
 }
 _TEST = 256
 """Inputs to predict at."""

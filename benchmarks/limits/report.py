@@ -14,9 +14,9 @@ same exact result on that one network, or the passes that are named. "difference
 float64, relative in norm (of evidence: the largest; of samples: in standard errors). Peak memory is what the high-water
 mark of the process rises by in one call. Times are with an allocator that keeps freed memory, so that nothing is mapped
 anew in every call, which favours what needs much of it. Forward and epoch are a plain forward pass and one pass of
-forward and backward over the same inputs. Networks are trained, but for GPT-2, ResNet-50 and mlp_1000, and
-prior precisions tuned before predictions, but for ResNet-50. Rows may come from several runs: each replaces what it
-measures again."""
+forward and backward over the same inputs. Networks are trained, but for GPT-2, DistilBERT (with its adapters, too),
+ResNet-50 and mlp_1000, and prior precisions tuned before predictions, but for ResNet-50. Rows may come from several
+runs: each replaces what it measures again."""
 
 
 def cell(value: Any, digits: int = 3) -> str:

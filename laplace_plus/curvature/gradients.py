@@ -268,6 +268,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
     ConfigurationError if the memory budget does not hold the gradients of one output for one example.
     """
     size = step = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
+    pair: Capture | None = None
     if size > 2 and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):  # noqa: PLR2004
         # No layer before the last one leaves a graph, so that its first batch tells as much.
         if network.bytes_per_example is None and not (
@@ -275,7 +276,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         ):
             try:
                 ends = Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]])
-                find_axes(network, capture_batch(network, ends))
+                find_axes(network, pair := capture_batch(network, ends))
             except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
                 network.can_cut = False
             network.bytes_per_example = network.bytes_per_example or 0  # nothing, for a linear last layer
@@ -284,7 +285,8 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         if network.device.type == "cpu":
             quick = max(min(_GRAPH_BYTES, quick), allowed // _GRAPH_SHARE)
         if each * size > quick and network.can_cut is None:
-            network.can_cut = runs_apart(network, batch)
+            network.can_cut = runs_apart(network, batch, pair)
+        pair = None  # frees the graph
         if each * size > quick and network.can_cut:
             _memory.require_room(each, "the gradients of one output for one example", network.device)
             step = max(1, quick // each)
@@ -296,10 +298,10 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         yield part, Gradients(network, capture_batch(network, part))
 
 
-def runs_apart(network: Network, batch: Batch) -> bool | None:
+def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> bool | None:
     """Whether an example's outputs do not depend on the others; None where the batch does not tell.
 
-    The first example runs with the last one that differs from it, and each of them alone.
+    The first example runs with the last one that differs from it, unless ``ends`` is that run, and each of them alone.
     """
     other = 0
     for leaf in batches.flatten(batch.inputs)[0]:
@@ -309,7 +311,9 @@ def runs_apart(network: Network, batch: Batch) -> bool | None:
     if not other:
         return None
     try:
-        capture = capture_batch(network, Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]]))
+        capture = ends if other == len(batch.target) - 1 else None
+        if capture is None:
+            capture = capture_batch(network, Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]]))
         Gradients(network, capture)  # refuses what it cannot tell apart
         alone = torch.cat([network.forward(batches.cut(batch.inputs, [number])) for number in (0, other)])
     except Exception:  # noqa: BLE001  -- as above
