@@ -13,7 +13,7 @@ import limits_factors as factors
 import limits_predictive as predictive
 import peers
 import torch
-from cases_last_layer import heads, last_layer
+from cases_last_layer import frozen, heads, last_layer
 from cases_transformers import transformers
 from fitting import fit, fit_and_decompose, relative
 from models import Problem, build
@@ -435,6 +435,7 @@ CASES: dict[str, tuple[Callable[[Problem], Iterator[Task]], tuple[str, ...]]] = 
     "last_layer": (last_layer, ("resnet18_1000",)),
     "heads": (heads, ("gpt2", "unet")),
     "transformers": (transformers, ("distilbert", "lora")),
+    "frozen": (frozen, ("mlp32", "mlp32_2", "resnet18")),
 }
 
 

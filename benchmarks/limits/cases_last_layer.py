@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import limits_predictive as predictive
 import peers
+import torch
 from fitting import fit, fit_and_decompose, relative
 from models import Problem
 from tasks import Target, Task
@@ -101,3 +103,25 @@ def heads(problem: Problem) -> Iterator[Task]:
         yield Task("heads", f"{name}: fit", problem, fitted, limit, limit_is, Target(1.5 if tokens else 4, peak_mb=4e3))
         what, target = ("5 best tokens", Target(1.5, peak_mb=4e3)) if tokens else ("predict", Target(3, peak_mb=1e3))
         yield Task("heads", f"{name}: {what}", batch, predict, batch.forward, "1 forward", target)
+
+
+def frozen(problem: Problem) -> Iterator[Task]:
+    """One input through a frozen last layer, eager and traced, beside the network treated likewise."""
+    x = problem.probe(1)
+    one = Problem(**(vars(problem) | {"inputs": x, "targets": problem.targets[:1]}))
+    served = fit(problem, lp.KFAC, parameters="last_layer").freeze(problem.probe(3))
+    model = one.model.eval()
+    for way in ("eager", "traced"):
+        pair = []
+        for module in (served, model):
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # torch's own, of tracing
+                pair.append(torch.jit.trace(module, (problem.probe(3),)) if way == "traced" else module)
+
+        def times(module: Any) -> None:
+            with torch.inference_mode():
+                for _ in range(20):
+                    module(x)
+
+        ours, limit = (partial(times, module) for module in pair)
+        yield Task("frozen", f"Frozen last layer, {way}, B=1, 20 times", one, ours, limit, "20 forwards", Target(2))
