@@ -425,3 +425,16 @@ def test_negative_variances():
     # … but rounding is forgiven.
     prediction = from_functional(Gaussian(), torch.zeros(1, 2), torch.tensor([[1.0, -1e-9]]))
     assert prediction.epistemic.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 30])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_one_row_gives_what_it_gives_among_many(n_classes, scale):
+    mean = 3 * torch.randn(60, n_classes, generator=generator(0), dtype=torch.float64)
+    variance = scale * torch.rand(60, n_classes, generator=generator(1), dtype=torch.float64)
+    together = Categorical().predict(mean, variance, link="gumbel").distribution.logits
+    alone = [
+        Categorical().predict(*row, link="gumbel").distribution.logits
+        for row in zip(mean[:, None], variance[:, None], strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-10, atol=1e-12)
