@@ -5,11 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
+import signal
+import stat
+import sys
 import tempfile
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,8 +197,13 @@ def test_a_failure_half_way_leaves_the_older_checkpoint(checkpoint, monkeypatch,
     assert [entry.name for entry in checkpoint.parent.iterdir()] == ["posterior"]
 
 
+def no_library(*_, **__):
+    raise OSError("none")
+
+
 def test_a_failing_move_is_taken_back(checkpoint, monkeypatch):
     rename = Path.rename
+    monkeypatch.setattr("ctypes.CDLL", no_library)  # systems that cannot exchange two folders
 
     def fail_for_the_new_one(self, target):
         if self.name.endswith(".partial"):
@@ -203,6 +215,82 @@ def test_a_failing_move_is_taken_back(checkpoint, monkeypatch):
         io.write(checkpoint, {"n": 2}, {})
     assert io.read(checkpoint)[0] == HEADER
     assert [entry.name for entry in checkpoint.parent.iterdir()] == ["posterior"]
+
+
+def killed_at(line, path, header):
+    """Overwrites a checkpoint in a process of its own, which dies before its n-th line; whether it came so far."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # threads of torch, which the child does not use
+        child = os.fork()
+    if not child:
+        seen = 0
+
+        def trace(frame, event, _):
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith("io/files.py"):
+                return None
+            seen += event == "line"
+            if seen == line:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        io.write(path, header, {"other": torch.ones(1)})
+        os.kill(os.getpid(), signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.skipif(not sys.platform.startswith(("linux", "darwin")), reason="systems that exchange folders")
+def test_a_killed_save_leaves_the_old_or_the_new_one(checkpoint, every):
+    """At any line of it; and what it left beside the checkpoint goes with the next save."""
+    found, line = [HEADER], 1
+    while killed_at(line, checkpoint, {"n": line}):
+        header, tensors = io.read(checkpoint)
+        assert header in (found[-1], {"n": line})
+        assert list(tensors) == (["other"] if "n" in header else list(example_tensors()))
+        found.append(header)
+        line += every
+    assert found[-1] != HEADER
+    assert line > 40
+    assert [entry.name for entry in checkpoint.parent.iterdir()] == ["posterior"]
+
+
+def test_readers_during_saves_see_no_damage(checkpoint):
+    stop, errors = threading.Event(), []
+
+    def read_on():
+        while not stop.is_set():
+            try:
+                io.read(checkpoint)
+            except CheckpointError as error:
+                errors.append(error)
+
+    reader = threading.Thread(target=read_on)
+    reader.start()
+    for number in range(30):
+        io.write(checkpoint, {"n": number}, {"x": torch.full((4,), float(number))})
+    stop.set()
+    reader.join()
+    assert errors == []
+
+
+def test_files_can_be_read_by_whom_the_umask_allows(tmp_path):
+    before = os.umask(0o027)
+    try:
+        io.write(tmp_path / "p", {}, {"x": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "p").iterdir()} == {0o640}
+
+
+def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        io.write(tmp_path / "p", {}, {})
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,7 @@ class Accumulation(ABC):
         """Add the cotangents ``[V, B, *, C]``, which belong to components ``[V]``."""
 
     def finish(self) -> Curvature:
-        """The sum, after all cotangents of the batch.
-
-        Raises:
-            DataError: The batch did not use every parameter in the way that earlier ones did.
-        """
+        """The sum, after all cotangents; DataError if the batch used parameters otherwise than earlier ones."""
         for late in self.deferred:
             late()
         if self._touched != self._blocks.keys():

@@ -58,11 +58,7 @@ class Backend(ABC):
         *,
         generator: torch.Generator | None = None,
     ) -> tuple[Curvature, Tensor]:
-        """The curvature of one batch, and the network's outputs ``[B, *, C]`` on it.
-
-        Raises:
-            UnsupportedError: The backend cannot do this combination; the message names one that can.
-        """
+        """One batch's curvature and outputs ``[B, *, C]``; UnsupportedError names a combination that can be done."""
 
     def accumulate(
         self,

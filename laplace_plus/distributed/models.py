@@ -21,11 +21,7 @@ _HOME = "torch.distributed."
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any of a model's parameters are sharded over ranks, or may be (FSDP2 between two passes).
-
-    Raises:
-        UnsupportedError: The first version of FSDP, which only keeps flat parameters.
-    """
+    """Whether parameters are, or may be, sharded over ranks (FSDP2); UnsupportedError for the first FSDP."""
     if "torch.distributed.tensor" not in sys.modules:  # then there are no DTensors
         return False
     for module in model.modules():

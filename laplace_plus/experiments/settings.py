@@ -210,11 +210,7 @@ def _read_posterior(entry: dict[str, Any]) -> PosteriorSettings:
 
 
 def call(function: Callable[..., Any], keywords: Mapping[str, Any], *, what: str) -> Any:
-    """Call a function, or bind its signature, with keywords of the configuration.
-
-    Raises:
-        ConfigurationError: It, or a function that gets the keywords from it, does not take one of them.
-    """
+    """Call a function, or bind its signature, with keywords; ConfigurationError for one that is not taken."""
     try:
         return function(**keywords)
     except TypeError as error:
@@ -225,11 +221,7 @@ def call(function: Callable[..., Any], keywords: Mapping[str, Any], *, what: str
 
 
 def load_object(name: str) -> Any:
-    """What `module:attribute` names.
-
-    Raises:
-        ConfigurationError: The name is not of that form, the module is not found, or it has no such attribute.
-    """
+    """What `module:attribute` names; ConfigurationError if there is none, or the name is not of that form."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigurationError("A name is incomplete.", expected="module:name", got=name)

@@ -276,11 +276,7 @@ class Likelihood(ABC):
         return statistics[0].double()
 
     def distribution(self, outputs: Tensor) -> Distribution:
-        """``p(y|f)`` for outputs ``[..., C]``.
-
-        Raises:
-            UnsupportedError: If the likelihood only gives its log-density.
-        """
+        """``p(y|f)`` for outputs ``[..., C]``; UnsupportedError: if the likelihood only gives its log-density."""
         raise UnsupportedError(
             f"{type(self).__name__} only gives its log-density.",
             expected="a method distribution(outputs), or distribution= of LogDensity",

@@ -86,11 +86,7 @@ class Operator(ABC):
     # -- products ------------------------------------------------------------------------------------------------------
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """``A v`` for row-stacked vectors ``[..., n]``.
-
-        Raises:
-            OperatorError: Vectors of another length, type or device.
-        """
+        """``A v`` for row-stacked vectors ``[..., n]``; OperatorError: vectors of another length, type or device."""
         if not isinstance(vectors, Tensor):
             raise OperatorError("An operator multiplies tensors.", expected="a tensor", got=type(vectors).__name__)
         if vectors.shape[-1:] != self.shape[1:] or vectors.dtype != self.dtype or vectors.device != self.device:

@@ -407,3 +407,13 @@ def test_bad_requests_are_named(problem):
     assert torch.equal(fitted.samples, before)
     fitted.prior_precision = 4 * precision
     assert not torch.equal(fitted.samples, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_null_space_that_is_not_there_is_not_found(dtype):
+    """By LSMR, whose projections are as short as its tolerance and the rows' condition allow, but not zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    x, y = torch.randn(60, 3).to(dtype), torch.randn(60, 2).to(dtype)
+    with pytest.raises(UnsupportedError, match="no direction free"):
+        lp.NullSpace(model, "regression", projector="lsmr", n_samples=2).fit([(x, y)])

@@ -129,7 +129,8 @@ def range_dimension(
     total, lengths = null_space.shape[1], kernels.vector_norm(null_space)
     if not bool(torch.isfinite(lengths).all()):
         raise NonFiniteError("A projection is not finite.", expected="finite samples", got="NaN or Inf")
-    if rank == total or bool((lengths <= 1e3 * torch.finfo(null_space.dtype).eps * total**0.5).all()):
+    # An iterative projector leaves as much as its tolerance and the condition number allow.
+    if rank == total or bool((lengths <= torch.finfo(null_space.dtype).eps ** 0.5 * total**0.5).all()):
         raise UnsupportedError(
             "The training data leave no direction free: there are as many independent rows as parameters.",
             expected=f"fewer than {total:,} independent rows",

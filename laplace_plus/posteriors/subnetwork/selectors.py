@@ -70,11 +70,7 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(self, task: Task) -> Choice:
-        """The mask of the chosen entries.
-
-        Raises:
-            SelectionError: There are not so many candidates, or none would be chosen.
-        """
+        """The mask of the chosen entries; SelectionError: there are not so many candidates, or none would be chosen."""
 
     def config(self) -> dict[str, Any]:
         """A JSON-able description that :func:`selector_from_config` reads."""

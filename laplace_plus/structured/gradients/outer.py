@@ -126,11 +126,7 @@ class OuterGradients(ExampleGradients):
         )
 
     def side_chunks(self, bytes_each: int = 0) -> Iterator[slice]:
-        """Slices of the examples for which both sides, and so many bytes besides for each, are of bounded size.
-
-        Raises:
-            ConfigurationError: The memory budget does not hold the sides of one example.
-        """
+        """Slices whose sides and so many bytes for each are of bounded size; ConfigurationError if one is not."""
         groups, rows, columns = self.shape
         each = self.n_positions * groups * (self.n_cotangents * rows + columns) * self.dtype.itemsize
         require_room(each, "the input and output gradients of one example at one layer", self.device)

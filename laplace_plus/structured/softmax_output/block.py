@@ -95,11 +95,7 @@ class SoftmaxOutputBlock(Block):
         self._dense.add_(other._as_dense())
 
     def _settle(self) -> None:
-        """Turn into a dense matrix where there are more rows than that has columns.
-
-        Raises:
-            ConfigurationError: Neither fits into memory.
-        """
+        """Turn dense where there are more rows than that has columns; ConfigurationError if neither fits."""
         entries = self.shape[1] * self.shape[2]
         if self.n_rows > entries:
             self._dense, self._pieces = self._as_dense(), []

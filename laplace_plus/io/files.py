@@ -13,22 +13,26 @@ network is recognised by its :func:`fingerprint`, which a header can carry.
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import json
 import os
+import platform
 import shutil
+import sys
 import uuid
 from collections.abc import Mapping
-from itertools import zip_longest
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus._version import __version__
 from laplace_plus.errors import CheckpointError
+from laplace_plus.io.fingerprints import _sha256
 
 FORMAT = "laplace_plus.posterior"
 """The name that every checkpoint states."""
@@ -40,107 +44,22 @@ TENSORS_FILE = "posterior.safetensors"
 HEADER_FILE = "posterior.json"
 
 
-# -- recognising a network --------------------------------------------------------------------------------------------
-
-
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """The fingerprint of a network: of the names, shapes, dtypes and values of its parameters and buffers.
-
-    Tied tensors count once, under their first name. Buffers count whether persistent or not, as both enter the function
-    that the network computes. The device, ``requires_grad`` and the training mode do not count. Values are compared bit
-    by bit, in the dtype that they have. CheckpointError for a tensor without values (lazy modules, the meta device).
-
-    The JSON-able dictionary has ``sha256``, of everything; ``names_sha256``, of names, shapes and dtypes alone, so of
-    the architecture; ``n_parameters``, the number of parameter entries; and ``tensors``, for each in the network's
-    order its ``name``, ``kind`` (``"parameter"`` or ``"buffer"``), ``dtype``, ``shape`` and the ``sha256`` of its
-    values.
-    """
-    architecture: list[dict[str, Any]] = []
-    tensors: list[dict[str, Any]] = []
-    n_parameters = 0
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if tensor.is_meta or nn.parameter.is_lazy(tensor):
-                what, got = f"The {kind} {name} has no values.", "the meta device, or a lazy module without data"
-                raise CheckpointError(what, got=got, fix="Load the weights first; run a lazy network once.")
-            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            architecture.append({"name": name, "kind": kind, "dtype": dtype, "shape": shape})
-            tensors.append({**architecture[-1], "sha256": _sha256(tensor)})
-            n_parameters += tensor.numel() if kind == "parameter" else 0
-    hashes = {"sha256": _sha256(tensors), "names_sha256": _sha256(architecture)}
-    return {**hashes, "n_parameters": n_parameters, "tensors": tensors}
-
-
-def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module) -> None:
-    """Check that a network is the one that a fingerprint was taken of; else CheckpointError.
-
-    It names the first parameter or buffer that is missing, new, or of another shape, dtype or value.
-    """
-    current = fingerprint(model)
-    fix = "Load the posterior onto the same network, with the same weights, that it was fitted on."
-    try:
-        if saved["sha256"] == current["sha256"]:
-            return
-        for what, entry_text in (
-            ("The checkpoint is of another network: this tensor differs.", "{kind} {name} {dtype} {shape}"),
-            ("The network has other values than the checkpoint's.", "{kind} {name} with SHA-256 {sha256}"),
-        ):
-            before = [entry_text.format_map(entry) for entry in saved["tensors"]]
-            after = [entry_text.format_map(entry) for entry in current["tensors"]]
-            for old, new in zip_longest(before, after, fillvalue="no such tensor"):
-                if old != new:
-                    raise CheckpointError(what, expected=old, got=new, fix=fix)
-        raise TypeError("its hashes contradict each other")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("The saved fingerprint of the network cannot be read.", got=repr(error)) from error
-
-
-def _sha256(value: Any) -> str:
-    """SHA-256 of a tensor's or a file's bytes, or of the canonical JSON of anything else."""
-    if isinstance(value, Path):
-        with open(value, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    if not isinstance(value, Tensor):
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode("ascii")).hexdigest()
-    parts = [value.detach()]
-    if value.layout != torch.strided:  # such as the adjacency matrix of a graph network; dense it might not fit
-        sparse = value.detach().to_sparse_coo().coalesce()
-        parts = [sparse.indices(), sparse.values()]
-    sha = hashlib.sha256()
-    for part in parts:
-        flat = part.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        sha.update(flat.view(torch.uint8).numpy().data)
-    return sha.hexdigest()
-
-
-def digest(tensor: Tensor) -> str:
-    """A single number as text; of more numbers, the shape and a hash of their bytes."""
-    if tensor.numel() == 1 and tensor.is_floating_point():
-        return repr(float(tensor.detach()))
-    return f"{list(tensor.shape)} of SHA-256 {_sha256(tensor)[:16]}"
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
 def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint to the directory ``path``, new, empty or a checkpoint that is replaced: all of it or nothing.
+    """Write a checkpoint, all of it or nothing.
 
-    It is written beside ``path`` and moved there when complete, so that a failure half-way leaves an older checkpoint
-    as it was. Tensors are copied where they share memory or are not contiguous; tuples in the header come back as
-    lists. CheckpointError if ``path`` is a file or another directory, or if the format cannot hold a value; OSError if
-    the file system refuses.
+    It is written beside ``path`` (new, empty, or a checkpoint, which is replaced) and moved there when complete. Where
+    the system can exchange two folders (Linux, macOS), the old or the new one is at ``path`` at any time. What killed
+    processes have left beside it goes. The header holds nested dictionaries with string keys, lists (also for tuples),
+    strings, finite numbers, booleans and None; tensors are dense, on any device.
 
-    Args:
-        path: The directory.
-        header: What :func:`read` is to give back: nested dictionaries with string keys, lists, strings, finite numbers,
-            booleans and ``None``.
-        tensors: Named dense tensors, on any device.
+    Raises:
+        CheckpointError: Something else is at ``path``, or a header or tensor is of another kind.
+        OSError: The file system refuses.
     """
     target = Path(path).resolve()
     _check_replaceable(target)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    start = f".{target.name}.{platform.node()}-"
+    partial = target.with_name(f"{start}{os.getpid()}-{uuid.uuid4().hex}.partial")
     try:
         text = json.dumps(dict(header), allow_nan=False)  # names a header that contains itself
         _check_keys(header)
@@ -160,11 +79,18 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
             "tensors_sha256": _sha256(partial / TENSORS_FILE),
         }
         (partial / HEADER_FILE).write_bytes(_render(document))
-        for name in (TENSORS_FILE, HEADER_FILE):
-            with open(partial / name, "rb+") as file:
-                os.fsync(file.fileno())  # the data has to be on the disk before its new name is
+        shutil.copymode(partial / HEADER_FILE, partial / TENSORS_FILE)  # which safetensors keeps to its owner
+        for part in (partial / TENSORS_FILE, partial / HEADER_FILE, partial):
+            _sync(part)  # the data has to be on the disk before its new name is
         _move(partial, target)
+        _sync(target.parent)
+        for left in target.parent.iterdir():  # by processes that are gone
+            owner = left.name.removeprefix(start).split("-")[0]
+            if left.name.startswith(start) and owner.isdigit() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(left, ignore_errors=True)
     except (ValueError, TypeError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        if "os error" in str(error):  # a full disk, say, in the words of safetensors
+            raise OSError(str(error)) from error
         raise CheckpointError(
             "The header or the tensors cannot be stored.",
             expected="a header of dictionaries, lists, strings, finite numbers, booleans and None; named dense tensors",
@@ -175,12 +101,28 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _sync(path: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _move(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
+    names = os.fsencode(partial), os.fsencode(target)
+    with suppress(AttributeError, OSError, TypeError):  # exchanges of macOS and Linux, which some file systems refuse
+        system = ctypes.CDLL(None)
+        if sys.platform == "darwin" and system.renamex_np(*names, 2) == 0:
+            return
+        if system.renameat2(-100, names[0], -100, names[1], 2) == 0:
+            return
     # A directory cannot be renamed onto a full one; the older one steps aside, and back again if that fails.
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.replaced")
+    aside = partial.with_suffix(".replaced")
     target.rename(aside)
     try:
         partial.rename(target)
@@ -230,25 +172,24 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of the checkpoint in directory ``path``, after checking that it is as it was written.
+    """The header and the tensors of a checkpoint, on a device; CheckpointError unless all is as it was written."""
+    header = Path(path) / HEADER_FILE
+    while True:
+        seen = header.stat().st_mtime_ns if header.exists() else None
+        try:
+            return _read(header.parent, device)
+        except (CheckpointError, OSError):
+            if seen == (header.stat().st_mtime_ns if header.exists() else None):
+                raise  # else it was replaced meanwhile
 
-    Tensors come on ``device``, in memory of their own. CheckpointError if the checkpoint or one of its files is
-    missing, is of another format or format version, or has been altered or cut off in any byte.
-    """
-    directory = Path(path)
+
+def _read(directory: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     files = directory / HEADER_FILE, directory / TENSORS_FILE
     for file in files:
         if not file.is_file():
-            raise CheckpointError(
-                f"There is no checkpoint at {directory}.",
-                expected=f"a directory with {HEADER_FILE} and {TENSORS_FILE}",
-                got=f"no {file.name}",
-                fix="Check the path, or copy the whole directory again",
-            )
+            what, fix = f"There is no checkpoint at {directory}.", "Check the path, or copy the whole directory again."
+            raise CheckpointError(what, expected=f"{HEADER_FILE} and {TENSORS_FILE}", got=f"no {file.name}", fix=fix)
     raw = files[0].read_bytes()
     document = _parse(raw)
     if document and document.get("version") != FORMAT_VERSION:
@@ -262,23 +203,19 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tu
     is_intact = _render(document) == raw, document.get("tensors_sha256") == _sha256(files[1])
     for file, intact in zip(files, is_intact, strict=True):
         if not intact:
-            raise CheckpointError(
-                f"{file} is damaged: it is not the file that was written.",
-                expected=f"the format {FORMAT!r}, and bytes with the SHA-256 that was written",
-                fix="Copy or save the checkpoint again; it is not to be edited by hand",
-            )
+            what, fix = f"{file} is damaged: it is not the file that was written.", "Copy or save the checkpoint again"
+            raise CheckpointError(what, expected=f"the format {FORMAT!r}, and bytes with the SHA-256 written", fix=fix)
     tensors: dict[str, Tensor] = {}
     try:
         with safetensors.safe_open(files[1], framework="pt") as contents:
             for name in document["tensors"]:
                 # The tensors of `safe_open` are views of the mapped file, and would follow what happens to it.
                 tensors[name] = contents.get_tensor(name).to(device, copy=True)
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        if not isinstance(document["header"], dict):
+            raise TypeError("a header that is no dictionary")
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{files[1]} does not hold the tensors that are listed.", got=str(error)) from error
     return document["header"], tensors
-
-
-# -- details ----------------------------------------------------------------------------------------------------------
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Recognising a network by the names, shapes, types and values of its parameters and buffers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus.errors import CheckpointError
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """The names, shapes, dtypes and values of a network's parameters and buffers, persistent or not, as JSON.
+
+    ``sha256`` is of everything, bit by bit; ``names_sha256`` of names, shapes and dtypes; ``n_parameters`` counts
+    entries. ``tensors`` has ``name``, ``kind``, ``dtype``, ``shape`` and ``sha256`` of each tensor, tied ones once.
+    The device,
+    ``requires_grad`` and the training mode do not count. CheckpointError for tensors without values.
+    """
+    architecture: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
+    n_parameters = 0
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta or nn.parameter.is_lazy(tensor):
+                what, got = f"The {kind} {name} has no values.", "the meta device, or a lazy module without data"
+                raise CheckpointError(what, got=got, fix="Load the weights first; run a lazy network once.")
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            architecture.append({"name": name, "kind": kind, "dtype": dtype, "shape": shape})
+            tensors.append({**architecture[-1], "sha256": _sha256(tensor)})
+            n_parameters += tensor.numel() if kind == "parameter" else 0
+    hashes = {"sha256": _sha256(tensors), "names_sha256": _sha256(architecture)}
+    return {**hashes, "n_parameters": n_parameters, "tensors": tensors}
+
+
+def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise :class:`CheckpointError` unless a network is that of a fingerprint.
+
+    It names the first tensor that is missing, new, or of another shape, dtype or value.
+    """
+    current = fingerprint(model)
+    fix = "Load the posterior onto the same network, with the same weights, that it was fitted on."
+    try:
+        if saved["sha256"] == current["sha256"]:
+            return
+        for what, entry_text in (
+            ("The checkpoint is of another network: this tensor differs.", "{kind} {name} {dtype} {shape}"),
+            ("The network has other values than the checkpoint's.", "{kind} {name} with SHA-256 {sha256}"),
+        ):
+            before = [entry_text.format_map(entry) for entry in saved["tensors"]]
+            after = [entry_text.format_map(entry) for entry in current["tensors"]]
+            for old, new in zip_longest(before, after, fillvalue="no such tensor"):
+                if old != new:
+                    raise CheckpointError(what, expected=old, got=new, fix=fix)
+        raise TypeError("its hashes contradict each other")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError("The saved fingerprint of the network cannot be read.", got=repr(error)) from error
+
+
+def _sha256(value: Any) -> str:
+    """SHA-256 of a tensor's or a file's bytes, or of the canonical JSON of anything else."""
+    if isinstance(value, Path):
+        with open(value, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if not isinstance(value, Tensor):
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode("ascii")).hexdigest()
+    parts = [value.detach()]
+    if value.layout != torch.strided:  # such as the adjacency matrix of a graph network; dense it might not fit
+        sparse = value.detach().to_sparse_coo().coalesce()
+        parts = [sparse.indices(), sparse.values()]
+    sha = hashlib.sha256()
+    for part in parts:
+        flat = part.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        sha.update(flat.view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def digest(tensor: Tensor) -> str:
+    """A single number as text; of more numbers, the shape and a hash of their bytes."""
+    if tensor.numel() == 1 and tensor.is_floating_point():
+        return repr(float(tensor.detach()))
+    return f"{list(tensor.shape)} of SHA-256 {_sha256(tensor)[:16]}"
