@@ -45,7 +45,7 @@ _COTANGENT_BYTES = 512 * 2**20
 _GRAPH_BYTES, _GRAPH_SHARE = 128 * 2**20, 16
 """Memory for a micro-batch's graph on a CPU where the budget holds twice as much, and the part of larger budgets.
 
-Convolutions gain nothing by more. Transformers run 1.3 times as fast with six times the memory, in whole batches."""
+Convolutions gain nothing; ViT-tiny is 1.3 times as fast in whole batches of 32, at 2.2 times the peak memory."""
 
 _KEY, _NAME, _START = attrgetter("key"), attrgetter("name"), attrgetter("name", "start")
 _KIND = attrgetter("__class__", "rows", "packed", "axis")
