@@ -21,7 +21,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from laplace_plus import io
 from laplace_plus.batches import can_be_cut, cut, iterate
 from laplace_plus.errors import CheckpointError, ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
 from laplace_plus.evidence import fitted_data
-from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.evidence.tuning import check_choice, check_positive
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Leverages
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
@@ -41,6 +41,7 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import Network
 from laplace_plus.posteriors import GaussianPosterior, Posterior, load
 from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import as_hyperparameter
@@ -106,6 +107,9 @@ class CalibratedPosterior:
         scales = f"temperature={self.temperature:.4g}, covariance_scale={self.covariance_scale:.4g}"
         return f"CalibratedPosterior({self.posterior!r}, {scales})"
 
+    def __copy__(self) -> CalibratedPosterior:
+        return replace(self, posterior=copy.copy(self.posterior))
+
     def functional_posterior(self, x: Any, *, joint: bool = False, outputs: Outputs = None) -> FunctionalPosterior:
         """``N(f/T, s V/T²)``; arguments and shapes as of :meth:`Posterior.functional_posterior`."""
         mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs)
@@ -138,27 +142,37 @@ class CalibratedPosterior:
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
 
     def save(self, path: str | Path) -> None:
-        """Write the posterior and its calibration to two folders inside ``path``, creating it where needed.
-
-        Raises:
-            CheckpointError: One of the folders holds something else.
-        """
-        self.posterior.save(Path(path) / "posterior")
+        """Write the posterior with its calibration, as one checkpoint; arguments and errors as of its own ``save``."""
         header = {name: getattr(self, name) for name in ("temperature", "covariance_scale", "link")}
         # JSON has no NaN.
         report = {key: None if value != value else value for key, value in asdict(self.report).items()}
-        io.write(Path(path) / "calibration", {"calibration": {**header, "report": report}}, {})
+        self.posterior.save(path, calibration={**header, "report": report})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> CalibratedPosterior:
-        """Load what :meth:`save` wrote; arguments and errors as of :func:`laplace_plus.load`."""
-        posterior = load(Path(path) / "posterior", model, likelihood=likelihood)
-        header, _ = io.read(Path(path) / "calibration")
-        found = header.get("calibration")
-        if not isinstance(found, dict):
+        """As :func:`laplace_plus.load`, which also reads what :meth:`save` wrote; and the two folders of 0.1.0."""
+        if (Path(path) / "calibration").is_dir():
+            found = load(Path(path) / "posterior", model, likelihood=likelihood)
+            return _calibrated(found, io.read(Path(path) / "calibration")[0].get("calibration"))
+        found = load(path, model, likelihood=likelihood)
+        if not isinstance(found, cls):
             raise CheckpointError("No calibration was found.", expected="a folder that save() wrote", got=str(path))
+        return found
+
+
+def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
+    """What was saved; :class:`CheckpointError` for anything else."""
+    try:
         report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
-        return cls(posterior, **{**found, "report": CalibrationReport(**report)})
+        numbers = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
+        check_choice("link", found["link"], posterior.likelihood.links)
+        check_positive(temperature=numbers["temperature"])
+        return CalibratedPosterior(posterior, **numbers, link=found["link"], report=CalibrationReport(**report))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError("The saved calibration cannot be read.", got=repr(error)) from error
+
+
+WRAPPERS["calibration"] = _calibrated
 
 
 def calibrate(

@@ -93,6 +93,10 @@ class SamplingError(LaplacePlusError, RuntimeError):
     """No sample of a posterior could be drawn; the message says why."""
 
 
+NETWORK_ERRORS = (LaplacePlusError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""What a network may raise on inputs that it cannot take; no MemoryError, nothing that a signal raises."""
+
+
 class ConvergenceWarning(UserWarning):
     """An iteration ended before it reached its tolerance; the message gives the error."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
+from laplace_plus.errors import NETWORK_ERRORS
 
 Function = Callable[[Any, dict[str, Tensor]], Tensor]
 """Outputs ``[B, *, C]`` from a batch's inputs and some parameters."""
@@ -60,7 +61,7 @@ def per_example_gradients(
     for attempt in (mapped, looped):
         try:
             result = attempt()
-        except Exception:  # noqa: BLE001, S112  -- whatever goes wrong with single examples, the batch went through
+        except NETWORK_ERRORS:  # whatever goes wrong with single examples, the batch went through
             continue
         if _agree(result, combination, expected):
             return result

@@ -22,8 +22,9 @@ from laplace_plus import batches
 from laplace_plus._memory import memory_budget
 from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
-from laplace_plus.errors import ConfigurationError, InputError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.example_gradients import per_example_gradients
+from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.selection import Selected, Selection, select, uses
 
 _WHOLE, _SAMPLED = 4096, 512
@@ -69,6 +70,8 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             kind = device.type
             enabled = torch.is_autocast_enabled(kind)
             network.ambient_autocast = enabled, torch.get_autocast_dtype(kind)
+            low = network.ambient_autocast[1] if enabled else network.held.places[network.parameter_names[0]][2].dtype
+            PRODUCTS.set(torch.finfo(low).eps if low.itemsize == 2 else 0.0)  # noqa: PLR2004
             no_autocast = torch.autocast(kind, enabled=False) if enabled else nullcontext()
             plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             with plain, no_autocast, memory_budget(memory, device):
@@ -79,6 +82,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
         finally:
             network.ambient_autocast = None
             network.kept.clear()
+            PRODUCTS.set(0.0)
 
 
 class Held(NamedTuple):
@@ -253,37 +257,35 @@ class Network:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def raw(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Any:
-        """What the model returns, with some parameters substituted.
-
-        Raises:
-            InputError: The network fails on these inputs.
-        """
+        """What the model returns, with some parameters substituted; InputError: the network fails on these inputs."""
         return self.raw_each(inputs, [parameters or {}])[0]
 
     def raw_each(self, inputs: Any, parameters: Sequence[Mapping[str, Tensor]]) -> list[Any]:
         """As :meth:`raw`, with one set of parameters after the other."""
         held, found = self.held, []
+        before: list[Any] = []
         enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
-        # Nothing is compiled before torch._dynamo is imported, which takes a second.
-        with (
-            evaluation_mode(self.model, held.modules) as before,
-            eager if "torch._dynamo" in sys.modules else nullcontext(),
-            torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
-        ):
-            arguments, keywords = batches.bind(self.model, inputs)
+        with turn(self.model):
             try:
-                for number, known in enumerate(parameters):
-                    if number:
-                        _restore(before)
-                    values: dict[int, Tensor] = {}  # by identity: tied tensors have one value, if their use has none
-                    for name, buffer in held.buffers.items():  # copies: some modules write to them even so
-                        values[id(buffer)] = known[name] if name in known else buffer.clone()
-                    for name, parameter in held.parameters.items():
-                        values[id(parameter)] = known[name] if name in known else parameter.detach()
-                    for name, (own, key, tensor) in held.places.items():
-                        own[key] = known[name] if name in known else values[id(tensor)]
-                    found.append(self.model(*arguments, **keywords))
-            except (torch.OutOfMemoryError, ConfigurationError):  # the latter comes from a rule of a layer
+                # Nothing is compiled before torch._dynamo is imported, which takes a second.
+                with (
+                    eager if "torch._dynamo" in sys.modules else nullcontext(),
+                    torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
+                ):
+                    _evaluate(held.modules, before)
+                    arguments, keywords = batches.bind(self.model, inputs)
+                    for number, known in enumerate(parameters):
+                        if number:
+                            _restore(before)
+                        values: dict[int, Tensor] = {}  # by identity: tied tensors have one, if none for their use
+                        for name, buffer in held.buffers.items():  # copies: some modules write to them even so
+                            values[id(buffer)] = known[name] if name in known else buffer.clone()
+                        for name, parameter in held.parameters.items():
+                            values[id(parameter)] = known[name] if name in known else parameter.detach()
+                        for name, (own, key, tensor) in held.places.items():
+                            own[key] = known[name] if name in known else values[id(tensor)]
+                        found.append(self.model(*arguments, **keywords))
+            except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise InputError(
@@ -293,8 +295,11 @@ class Network:
                     fix="Look at the error above this one, and call the model on such a batch yourself.",
                 ) from error
             finally:
-                for own, key, tensor in held.places.values():
-                    own[key] = tensor
+                try:
+                    _restore(before, held.places)
+                except BaseException:  # Ctrl-C in the middle of it
+                    _restore(before, held.places)
+                    raise
         return found
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
@@ -360,13 +365,13 @@ class Network:
                 )
 
     def mark(self) -> list[Any]:
-        """What differs after a change of weights or buffers: identities, addresses, torch's counts of writes, entries.
+        """What differs after a change of modules or tensors: identities, addresses, torch's counts of writes, entries.
 
         Of large tensors, unless they are sparse or of other classes, some entries stand for all.
         """
         if "mark" in self.kept:
             return self.kept["mark"]
-        found: list[Any] = []
+        found: list[Any] = [[*map(id, self.held.modules)]]
         entries: dict[Any, list[Tensor]] = {}
         for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
             found.append((name, id(tensor)))
@@ -411,36 +416,32 @@ def _refuse_unsuitable(model: nn.Module) -> None:
             )
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[Any]:
-    """Put every submodule into evaluation mode, and restore its mode and its tensors afterwards.
+def _evaluate(modules: Sequence[nn.Module], before: list[Any]) -> None:
+    """Put modules into evaluation mode, each after what :func:`_restore` takes has been noted in ``before``.
 
     ``training`` is set directly, because a custom ``train()`` may do more, e.g. merge adapter weights. A forward pass
     may store tensors that exist in this call only: recurrent layers keep a list of their weights, weight normalisation
     sets the weight, and some networks remember activations. Attributes that hold tensors are therefore restored; other
-    attributes, such as counters, stay as the network left them. The context gives what :func:`_restore` takes.
+    attributes, such as counters, stay as the network left them.
     """
-    with turn(model):
-        before = []
-        for module in modules or model.modules():
-            own, training = vars(module), module.training
-            if training:  # past the module's own __setattr__, which is slow, but for scripted ones and properties
-                (object.__setattr__ if "training" in own else setattr)(module, "training", False)
-            attributes, lists = own.copy(), {}
-            if list in map(type, own.values()):
-                lists = {name: [*value] for name, value in own.items() if type(value) is list and _holds_tensors(value)}
-            before.append((module, training, own, attributes, lists))
-        try:
-            yield before
-        finally:
-            _restore(before)
-            for module, training, own, *_ in before:
-                if module.training != training:
-                    (object.__setattr__ if "training" in own else setattr)(module, "training", training)
+    for module in modules:
+        own, training = vars(module), module.training
+        attributes, lists = own.copy(), {}
+        if list in map(type, own.values()):
+            lists = {name: [*value] for name, value in own.items() if type(value) is list and _holds_tensors(value)}
+        before.append((module, training, own, attributes, lists))
+        if training:  # past the module's own __setattr__, which is slow, but for scripted ones and properties
+            (object.__setattr__ if "training" in own else setattr)(module, "training", False)
 
 
-def _restore(before: Any) -> None:
-    """Restore the attributes that hold tensors, from modules with all attributes now and before and lists' content."""
+def _restore(before: Any, places: Mapping[str, Any] | None = None) -> None:
+    """Restore the attributes that hold tensors; with ``places``, modes and the tensors there, too."""
+    if places is not None:
+        for own, key, tensor in places.values():
+            own[key] = tensor
+        for module, training, own, *_ in before:
+            if module.training != training:
+                (object.__setattr__ if "training" in own else setattr)(module, "training", training)
     for _, _, now, attributes, lists in before:
         if now.keys() != attributes.keys() or not all(map(is_, now.values(), attributes.values())):
             for name in [*now]:

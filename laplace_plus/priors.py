@@ -17,8 +17,8 @@ STRUCTURES: tuple[PriorStructure, ...] = ("scalar", "layerwise", "diagonal")
 LAYERWISE: PriorStructure = "layerwise"
 
 
-def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
-    """A floating tensor as it is, numbers in float64: in float32 they would cost a float64 network half its digits.
+def as_hyperparameter(value: float | Sequence[float] | Tensor, *, copy: bool = False) -> Tensor:
+    """A floating tensor, or a copy that keeps its gradient; numbers in float64, whose digits a network may need.
 
     ConfigurationError for what is not made of real numbers.
 
@@ -26,7 +26,7 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor) -> Tensor:
         >>> as_hyperparameter(0.1).dtype
         torch.float64
     """
-    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference():
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference() and not copy:
         return value
     try:
         with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.curvature.structures import CHANNELS, EMBEDDING, GENERAL, MATRIX
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, DataError
 from laplace_plus.structured.gradients import DenseGradients, EmbeddingGradients, ExampleGradients, OuterGradients
 
 
@@ -49,6 +49,9 @@ class ExampleAxis(NamedTuple):
 
 def by_example(values: Tensor, n_examples: int, where: ExampleAxis, lead: int = 0) -> Tensor:
     """Bring the examples to the front: ``[B, size/B, …]`` (behind ``lead`` leading axes)."""
+    if not 0 <= where.axis < values.ndim - lead or values.shape[where.axis + lead] % n_examples:
+        expected, got = f"axis {where.axis} to hold {n_examples} examples", f"shape {list(values.shape[lead:])}"
+        raise DataError("A layer has its examples along another axis than in the fit.", expected=expected, got=got)
     values = values.movedim(where.axis + lead, lead)
     if where.innermost:
         return values.unflatten(lead, (-1, n_examples)).transpose(lead, lead + 1)

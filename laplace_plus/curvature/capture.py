@@ -28,7 +28,7 @@ from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
 from laplace_plus.curvature.last_layer import REARRANGING, last_layer, reached, rows_of
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 
 # glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
@@ -118,7 +118,7 @@ class _Recorder(TorchFunctionMode):
                     call = RULES[func](lambda value: self.rows.get(id(value)), *args, **kwargs)
                 if call is not None and not isinstance(call, Call):
                     raise TypeError(f"it returned {call!r}")
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
                 func(*args, **kwargs)  # where the function fails, too, the network is to blame
@@ -491,7 +491,7 @@ def _doubled(network: Network, capture: Capture) -> Capture | None:
             twice.append(torch.cat([leaf, leaf], axis) if single else leaf)
         try:
             double = Capture(network, rebuild(twice))
-        except Exception:  # noqa: BLE001, S112  -- the inputs were not meant to be doubled along this axis
+        except NETWORK_ERRORS:  # the inputs were not meant to be doubled along this axis
             continue
         if double.n_examples == 2 and [call.label for call in double.calls] == [call.label for call in capture.calls]:
             return double

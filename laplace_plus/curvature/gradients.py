@@ -24,7 +24,7 @@ from laplace_plus.curvature.calls import Call, ParameterRows
 from laplace_plus.curvature.capture import Capture, capture_batch, find_axes
 from laplace_plus.curvature.structures import GENERAL, Layout, whole_layout
 from laplace_plus.differentiability import differentiable_kernels
-from laplace_plus.errors import UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
 from laplace_plus.selection import Selected
@@ -277,7 +277,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
             try:
                 ends = Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]])
                 find_axes(network, pair := capture_batch(network, ends))
-            except Exception:  # noqa: BLE001  -- a network for batches of one size, or a batch that is refused as a whole
+            except NETWORK_ERRORS:  # a network for batches of one size, or a batch that is refused as a whole
                 network.can_cut = False
             network.bytes_per_example = network.bytes_per_example or 0  # nothing, for a linear last layer
         each, allowed = network.bytes_per_example or 0, _memory.budget(network.device)
@@ -316,7 +316,7 @@ def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> b
             capture = capture_batch(network, Batch(batches.cut(batch.inputs, [0, other]), batch.target[[0, other]]))
         Gradients(network, capture)  # refuses what it cannot tell apart
         alone = torch.cat([network.forward(batches.cut(batch.inputs, [number])) for number in (0, other)])
-    except Exception:  # noqa: BLE001  -- as above
+    except NETWORK_ERRORS:  # as above
         return False
     return same_outputs(alone, capture.outputs.view(capture.output_shape))
 

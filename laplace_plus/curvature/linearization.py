@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace_plus.curvature.gradients import evaluate
 from laplace_plus.differentiability import differentiable_kernels
+from laplace_plus.errors import NETWORK_ERRORS
 from laplace_plus.network import Network
 
 ADMode = Literal["mapped forward", "forward", "backward twice", "mapped backward"]
@@ -54,7 +55,7 @@ class Checked:
                 verdict = self.right[way] if way in self.right else agrees(found)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  -- there is a way that works in any case, or says why not
+        except NETWORK_ERRORS as error:  # there is a way that works in any case, or says why not
             self.right[way], self.reason = False, f": {error}"
             return None
         if verdict is not None:

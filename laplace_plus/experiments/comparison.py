@@ -16,7 +16,6 @@ from laplace_plus import batches, metrics
 from laplace_plus.errors import NoGainWarning
 from laplace_plus.experiments.settings import PosteriorSettings, call
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.network import evaluation_mode
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.predictive import Prediction, from_samples
 
@@ -170,8 +169,13 @@ def point_prediction(model: nn.Module, likelihood: Likelihood) -> Predict:
     """The trained network's own prediction ``p(y | f(x))``, with which posteriors are compared."""
 
     def predict(inputs: Any) -> Prediction:
-        with evaluation_mode(model), torch.no_grad():
-            outputs = likelihood.arrange(batches.output_tensor(batches.call(model, inputs)))
+        training = {module: module.training for module in model.modules()}
+        try:
+            with torch.no_grad():
+                outputs = likelihood.arrange(batches.output_tensor(batches.call(model.eval(), inputs)))
+        finally:
+            for module, mode in training.items():
+                module.training = mode
         return from_samples(likelihood, outputs[None])
 
     return predict

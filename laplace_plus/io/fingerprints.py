@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.errors import CheckpointError
+from laplace_plus.errors import NETWORK_ERRORS, CheckpointError
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
     ``sha256`` is of everything, bit by bit; ``names_sha256`` of names, shapes and dtypes; ``n_parameters`` counts
     entries. ``tensors`` has ``name``, ``kind``, ``dtype``, ``shape`` and ``sha256`` of each tensor, tied ones once.
-    The device,
+    ``modules`` has the name, class and options of each module, which do not enter the hashes. The device,
     ``requires_grad`` and the training mode do not count. CheckpointError for tensors without values.
     """
     architecture: list[dict[str, Any]] = []
@@ -35,19 +36,27 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
             architecture.append({"name": name, "kind": kind, "dtype": dtype, "shape": shape})
             tensors.append({**architecture[-1], "sha256": _sha256(tensor)})
             n_parameters += tensor.numel() if kind == "parameter" else 0
+    modules: list[str] = []
+    for name, module in model.named_modules():
+        with suppress(*NETWORK_ERRORS):  # a module's own extra_repr
+            modules.append(f"{name} {type(module).__name__}({module.extra_repr()})".strip())
     hashes = {"sha256": _sha256(tensors), "names_sha256": _sha256(architecture)}
-    return {**hashes, "n_parameters": n_parameters, "tensors": tensors}
+    return {**hashes, "n_parameters": n_parameters, "tensors": tensors, "modules": modules}
 
 
-def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise :class:`CheckpointError` unless a network is that of a fingerprint.
+def compare_fingerprint(saved: Mapping[str, Any], model: nn.Module, *, modules: bool = False) -> None:
+    """Raise :class:`CheckpointError` unless a network is that of a fingerprint, with ``modules`` down to their options.
 
-    It names the first tensor that is missing, new, or of another shape, dtype or value.
+    It names the first tensor that is missing, new, or of another shape, dtype or value, or else the first module.
     """
     current = fingerprint(model)
     fix = "Load the posterior onto the same network, with the same weights, that it was fitted on."
     try:
         if saved["sha256"] == current["sha256"]:
+            pairs = zip_longest(saved["modules"], current["modules"], fillvalue="none") if modules else ()
+            for old, new in pairs:
+                if old != new and not ("Drop" in old and "Drop" in new):
+                    raise CheckpointError("A module was replaced or changed.", expected=old, got=new, fix=fix)
             return
         for what, entry_text in (
             ("The checkpoint is of another network: this tensor differs.", "{kind} {name} {dtype} {shape}"),

@@ -24,6 +24,7 @@ from laplace_plus.likelihoods.base import (
     Marginal,
     OutputCurvature,
     check_batch,
+    check_finite,
     describe,
     shape_text,
     uniform_mixture,
@@ -266,4 +267,5 @@ class Poisson(Elementwise):
         log_odds = mean.double() + 0.5 * variance.double() + dispersion.log()
         distribution = NegativeBinomial(1 / dispersion, logits=log_odds, validate_args=False)
         epistemic = spread * rate.square()
+        check_finite(epistemic + rate, "The predicted variances of the counts")
         return Marginal(rate, epistemic + rate, distribution, epistemic, rate)

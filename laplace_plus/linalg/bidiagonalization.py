@@ -30,6 +30,7 @@ from laplace_plus.linalg.krylov import (
 )
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
 from laplace_plus.linalg.operators import Operator
+from laplace_plus.linalg.results import agreement
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _golub_kahan(
         # vᵀ(Aᵀu) = uᵀ(Av) = α checks the caller's transpose without a product
         adjointness = torch.maximum(adjointness, (along[:, k] - small[:, k, k]).abs() / largest)
     kept = max(truncated_depth(norm, rank, small, residual), 1)
-    allowed = torch.finfo(outer).eps ** 0.5
+    allowed = agreement(outer)
     if bool((adjointness > allowed).any()):
         raise OperatorError(
             "rmatvec is not the transpose of the operator.",

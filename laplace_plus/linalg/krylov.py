@@ -26,6 +26,7 @@ from laplace_plus.errors import OperatorError
 from laplace_plus.kernels import inner_products, orthogonalize, three_term_update, vector_norm
 from laplace_plus.linalg.arguments import require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, require_finite
+from laplace_plus.linalg.results import agreement
 
 
 def combine(coefficients: Tensor, basis: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ def truncated_depth(norm: Tensor, rank: Tensor, *results: Tensor) -> int:
 def require_symmetric(matrix: Tensor, dtype: torch.dtype) -> None:
     """Raise OperatorError unless ``H = Q A Qᵀ [..., K, K]`` is symmetric to √ε of the type of the products."""
     asymmetry, size = (matrix - matrix.mT).abs().amax(dim=(-2, -1)), matrix.abs().amax(dim=(-2, -1))
-    limit = torch.finfo(dtype).eps ** 0.5
+    limit = agreement(dtype)
     if bool((asymmetry > limit * size).any()):
         relative = float((asymmetry / size).max())
         raise OperatorError(

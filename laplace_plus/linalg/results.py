@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import cast
 
 import torch
 from torch import Tensor
+
+PRODUCTS: ContextVar[float] = ContextVar("products", default=0.0)
+"""Machine epsilon of the type in which a network computes products, where that is shorter than the vectors' type."""
+
+
+def agreement(dtype: torch.dtype) -> float:
+    """The relative difference that rounding explains between two ways to one number: the square root of epsilon."""
+    return max(torch.finfo(dtype).eps, PRODUCTS.get()) ** 0.5
 
 
 @dataclass(frozen=True)

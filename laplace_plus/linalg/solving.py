@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from laplace_plus.errors import ConfigurationError, ConvergenceWarning, Operator
 from laplace_plus.kernels import inner, vector_norm
 from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
-from laplace_plus.linalg.results import Solution, Status
+from laplace_plus.linalg.results import Solution, Status, agreement
 
 _LOOK_EVERY = 8
 """Iterations between looks at an accelerator, each of which waits for its queue; on the CPU a look is free."""
@@ -254,7 +253,7 @@ def require_adjoint(
     Rounding errors in the type that A multiplies in are relative to ``scale``; where it underflowed, nothing is
     checked. ``OperatorError`` if the numbers differ by more.
     """
-    different = (left - right).abs() > math.sqrt(torch.finfo(dtype).eps) * scale
+    different = (left - right).abs() > agreement(dtype) * scale
     if not bool((different & (scale > 0)).any()):
         return
     if symmetric:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus._memory import budget
-from laplace_plus.batches import Batch, iterate, signature_of
+from laplace_plus.batches import Batch, can_be_cut, cut, iterate, signature_of
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
 from laplace_plus.evidence.tuning import Tuner, TuningResult, check_choice, check_counts, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.configuration import Summary, full_precision
+from laplace_plus.posteriors.probing import check_deterministic
 from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
@@ -249,13 +250,18 @@ class Posterior(Stored, ABC):
                 for name in options.keys() - taken.keys():
                     del options[name]
             if not update:
+                self._function = self._example = None
                 network.example_axes.clear()
                 network.reached.clear()
+            self.remember_weights()
             self.fit_batches(data, **options)
             if self._vector is None or (self._vector is vector and not update):
                 self._vector = self.network.vector()
-            self.remember_weights()
+            network.kept.pop("mark", None)
+            if network.mark() != self._mark:  # the forward pass writes to the weights
+                self.require_fit()
         except BaseException:
+            vars(self).clear()
             vars(self).update(before)
             network.example_axes.clear()
             network.example_axes.update(learnt)
@@ -475,23 +481,22 @@ class Posterior(Stored, ABC):
         self._tangent_mean = result.vector if result.predictive_mean == "tangent" else None
 
     def summary(self) -> Summary:
-        """Which parameter is treated how.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """Which parameter is treated how; NotFittedError: before :meth:`fit`."""
         self.require_fit()
         rows = tuple((item.name, item.size, item.layer, type(self).__name__) for item in self.network.selected)
         return Summary(repr(self), rows, self.describe_groups())
 
     def batches(self, data: Iterable[Any], *, progress: bool = False, description: str = "") -> Iterator[Batch]:
-        """The batches of a loader, with inputs and targets told apart, on the network's device.
-
-        Raises:
-            EmptyDataError: There are none, unless other ranks may have some.
-        """
+        """A loader's batches on the network's device; EmptyDataError for none, unless other ranks may have any."""
+        random_state = torch.cuda.get_rng_state if self.network.device.type == "cuda" else torch.get_rng_state
         try:
-            yield from iterate(data, device=self.network.device, progress=progress, description=description)
+            for batch in iterate(data, device=self.network.device, progress=progress, description=description):
+                before, size = random_state(), len(batch.target)
+                yield batch
+                if self._example is None:
+                    self._example = cut(batch.inputs, [0, size - 1]) if can_be_cut(batch.inputs, size) else batch.inputs
+                    if not torch.equal(before, random_state()):
+                        check_deterministic(self.network, batch.inputs)
         except EmptyDataError:
             if self.group is None:
                 raise

@@ -36,6 +36,8 @@ def full_precision(method: Method) -> Method:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.network.kept.get("inside") == get_ident():  # another public method of this thread
             return method(self, *args, **kwargs)
+        if not isinstance(kwargs.get("generator"), (torch.Generator, type(None))):
+            raise ConfigurationError("The generator is no torch.Generator.", got=repr(kwargs["generator"]))
         with exact_arithmetic(self.network, self._memory_budget):
             return method(self, *args, **kwargs)
 
@@ -75,7 +77,7 @@ def option_config(value: Any, known: Mapping[str, type[Any]]) -> dict[str, Any]:
 
 def check_positive(value: float | Tensor, name: str) -> Tensor:
     """A positive number as a tensor; :class:`ConfigurationError` for anything else."""
-    tensor = as_hyperparameter(value)
+    tensor = as_hyperparameter(value, copy=True)
     if tensor.numel() != 1 or not bool(torch.isfinite(tensor.detach()).all() and (tensor.detach() > 0).all()):
         raise ConfigurationError(f"{name} must be a positive number.", expected=f"{name} > 0", got=str(value))
     return tensor
@@ -133,6 +135,10 @@ class Configured:
     _mark: list[Any]
     """Fingerprint and mark of the network at the fit."""
 
+    _example: Any = None
+    _function: dict[str, Any] | None = None
+    """Two examples' inputs of the fit, and the network's function as a probe knows it (None while nobody asked)."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -151,7 +157,7 @@ class Configured:
         self.backend = resolve_backend(backend)
         self.memory_budget = memory_budget
         self._prior_precision = self._checked_precision(prior_precision)
-        self._prior_mean = as_hyperparameter(prior_mean)
+        self._prior_mean = as_hyperparameter(prior_mean, copy=True)
         self._temperature = check_positive(temperature, "temperature")
         single = self._prior_precision.numel() == self._prior_mean.numel() == 1
         if single or self.is_last_layer:  # whose size is only certain once a batch has gone through the network
@@ -204,7 +210,7 @@ class Configured:
         self._prior_precision, self.link, self.covariance_scale = precision, None, 1.0
 
     def _checked_precision(self, value: float | Tensor) -> Tensor:
-        precision = as_hyperparameter(value)
+        precision = as_hyperparameter(value, copy=True)  # the caller may go on writing to theirs
         if self.one_precision and precision.numel() > 1:
             raise ConfigurationError(
                 f"One precision scales all entries of a {type(self).__name__}.",
@@ -324,11 +330,7 @@ class Configured:
 
     @property
     def mean(self) -> Tensor:
-        """The posterior mean, ``[P]``; methods whose mean is not the network's weights set it while fitting.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """The posterior mean ``[P]``, which a method whose mean is another sets; NotFittedError before a fit."""
         self.require_fit()
         assert self._vector is not None
         return self._vector
@@ -361,7 +363,7 @@ class Configured:
                 self._mark = mark
                 return
             try:
-                io.compare_fingerprint(self._fingerprint, self.network.model)
+                io.compare_fingerprint(self._fingerprint, self.network.model, modules=True)
             except CheckpointError as error:
                 raise ModelChangedError(
                     "The network is no longer the one that the posterior was fitted on.",

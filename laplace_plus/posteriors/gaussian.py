@@ -200,11 +200,7 @@ class GaussianPosterior(Posterior):
         return (self.backend.component_weights(self.likelihood) / self._temperature.detach()).to(self.network.vector())
 
     def adopt(self, sums: FitSums, mean: Tensor) -> None:
-        """Make sums and a mean those of this posterior, as if it had been fitted to them.
-
-        Raises:
-            ConfigurationError: A prior of another shape; then nothing changes.
-        """
+        """Make sums and a mean those of this posterior; ConfigurationError for a prior of another shape."""
         if self._prior_groups is not None and len(self._prior_groups.index) != len(mean):  # of another subnetwork
             self._prior_groups = None
         if self._prior_precision.numel() > 1 or self._prior_mean.numel() > 1:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,28 +11,34 @@ from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus.curvature import backend_from_config
-from laplace_plus.errors import CheckpointError, ConfigurationError
+from laplace_plus.curvature.calls import ExampleAxis
+from laplace_plus.errors import NETWORK_ERRORS, CheckpointError, ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
-from laplace_plus.network import turn, unwrap
+from laplace_plus.network import Network, turn, unwrap
 from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.probing import difference, outputs_at, random_inputs
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import with_prefix
 from laplace_plus.priors import Groups
 from laplace_plus.selection import uses
 
+WRAPPERS: dict[str, Callable[[Posterior, Any], Any]] = {}  # by the entry of the description that they are made from
 
-def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Posterior:
-    """Load a posterior that :meth:`Posterior.save` wrote. Nothing is unpickled.
+
+def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None, check_function: bool = True) -> Any:
+    """Load a posterior, or a calibrated one, that its ``save`` wrote. Nothing is unpickled.
 
     Args:
         path: The folder.
         model: The network that the posterior was fitted on, with the same weights.
         likelihood: The likelihood, where it is one of your own; built-in ones are stored, and only the value of their
             noise may differ here.
+        check_function: Whether to compare the network's outputs with those at the time of saving, at two random inputs
+            of the shapes, types and ranges of the fit's, which finds another activation or another ``eps``.
 
     Raises:
-        CheckpointError: The folder is missing, damaged or of another format version; the network or a built-in
-            likelihood differs; or the folder holds a kind of curvature block that is not registered.
+        CheckpointError: The folder is missing, damaged, contradictory or of another format version; the network or a
+            built-in likelihood differs; or the folder holds a kind of curvature block that is not registered.
         ConfigurationError: The arguments are not a path and a module, or the posterior's class is not registered.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -46,13 +51,25 @@ def load(path: str | Path, model: nn.Module, *, likelihood: Any = None) -> Poste
             fix="Build the network, load its weights, then call laplace_plus.load(path, model).",
         )
     header, tensors = io.read(path)
-    with turn(unwrap(model)):
-        return _restored(header, tensors, model, likelihood)
+    _ = likelihood is None or resolve_likelihood(likelihood)  # refuses what is none
+    io.compare_fingerprint(header.get("network", {}), unwrap(model))
+    cls = get_posterior(str(header.get("class")))
+    with turn(unwrap(model)), torch.random.fork_rng([]):  # constructors may draw random numbers
+        try:
+            posterior: Any = _restored(cls, header, tensors, model, likelihood)
+            if check_function and posterior._function:
+                _compare(posterior.network, posterior._function, header["network"].get("modules", ()))
+        except (CheckpointError, UnsupportedError, torch.OutOfMemoryError):
+            raise
+        except (*NETWORK_ERRORS, ArithmeticError, MemoryError) as error:
+            raise CheckpointError("The parts of the checkpoint do not fit together.", got=repr(error)) from error
+        for name in WRAPPERS.keys() & header.keys():
+            posterior = WRAPPERS[name](posterior, header[name])
+        return posterior
 
 
-def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Posterior:
+def _restored(cls: Any, header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any) -> Any:
     inner = unwrap(model)
-    io.compare_fingerprint(header["network"], inner)
     masks, hyper = with_prefix(tensors, "mask."), with_prefix(tensors, "hyper.")
     parameters: Any = header["parameters"]
     if masks:
@@ -62,7 +79,7 @@ def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modu
     precision = hyper["prior_precision"]
     if "groups" in header:
         hyper["prior_precision"] = torch.ones(())  # set below: the class starts with the layers as groups
-    posterior: Posterior = get_posterior(header["class"])(
+    posterior: Posterior = cls(
         model,
         _likelihood(header["likelihood"], likelihood),
         parameters=parameters,
@@ -71,20 +88,36 @@ def _restored(header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Modu
         **header["options"],
     )
     if "groups" in header:
-        try:
-            entry = header["groups"]
-            posterior.prior_groups = Groups(entry["name"], tuple(entry["names"]), tensors["groups.index"])
-        except (KeyError, TypeError, ConfigurationError) as error:
-            raise CheckpointError("The groups of the saved prior cannot be read.", got=str(error)) from error
+        entry = header["groups"]
+        posterior.prior_groups = Groups(entry["name"], tuple(entry["names"]), tensors["groups.index"])
         posterior.prior_precision = precision
-    posterior.n_data, posterior.n_outputs = header["n_data"], header["n_outputs"]
+    network, posterior._function = posterior.network, header.get("function")
+    for name, (axis, innermost) in header.get("example_axes", {}).items():
+        network.example_axes[name] = ExampleAxis(int(axis), bool(innermost))
+    posterior.n_data, posterior.n_outputs = int(header["n_data"]), int(header["n_outputs"])
     common, device = ("mask.", "hyper.", "groups.index"), posterior.network.device
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(common)}
     if "vector" in state:
         posterior.mean = state["vector"]
     posterior.restore(header["state"], state)
+    size = None if posterior._vector is None else tuple(posterior._vector.shape)
+    if size != (posterior.n_parameters,) or posterior.n_data < 1 or posterior.n_outputs < 0:
+        raise ValueError(f"a mean {size} of {posterior.n_data} examples and {posterior.n_outputs} outputs")
     posterior.remember_weights()
     return posterior
+
+
+def _compare(network: Network, known: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Raise :class:`CheckpointError` if a network computes something else than a probe of it found at the fit."""
+    before = torch.tensor(known["outputs"], dtype=torch.float64)
+    now, rounding = outputs_at(network, random_inputs(known["inputs"]))
+    off = difference(before, now) if before.shape == now.shape else float("inf")
+    if off > max(rounding, float(known["rounding"])):
+        old, new = set(modules), set(io.fingerprint(network.model)["modules"])
+        expected, got = "; ".join(sorted(old - new)) or "outputs as at the fit", "; ".join(sorted(new - old))
+        what, fix = "The network has the same weights, but computes another function.", "Restore it, or fit again."
+        got += f" outputs that differ by {off:.2g} of the largest"
+        raise CheckpointError(what, expected=expected, got=got, fix=fix)
 
 
 def _likelihood(stored: Mapping[str, Any], given: Any) -> Likelihood:

@@ -27,6 +27,7 @@ from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
+from laplace_plus.linalg.results import PRODUCTS
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
@@ -174,11 +175,12 @@ class LowRank(GaussianPosterior):
     def _block(self, operator: Operator, generator: torch.Generator | None) -> LowRankBlock:
         total = self.network.n_parameters
         wanted = min(self.rank, total)
-        limits: Any = {"tolerance": self.tolerance, "max_restarts": self.max_restarts}
+        tolerance = max(self.tolerance, 2 * PRODUCTS.get())  # half precision converges no further
+        limits: Any = {"tolerance": tolerance, "max_restarts": self.max_restarts}
         pairs = eigsh(operator, total, wanted, generator=generator, **limits)
         if not pairs.converged:
             warnings.warn(
-                f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {self.tolerance:g} "
+                f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {tolerance:g} "
                 f"within {self.max_restarts} restarts; only these are kept. Raise max_restarts or the tolerance, or "
                 "ask for a lower rank.",
                 ConvergenceWarning,

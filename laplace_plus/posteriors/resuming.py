@@ -132,14 +132,17 @@ def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
 
 
 def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:
-    """Number of examples, number of outputs, and sums that differ for other data or another order."""
-    sums, n_outputs, doubt = DataSums(posterior.network.device), 0, 0.0
+    """Number of examples, of outputs, and sums that differ for other data or order; SelectionError without a target."""
+    sums, n_outputs, doubt, counts = DataSums(posterior.network.device), 0, 0.0, False
     for batch in posterior.batches(data):
         outputs = posterior.network.forward(batch.inputs)
         posterior.likelihood.validate(outputs, batch.target)
         doubt += posterior.likelihood.evidence_for_probabilities(outputs, batch.target)
         sums.add(batch, len(outputs))
+        counts = counts or bool(posterior.likelihood.rows(outputs, batch.target)[2].any())
         n_outputs = outputs.shape[-1]
+    if not counts:
+        raise posterior.zero_curvature()
     if doubt > 0:
         doubt_logits(posterior.likelihood, doubt)
     return sums.count, n_outputs, [f"{value:.6e}" for value in sums.values()]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import Layout
 from laplace_plus.distributed import Distributed, OwnedSum, gathered, resolve_group
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import CheckpointError, ConfigurationError
 from laplace_plus.posteriors.configuration import Configured, full_precision
+from laplace_plus.posteriors.probing import probe
 from laplace_plus.posteriors.registry import name_of
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.structured.blocks import block_from_tensors
@@ -36,7 +39,7 @@ class Stored(Configured):
         """Matrices that only one rank holds, in the same order on every rank."""
         return []
 
-    def save(self, path: str | Path, *, distributed: Distributed = None) -> None:
+    def save(self, path: str | Path, *, distributed: Distributed = None, **entries: Any) -> None:
         """Write the posterior to a folder: tensors as safetensors, the rest as JSON, nothing pickled.
 
         Of a posterior that was fitted over several ranks, rank 0 writes the folder and the others wait until it is
@@ -45,6 +48,7 @@ class Stored(Configured):
         Args:
             path: The folder.
             distributed: Which ranks save together: None for those of the fit, otherwise as for :meth:`fit`.
+            **entries: Further entries of the description, for a class that wraps posteriors.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -53,21 +57,24 @@ class Stored(Configured):
         """
         group = self.group if distributed is None else resolve_group(distributed)
         if group is None or not group.is_alive():
-            self.write(path)
+            self.write(path, **entries)
             return
         if group.rank > 0:  # rank 0 checks while it writes, so that the others hear of its error
             self.require_fit()
         own = {**self.hyperparameter_digests(), "number of data": str(self.n_data)}
         with gathered(group, self.owned_sums()):
-            group.lead(f"save to {path}", lambda: self.write(path), own)
+            group.lead(f"save to {path}", lambda: self.write(path, **entries), own)
 
     @full_precision
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | Path, **entries: Any) -> None:
         """What :meth:`save` does on the one process that writes."""
         self.require_fit(thorough=True)
+        if self._function is None and self._example is not None:
+            self._function = probe(self.network, self._example)
         state, tensors = self.state()
         tensors = {"vector": self.mean, **tensors}
         header = {
+            **entries,
             "class": name_of(type(self)),
             "options": self.options(),
             "likelihood": self.likelihood.config(),
@@ -77,6 +84,8 @@ class Stored(Configured):
             "n_data": self.n_data,
             "n_outputs": self.n_outputs,
             "network": self._fingerprint,
+            "function": self._function,
+            "example_axes": dict(self.network.example_axes),
             "state": state,
         }
         tensors |= {f"mask.{s.name}": s.mask for s in self.network.selected if s.mask is not None}
@@ -90,11 +99,18 @@ class Stored(Configured):
 
     def __copy__(self) -> Self:
         result = object.__new__(type(self))
-        vars(result).update(vars(self))  # with the training data, which pickles leave out
+        for name, own in vars(self).items():  # with the training data, which pickles leave out
+            vars(result)[name] = copy.copy(own) if isinstance(own, Stored) else own
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | dict.fromkeys(self.data_attributes) | {"training_data": TrainingData()}
+        kept = vars(self) | dict.fromkeys(("_example", *self.data_attributes)) | {"training_data": TrainingData()}
+        for name, own in kept.items():
+            if name.endswith("_cache"):
+                kept[name] = None
+            elif isinstance(own, Tensor) and own.grad_fn is not None:  # torch copies leaves only
+                kept[name] = own.detach()
+        return kept
 
 
 def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -110,11 +126,17 @@ def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[st
 
 
 def restored_curvature(entries: list[dict[str, Any]], tensors: dict[str, Tensor]) -> Curvature:
-    """The curvature of :func:`curvature_state`."""
-    blocks = []
+    """The curvature of :func:`curvature_state`; :class:`CheckpointError` unless its blocks cover each entry once."""
+    blocks, places = [], []
     for number, entry in enumerate(entries):
         prefix = f"block.{number}."
         own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        layout = Layout(entry["key"], tuple(entry["names"]), entry["rule"], own.pop("index").cpu())
-        blocks.append((layout, block_from_tensors(entry["kind"], tuple(entry["shape"]), own)))
+        layout = Layout(str(entry["key"]), tuple(entry["names"]), str(entry["rule"]), own.pop("index").cpu())
+        if entry["shape"] != list(layout.shape):
+            raise CheckpointError("A block has another shape.", expected=str(layout.shape), got=str(entry["shape"]))
+        blocks.append((layout, block_from_tensors(entry["kind"], layout.shape, own)))
+        places.append(layout.index.flatten())
+    found = torch.cat(places)
+    if found.min() < 0 or found.max() >= len(found) or found.bincount(minlength=len(found)).max() > 1:
+        raise CheckpointError("The blocks do not cover each parameter once.", got=f"{len(found)} entries")
     return Curvature(blocks)

@@ -108,6 +108,8 @@ def functional_posteriors(
         require_outputs(shape, expected_outputs, inputs)
     gradients = Gradients(network, capture, layouts)
     mean = capture.outputs.to(torch.promote_types(capture.outputs.dtype, torch.float32))
+    if not bool(torch.isfinite(mean).all()):
+        check_outputs(mean)
     device = mean.device
     diagonal = isinstance(outputs, str) and wants_variances(outputs, joint)
     if outputs is None or isinstance(outputs, str):

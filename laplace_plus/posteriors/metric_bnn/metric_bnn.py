@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
+from laplace_plus.curvature.gradients import loss_gradient
 from laplace_plus.curvature.streaming import CHUNK_SIZE
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
 from laplace_plus.evidence import Tuner, TuningResult, Validation
@@ -210,6 +211,9 @@ class MetricBNN(ResumableFit):
             temperature=self._temperature,
             chunk_size=min(self.chunk_size, self.walk.n_particles),
         )
+        slopes = (loss_gradient(self.network, self.likelihood, batch, landscape.vector) for batch in self.batches(data))
+        if not any(bool(slope.any()) for slope, _ in slopes):
+            raise self.zero_curvature()
         n, room = self.walk.n_particles, 4 * budget(self.network.device)
         needed = n * self.walk.n_stored * landscape.vector.nbytes
         if needed > room:

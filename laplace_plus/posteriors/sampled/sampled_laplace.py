@@ -134,6 +134,9 @@ class SampledLaplace(SampleBased, ResumableFit):
         if self.likelihood.n_noise > 1:
             fix = "Use lp.Gaussian() with a single noise_std."
             raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
+        first = self.batches(data)  # which looks whether the outputs are random
+        self.network.forward(next(first).inputs)
+        next(first, None)
         problem = self._problem_of(data)
         self.prior()  # refuses a prior of another shape: the selection is final by now
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)

@@ -257,11 +257,7 @@ class VIKING(ProjectedNoisePosterior):
 
     @property
     def image_std(self) -> Tensor:
-        """σ_im, 0-d float64.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """σ_im, 0-d float64; NotFittedError: before :meth:`fit`."""
         self.require_fit()
         assert self._image_std is not None
         return self._image_std
