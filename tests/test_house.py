@@ -91,8 +91,9 @@ def test_files_are_short():
 
 
 def test_the_package_does_not_grow():
-    assert size.lines_of(size.FILES) <= 36_000
-    assert size.code_of(size.FILES) <= 23_000
+    # 36 000 and 23 000 but for checkpoints of the network's function, and models as they were after any interrupt
+    assert size.lines_of(size.FILES) <= 36_200
+    assert size.code_of(size.FILES) <= 23_050
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 14_000
 
 
