@@ -1,4 +1,4 @@
-"""How time and memory grow with the batch, the width, the depth, the outputs and the number of data.
+"""How time and memory grow with the batch, the width, the depth, the outputs, the tokens and the number of data.
 
 Small networks, one size varied at a time; slopes in logarithms over the upper half of the sizes, where what every call
 costs anyway no longer counts. Small tensors leave the slope of memory rough.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import laplace_plus as lp
 
-FAMILIES = ("mlp", "conv")
+FAMILIES = ("mlp", "conv", "transformer")
 KINDS = (lp.KFAC, lp.Diagonal)
 
 
@@ -37,6 +37,7 @@ class Sizes:
         depth: Number of hidden layers.
         outputs: C.
         side: Of an image.
+        tokens: T.
     """
 
     n_data: int = 512
@@ -45,12 +46,15 @@ class Sizes:
     depth: int = 3
     outputs: int = 8
     side: int = 12
+    tokens: int = 64
 
     def network(self, family: str) -> tuple[nn.Module, tuple[int, ...]]:
         """A network of these sizes, and the shape of its inputs."""
         torch.manual_seed(0)
         if family == "mlp":
             return multilayer(*[self.width] * (self.depth + 1), self.outputs).eval(), (self.width,)
+        if family == "transformer":
+            return TokenMean(self.width, self.depth, self.outputs).eval(), (self.tokens, self.width)
         channels = [self.width] * (self.depth + 1)
         layers: list[nn.Module] = []
         for a, b in zip(channels, channels[1:], strict=False):
@@ -59,11 +63,32 @@ class Sizes:
         return nn.Sequential(*layers).eval(), (self.width, self.side, self.side)
 
 
+class TokenMean(nn.Module):
+    """Encoder layers, and a linear head on the mean of the tokens."""
+
+    def __init__(self, width: int, depth: int, outputs: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, width]`` to logits ``[B, outputs]``."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
 def _doubled(start: int, number: int = 6) -> tuple[int, ...]:
     return tuple(start * 2**power for power in range(number))
 
 
-BASES = {"mlp": Sizes(), "conv": Sizes(n_data=64, batch=32, width=16, depth=2, outputs=4, side=12)}
+BASES = {
+    "mlp": Sizes(),
+    "conv": Sizes(n_data=64, batch=32, width=16, depth=2, outputs=4, side=12),
+    "transformer": Sizes(n_data=16, batch=8, width=64, depth=1, outputs=2),
+}
 # Along what, over which sizes, and the mathematics' exponents of time: products of two sides for a layer of that width,
 # cubes for decompositions, and for predictions at most the square of the outputs, as the covariance has it.
 FIT_AXES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
@@ -79,6 +104,7 @@ FIT_AXES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "width": (_doubled(4, 5), "2"),
         "side": (_doubled(4, 4), "2"),
     },
+    "transformer": {"tokens": (_doubled(16, 5), "1 to 2")},
 }
 PREDICT_AXES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
     "mlp": {
@@ -92,8 +118,9 @@ PREDICT_AXES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "width": (_doubled(4, 5), "2"),
         "side": (_doubled(4, 4), "2"),
     },
+    "transformer": {"tokens": (_doubled(16, 5), "1 to 2")},
 }
-LABELS = {"n_data": "data", "batch": "batch", "width": "width", "depth": "depth", "outputs": "outputs", "side": "side"}
+LABELS = {along: along for along in ("batch", "width", "depth", "outputs", "side", "tokens")} | {"n_data": "data"}
 
 
 def _data(sizes: Sizes, shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -178,7 +205,7 @@ def plot(found: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415  -- an extra
 
     columns = list(dict.fromkeys((row["model"], row["along"]) for row in found))
-    figure = Figure(figsize=(2.35 * len(columns), 5.4), layout="constrained")
+    figure = Figure(figsize=(1.9 * len(columns), 4.6), layout="constrained")
     panels = figure.subplots(2, len(columns), squeeze=False, sharey="row")
     for column, (model, along) in enumerate(columns):
         own = [row for row in found if (row["model"], row["along"]) == (model, along)]
@@ -212,4 +239,4 @@ def plot(found: Sequence[Row], path: Path) -> None:
         for name, colour in COLOURS.items()
     ]
     figure.legend(lines, list(COLOURS), loc="outside upper center", ncols=4, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
