@@ -6,8 +6,8 @@ helps predictions. The default therefore scales the covariance by its leave-one-
 1. The evidence gives a precision δ, at the noise of the residuals where there is noise.
 2. Outputs are displaced as if each datum had been left out: ``f₋ₙ = f + V g`` in first order, which has no leverages
    that could reach one. V is that of all trained weights under Kronecker blocks, whatever the posterior's curvature and
-   selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`. Of up to
-   5000 weights without normalisation the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
+   selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`. Of few
+   weights without normalisation the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
    percent of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
    a larger precision would not. Where none gains, the link ``"network"`` leaves the network's own probabilities, and

@@ -44,9 +44,10 @@ DECAY_RATIO = 4.0
 """Precision for displacements in units of the weight decay, which overshoot what retraining gives: new data asked for
 2 to 4 where weight decay was found, for more elsewhere."""
 
-FEW, OPERATIONS = 5000, 2e10
-"""Weights up to which displacements are exact Newton steps, and operations for their matrix. Data that determine their
-weights have leverages near one: first order saw .2 nats left out where new data cost 1.4, exact steps 1 to 4."""
+FEW, MANY, DETERMINED, OPERATIONS = 2000, 5000, 4.0, 2e10
+"""Weights up to which displacements are exact Newton steps: always; where there are up to four for each output of each
+example; and operations for their matrix. Data that determine their weights have leverages near one: first order saw .2
+nats left out where new data cost 1.4, exact steps 1 to 4. Of five and more weights for each output they overshot."""
 
 LEAST_LOSS = 1e-6
 """Nats for each example below which a loss is rounding."""
@@ -88,7 +89,8 @@ def training_end(
     whole, likelihood, backend = network.selecting("all"), model.likelihood, Native()
     vector, modes, curvature = whole.vector(), ADModes(), None
     gradient, n_examples = torch.zeros_like(vector), 0
-    exact = len(vector) <= FEW and share * n_data * model.n_outputs * len(vector) ** 2 <= OPERATIONS
+    n_numbers = share * n_data * model.n_outputs
+    exact = len(vector) <= max(FEW, min(MANY, DETERMINED * n_numbers)) and n_numbers * len(vector) ** 2 <= OPERATIONS
     for entire in iterate(data, device=network.device):
         batch = thinned(entire, share)
         if curvature is None:

@@ -99,6 +99,7 @@ class Dense:
 @pytest.mark.parametrize("exact", [True, False])
 def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch):
     monkeypatch.setattr(end_module, "FEW", 8 if exact else 7)
+    monkeypatch.setattr(end_module, "MANY", 8 if exact else 7)
     net, x, y = linear_problem(classification=True)
     posterior = lp.Full(net, "classification").fit([(x, y)])
     tuner = lp.Auto(link="probit", training_prior_precision=3.0 if known else None)
@@ -128,6 +129,7 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch
 def test_where_training_ended(share, exact, monkeypatch):
     """Of a network that is trained to its end, of one that is not, and with half of the data standing for all."""
     monkeypatch.setattr(end_module, "FEW", 8 if exact else 7)
+    monkeypatch.setattr(end_module, "MANY", 8 if exact else 7)
     net, x, y = linear_problem(40, classification=True)
     data = [(x[:20], y[:20]), (x[20:], y[20:])]
 
