@@ -38,14 +38,14 @@ _registering = threading.Lock()
 
 def turn(model: nn.Module) -> threading.RLock:
     """The re-entrant lock of a model; models that share modules share it."""
-    with _registering:
-        lock = _locks.get(model)
-        if lock is None:
+    lock = _locks.get(model)
+    if lock is None:
+        with _registering:
             modules = list(model.modules())
             lock = next((_locks[module] for module in modules if module in _locks), None) or threading.RLock()
             for module in modules:
                 _locks.setdefault(module, lock)
-        return lock
+    return lock
 
 
 @contextmanager
@@ -267,39 +267,39 @@ class Network:
         enabled, dtype = self.ambient_autocast or (False, torch.bfloat16)
         with turn(self.model):
             try:
-                # Nothing is compiled before torch._dynamo is imported, which takes a second.
-                with (
-                    eager if "torch._dynamo" in sys.modules else nullcontext(),
-                    torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
-                ):
-                    _evaluate(held.modules, before)
-                    arguments, keywords = batches.bind(self.model, inputs)
-                    for number, known in enumerate(parameters):
-                        if number:
-                            _restore(before)
-                        values: dict[int, Tensor] = {}  # by identity: tied tensors have one, if none for their use
-                        for name, buffer in held.buffers.items():  # copies: some modules write to them even so
-                            values[id(buffer)] = known[name] if name in known else buffer.clone()
-                        for name, parameter in held.parameters.items():
-                            values[id(parameter)] = known[name] if name in known else parameter.detach()
-                        for name, (own, key, tensor) in held.places.items():
-                            own[key] = known[name] if name in known else values[id(tensor)]
-                        found.append(self.model(*arguments, **keywords))
-            except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise InputError(
-                    f"The network failed on a batch: {error}.",
-                    expected="inputs that model(inputs) takes",
-                    got=batches.describe(inputs),
-                    fix="Look at the error above this one, and call the model on such a batch yourself.",
-                ) from error
-            finally:
                 try:
-                    _restore(before, held.places)
-                except BaseException:  # Ctrl-C in the middle of it
-                    _restore(before, held.places)
+                    # Nothing is compiled before torch._dynamo is imported, which takes a second.
+                    with (
+                        eager if "torch._dynamo" in sys.modules else nullcontext(),
+                        torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
+                    ):
+                        _evaluate(held.modules, before)
+                        arguments, keywords = batches.bind(self.model, inputs)
+                        for number, known in enumerate(parameters):
+                            if number:
+                                _restore(before)
+                            values: dict[int, Tensor] = {}  # by identity: tied tensors have one, if none for their use
+                            for name, buffer in held.buffers.items():  # copies: some modules write to them even so
+                                values[id(buffer)] = known[name] if name in known else buffer.clone()
+                            for name, parameter in held.parameters.items():
+                                values[id(parameter)] = known[name] if name in known else parameter.detach()
+                            for name, (own, key, tensor) in held.places.items():
+                                own[key] = known[name] if name in known else values[id(tensor)]
+                            found.append(self.model(*arguments, **keywords))
+                except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
                     raise
+                except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                    raise InputError(
+                        f"The network failed on a batch: {error}.",
+                        expected="inputs that model(inputs) takes",
+                        got=batches.describe(inputs),
+                        fix="Look at the error above this one, and call the model on such a batch yourself.",
+                    ) from error
+                finally:
+                    _restore(before, held.places)
+            except BaseException:  # Ctrl-C in the middle of restoring
+                _restore(before, held.places)
+                raise
         return found
 
     def several(self, inputs: Any, vectors: Tensor) -> list[Tensor]:
