@@ -52,9 +52,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
         )
     header, tensors = io.read(path)
     _ = likelihood is None or resolve_likelihood(likelihood)  # refuses what is none
-    io.compare_fingerprint(header.get("network", {}), unwrap(model))
-    cls = get_posterior(str(header.get("class")))
     with turn(unwrap(model)), torch.random.fork_rng([]):  # constructors may draw random numbers
+        io.compare_fingerprint(header.get("network", {}), unwrap(model))  # while no forward pass has other weights
+        cls = get_posterior(str(header.get("class")))
         try:
             posterior: Any = _restored(cls, header, tensors, model, likelihood)
             if check_function and posterior._function:
