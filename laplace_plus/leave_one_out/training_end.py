@@ -62,7 +62,7 @@ class TrainingEnd:
     """Where training ended, over all trainable weights.
 
     Attributes:
-        precision: The prior precision that training acted with.
+        precision: The prior precision for displacements: that which training acted with, or some times as much.
         stationary: Whether a weight decay is known, or was found in weights that are stationary under it.
         decrement: ``gᵀ (H + δ)⁻¹ g / γ``.
         covariances: V of all weights at that precision.
