@@ -1,5 +1,7 @@
 """Sphinx builds the site from the repository's root: a link is then the same on the site and where the code is read."""
 
+from importlib.util import find_spec
+
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
@@ -39,6 +41,7 @@ myst_heading_anchors = 3
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # arguments are described in words, with shapes
+autodoc_mock_imports = [name for name in ("sklearn",) if find_spec(name) is None]
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. "

@@ -1,0 +1,247 @@
+"""Classifiers and regressors of scikit-learn from networks with posteriors; see ``docs/how-to/scikit-learn.md``.
+
+``fit`` trains the network, fits a posterior to the same data and tunes it by the library's default, so that an
+estimator needs no data but what scikit-learn hands it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self, TypeAlias, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_plus.errors import ConfigurationError, LabelError
+from laplace_plus.posteriors import Posterior, get_posterior
+from laplace_plus.predictive import Prediction
+
+__all__ = ["LaplaceClassifier", "LaplaceRegressor"]
+
+HIDDEN = 50
+"""Units of the default network's one hidden layer."""
+
+Array = NDArray[Any]
+Module: TypeAlias = nn.Module | Callable[[int, int], nn.Module] | BaseEstimator | None
+
+
+class LaplaceEstimator(BaseEstimator):
+    """What both estimators share.
+
+    Args:
+        module: The network, with inputs ``[N, n_features]`` and outputs ``[N, n_outputs]`` (logits of classes): an
+            ``nn.Module``, of which copies are trained from its weights on; a function ``(n_features, n_outputs) ->
+            nn.Module``; a skorch net, which trains with its own settings; or None for one hidden layer of 50 tanh units
+            in double precision.
+        posterior: The class, or its name.
+        posterior_options: Its arguments, such as ``{"parameters": "last_layer"}``.
+        epochs: Passes over the data by Adam, with steps that shrink to zero along a cosine.
+        lr: The first step.
+        weight_decay: Adam's, with the mean loss over a minibatch. The tuning of classifiers is told of it.
+        batch_size: Examples in a minibatch.
+        prefit: Whether the module, or the skorch net, is trained already. ``fit`` then takes it as it is.
+        device: Where a new network is trained and predicts; None for where it is.
+        random_state: Of initial weights, minibatches and dropout, as scikit-learn has it.
+
+    Attributes:
+        module_: The trained network.
+        posterior_: Its posterior, with all methods of the library; ``posterior_.tuning.why`` says how it was tuned.
+        n_features_in_: Number of features.
+    """
+
+    def __init__(
+        self,
+        module: Module = None,
+        *,
+        posterior: str | type[Posterior] = "KFAC",
+        posterior_options: Mapping[str, Any] | None = None,
+        epochs: int = 200,
+        lr: float = 1e-2,
+        weight_decay: float = 1e-3,
+        batch_size: int = 64,
+        prefit: bool = False,
+        device: str | torch.device | None = None,
+        random_state: Any = None,
+    ):
+        self.module = module
+        self.posterior = posterior
+        self.posterior_options = posterior_options
+        self.epochs = epochs
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.prefit = prefit
+        self.device = device
+        self.random_state = random_state
+
+    def predictive(self, X: Any) -> Prediction:
+        """The library's prediction, of the encoded classes ``0 … C − 1`` or of scaled targets, for ``X [N, D]``."""
+        check_is_fitted(self)
+        return self.posterior_.predictive(self._tensor(validate_data(self, X, reset=False)))
+
+    def _tensor(self, values: Array) -> Tensor:
+        dtype = next((p.dtype for p in self.module_.parameters() if p.is_floating_point()), torch.float32)
+        return torch.tensor(values, dtype=dtype)  # a copy: arrays may be read-only
+
+    def _fit(self, X: Array, y: Array, n_outputs: int, likelihood: str, loss: nn.Module) -> Self:
+        """Train a network on ``y``, integers ``[N]`` or numbers ``[N, C]``, and fit and tune its posterior."""
+        cls = get_posterior(self.posterior) if isinstance(self.posterior, str) else self.posterior
+        seed = check_random_state(self.random_state).randint(2**31)
+        decay: float | None = None
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if isinstance(self.module, BaseEstimator):
+                net = self._skorch(self.module, X, y)
+                self.module_, decay = net.module_, known_decay(getattr(net, "optimizer_", None))
+            else:
+                self.module_ = self._module(X.shape[1], n_outputs)
+        data = TensorDataset(self._tensor(X), torch.as_tensor(y) if y.ndim == 1 else self._tensor(y))
+        if not (self.prefit or isinstance(self.module, BaseEstimator)):
+            decay = self.weight_decay
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                self._train(data, loss)
+        batches = [data[i : i + self.batch_size] for i in range(0, len(data), self.batch_size)]
+        self.posterior_ = cls(self.module_, likelihood, **(self.posterior_options or {})).fit(batches)
+        generator = torch.Generator(self.posterior_.network.device).manual_seed(seed)
+        known = decay and "auto" in cls.tuners and likelihood == "classification"
+        options: dict[str, Any] = {"weight_decay": decay} if known else {}
+        self.posterior_.fit_prior_precision(generator=generator, **options)
+        return self
+
+    def _module(self, n_features: int, n_outputs: int) -> nn.Module:
+        expected = "an nn.Module, a function (n_features, n_outputs) -> nn.Module, or a skorch net"
+        module: Any = self.module
+        if self.prefit and not isinstance(module, nn.Module):
+            what, fix = "There is no trained network.", "Pass the trained module, or prefit=False."
+            raise ConfigurationError(what, expected="an nn.Module or a fitted skorch net", got=repr(module), fix=fix)
+        if module is None:
+            layers = nn.Linear(n_features, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, n_outputs)
+            module = nn.Sequential(*layers).double()
+        elif isinstance(module, nn.Module):
+            module = module if self.prefit else copy.deepcopy(module)
+        elif callable(module):
+            module = module(n_features, n_outputs)
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError("This makes no network.", expected=expected, got=repr(self.module))
+        return module if self.device is None or self.prefit else module.to(self.device)
+
+    def _skorch(self, net: Any, X: Array, y: Array) -> Any:
+        """A fitted skorch net: the one that was given, or a copy of it."""
+        if not self.prefit:
+            net = clone(net).fit(X.astype(np.float32), y if y.ndim == 1 else y.astype(np.float32))
+        if not isinstance(getattr(net, "module_", None), nn.Module):
+            what, fix = "This estimator has no trained network.", "Fit the skorch net first, or pass prefit=False."
+            raise ConfigurationError(what, expected="a skorch net", got=repr(net), fix=fix)
+        return net
+
+    def _train(self, data: TensorDataset, loss: nn.Module) -> None:
+        model, device = self.module_.train(), next(self.module_.parameters()).device
+        loader = DataLoader(data, self.batch_size, shuffle=True)
+        optimizer = torch.optim.Adam(model.parameters(), self.lr, weight_decay=self.weight_decay)
+        schedule = CosineAnnealingLR(optimizer, max(1, self.epochs))
+        for _ in range(self.epochs):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss(model(inputs.to(device)), targets.to(device)).backward()
+                optimizer.step()
+            schedule.step()
+        model.eval()
+
+
+class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
+    """A classifier whose probabilities account for not knowing the weights.
+
+    Arguments and attributes are those of :class:`LaplaceEstimator`, and ``classes_``: the labels, in ascending order.
+
+    Raises:
+        ConfigurationError: A module that is none, or none that is trained.
+        LabelError: Fewer than two classes.
+
+    Example:
+        >>> X = np.random.default_rng(0).normal(size=(200, 2))
+        >>> y = np.where(X[:, 0] + np.random.default_rng(1).normal(size=200) > 0, "yes", "no")
+        >>> LaplaceClassifier(epochs=20, random_state=0).fit(X, y).predict_proba(X).shape
+        (200, 2)
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train and fit to ``X [N, D]`` and labels ``y [N]`` of any kind."""
+        X, y = validate_data(self, X, y)
+        check_classification_targets(y)
+        self.classes_, encoded = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise LabelError("A classifier needs two classes.", expected="two classes or more", got="one class")
+        return self._fit(X, encoded.astype(np.int64), len(self.classes_), "classification", nn.CrossEntropyLoss())
+
+    def predict_proba(self, X: Any) -> Array:
+        """Probabilities ``[N, C]`` in the order of ``classes_``."""
+        return self.predictive(X).mean.cpu().double().numpy()
+
+    def predict(self, X: Any) -> Array:
+        """The most probable labels, ``[N]``."""
+        most_probable = self.predict_proba(X).argmax(1)
+        return self.classes_[most_probable]
+
+
+class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
+    """A regressor with error bars.
+
+    Arguments and attributes are those of :class:`LaplaceEstimator`. Targets are scaled to mean 0 and variance 1 for the
+    network, and predictions back, unless it was trained already.
+
+    Example:
+        >>> X = np.linspace(-1, 1, 50)[:, None]
+        >>> mean, std = LaplaceRegressor(epochs=20, random_state=0).fit(X, X[:, 0] ** 2).predict(X, return_std=True)
+        >>> mean.shape, std.shape
+        ((50,), (50,))
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train and fit to ``X [N, D]`` and targets ``y [N]`` or ``[N, C]``."""
+        X, y = validate_data(self, X, y, y_numeric=True, multi_output=True)
+        self._one, columns = y.ndim == 1, y.reshape(len(y), -1).astype(np.float64)
+        scale = columns.std(0)
+        self._scale = np.ones(1) if self.prefit else np.where(scale > 0, scale, 1.0)
+        self._center = np.zeros(1) if self.prefit else columns.mean(0)
+        return self._fit(X, (columns - self._center) / self._scale, columns.shape[1], "regression", nn.MSELoss())
+
+    @overload
+    def predict(self, X: Any, return_std: Literal[False] = False) -> Array: ...
+
+    @overload
+    def predict(self, X: Any, return_std: Literal[True]) -> tuple[Array, Array]: ...
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Means, shaped as ``y``; with ``return_std`` also the standard deviations of new targets, noise included."""
+        prediction = self.predictive(X)
+        mean = prediction.mean.cpu().double().numpy() * self._scale + self._center
+        mean = mean[:, 0] if self._one else mean
+        if not return_std:
+            return mean
+        std = prediction.std.cpu().double().numpy() * self._scale
+        return mean, std[:, 0] if self._one else std
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def known_decay(optimizer: Any) -> float | None:
+    """The weight decay that acted as a prior: one for all weights, added to gradients; else None."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    decays = {float(group.get("weight_decay", 0.0)) for group in groups}
+    coupled = type(optimizer) in (torch.optim.SGD, torch.optim.Adam)
+    if len(decays) != 1 or not coupled or any(group.get("decoupled_weight_decay") for group in groups):
+        return None
+    return decays.pop()

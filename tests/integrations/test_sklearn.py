@@ -1,0 +1,153 @@
+"""scikit-learn's own checks, and what the estimators add: the library's numbers, in scikit-learn's shapes."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, LabelError, NoGainWarning
+
+pytest.importorskip("sklearn", reason="needs the extra `sklearn`")
+from sklearn.base import clone
+from sklearn.datasets import load_iris, make_regression
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import BayesianRidge, LinearRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from laplace_plus.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_plus.errors.NoGainWarning")
+IRIS = load_iris(return_X_y=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+@parametrize_with_checks([LaplaceClassifier(epochs=50, batch_size=32), LaplaceRegressor(epochs=50, batch_size=32)])
+def test_scikit_learn_accepts_the_estimators(estimator, check):
+    check(estimator)  # none is expected to fail
+
+
+def linear(n_features, n_outputs):
+    return nn.Linear(n_features, n_outputs).double()
+
+
+def test_probabilities_are_those_of_the_posterior():
+    x, y = IRIS
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    own = LaplaceClassifier(linear, epochs=30, lr=0.1, random_state=0).fit(x, names)
+    assert list(own.classes_) == sorted(set(names)) and own.n_features_in_ == 4
+    batches = [(torch.as_tensor(x[i : i + 64]), torch.as_tensor(y[i : i + 64])) for i in range(0, 150, 64)]
+    posterior = lp.KFAC(own.module_, "classification").fit(batches).fit_prior_precision(weight_decay=1e-3)
+    expected = posterior.predictive(torch.as_tensor(x)).mean.numpy()
+    np.testing.assert_allclose(own.predict_proba(x), expected, rtol=1e-12)
+    assert (own.predict(x) == names[[0] * 50 + [50] * 50 + [100] * 50]).mean() > 0.8
+    again = pickle.loads(pickle.dumps(own))
+    np.testing.assert_array_equal(again.predict_proba(x), own.predict_proba(x))
+
+
+def test_a_linear_regressor_is_bayesian_linear_regression():
+    x, y = make_regression(80, 3, noise=20.0, random_state=0)
+    training = {"epochs": 300, "lr": 0.1, "weight_decay": 0.0, "batch_size": 80}
+    own = LaplaceRegressor(linear, posterior="Full", random_state=0, **training).fit(x, y)
+    mean, std = own.predict(x, return_std=True)
+    precision, noise = float(own.posterior_.prior_precision), float(own.posterior_.noise_std)
+    rows = np.column_stack([x, np.ones(80)])
+    covariance = np.linalg.inv(rows.T @ rows / noise**2 + precision * np.eye(4)) * own.posterior_.covariance_scale
+    expected = np.sqrt(np.einsum("ni,ij,nj->n", rows, covariance, rows) + noise**2) * y.std()
+    np.testing.assert_allclose(std, expected, rtol=1e-6)
+    np.testing.assert_allclose(mean, LinearRegression().fit(x, y).predict(x), atol=1e-3 * y.std())
+    peer = BayesianRidge().fit(x, y).predict(x, return_std=True)[1]
+    np.testing.assert_allclose(std, peer, rtol=0.05)
+
+
+def test_several_targets_keep_their_shape_and_units():
+    x, y = make_regression(60, 3, n_targets=2, noise=1.0, random_state=0)
+    y = y * [1.0, 1000.0]
+    own = LaplaceRegressor(linear, posterior="Full", epochs=100, lr=0.1, random_state=0).fit(x, y)
+    mean, std = own.predict(x, return_std=True)
+    assert mean.shape == std.shape == (60, 2)
+    assert own.score(x, y) > 0.99
+    assert 100 < std[:, 1].mean() / std[:, 0].mean() < 10_000
+
+
+def test_pipelines_searches_and_clones():
+    x, y = IRIS
+    pipeline = make_pipeline(StandardScaler(), LaplaceClassifier(epochs=10, random_state=0))
+    assert (cross_val_score(pipeline, x, y, cv=3, scoring="neg_log_loss") > -0.5).all()
+    search = GridSearchCV(pipeline, {"laplaceclassifier__posterior": ["Diagonal", lp.Full]}, cv=2).fit(x, y)
+    assert type(search.best_estimator_[-1].posterior_) in (lp.Diagonal, lp.Full)
+    module = nn.Sequential(nn.Linear(4, 3))
+    before = [p.clone() for p in module.parameters()]
+    copied = clone(LaplaceClassifier(module, epochs=2, posterior_options={"parameters": "last_layer"}))
+    assert copied.get_params()["epochs"] == 2 and copied.module is not module
+    LaplaceClassifier(module, epochs=2).fit(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_the_random_state_decides_and_the_global_one_stays():
+    x, y = IRIS
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, second, other = (LaplaceClassifier(epochs=3, random_state=s).fit(x, y).predict_proba(x) for s in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert (first == second).all() and not np.allclose(first, other)
+
+
+def test_a_trained_module_is_taken_as_it_is():
+    x, y = IRIS
+    trained = LaplaceClassifier(epochs=20, random_state=0).fit(x, y).module_
+    before = [p.clone() for p in trained.parameters()]
+    own = LaplaceClassifier(trained, prefit=True).fit(x, y)
+    assert own.module_ is trained and all(map(torch.equal, before, trained.parameters()))
+    values = LaplaceRegressor(nn.Linear(4, 1).double(), prefit=True).fit(x, x[:, 0])
+    with torch.no_grad():
+        expected = values.module_(torch.as_tensor(x))[:, 0].numpy()
+    np.testing.assert_allclose(values.predict(x), expected)  # in the network's own units
+
+
+def test_what_is_no_network_is_refused():
+    x, y = IRIS
+    for own in (LaplaceClassifier("net"), LaplaceClassifier(lambda n, c: "net"), LaplaceClassifier(prefit=True)):
+        with pytest.raises(ConfigurationError, match="network"):
+            own.fit(x, y)
+    with pytest.raises(ConfigurationError, match="trained"):
+        LaplaceClassifier(LinearRegression()).fit(x, y)
+    with pytest.raises(LabelError, match="one class"):
+        LaplaceClassifier().fit(x, np.zeros(150))
+    with pytest.raises(NotFittedError):
+        LaplaceClassifier().predict(x)
+
+
+def test_skorch_nets_train_with_their_own_settings():
+    skorch = pytest.importorskip("skorch", reason="needs skorch, of the extra `integrations`")
+    x, y = IRIS
+    x = ((x - x.mean(0)) / x.std(0)).astype(np.float32)
+    options = {"criterion": nn.CrossEntropyLoss, "lr": 0.5, "verbose": 0, "train_split": None}
+    net = skorch.NeuralNetClassifier(nn.Linear(4, 3), max_epochs=5, optimizer__weight_decay=0.01, **options)
+    own = LaplaceClassifier(net, random_state=0).fit(x, y)
+    assert not hasattr(net, "module_") and own.score(x, y) > 0.7  # a copy was trained
+    training = own.posterior_.tuning.training_prior_precision
+    assert training == pytest.approx(4 * 150 * 0.01, rel=1e-4)  # what `lp.Auto` takes for a known weight decay
+    torch.manual_seed(0)
+    fitted = net.fit(x, y)
+    same = LaplaceClassifier(fitted, prefit=True).fit(x, y)
+    assert same.module_ is fitted.module_
+    with pytest.raises(ConfigurationError, match="trained"):
+        LaplaceClassifier(clone(net), prefit=True).fit(x, y)
+    values = skorch.NeuralNetRegressor(nn.Linear(4, 1), max_epochs=20, lr=0.1, verbose=0, train_split=None)
+    assert LaplaceRegressor(values, random_state=0).fit(x, 100 * x[:, 0]).score(x, 100 * x[:, 0]) > 0.9
+
+
+def test_users_are_told_where_the_network_predicts():
+    x, y = IRIS
+    with pytest.warns(NoGainWarning):
+        own = LaplaceClassifier(epochs=400, weight_decay=0.0, random_state=0, posterior="Diagonal").fit(x[50:], y[50:])
+    assert own.posterior_.tuning.why
