@@ -78,4 +78,5 @@ def __getattr__(name: str) -> Any:
     # These backends stand on libraries that take seconds to import.
     if name in ("BackPack", "Curvlinops"):
         return getattr(curvature, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = f". Write {errors.WORDS[name]}" if name in errors.WORDS else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

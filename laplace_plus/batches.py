@@ -67,10 +67,9 @@ def split(item: Any) -> Batch:
     inputs: Any = None
     target: Any = None
     if isinstance(item, Mapping):
-        key = next((key for key in TARGET_KEYS if key in item), None)
-        inputs, target = {name: value for name, value in item.items() if name != key}, item.get(key)
+        inputs, target = inputs_of(item), next((item[key] for key in TARGET_KEYS if key in item), None)
     elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
-        inputs, target = item[0] if len(item) == 2 else tuple(item[:-1]), item[-1]
+        inputs, target = inputs_of(item), item[-1]
     if not isinstance(target, Tensor) or (isinstance(inputs, dict) and not inputs):
         raise DataError(
             "A batch has no inputs, or no tensor as its target.",
@@ -79,6 +78,16 @@ def split(item: Any) -> Batch:
             fix="let the loader yield batches (a DataLoader collates examples), or rename the target's key",
         )
     return Batch(inputs, target)
+
+
+def inputs_of(item: Any) -> Any:
+    """The inputs of what a loader yields, with or without a target; the last of several entries is one."""
+    if isinstance(item, Mapping):
+        target = next((key for key in TARGET_KEYS if key in item), None)
+        return {name: value for name, value in item.items() if name != target}
+    if isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and item:
+        return tuple(item[:-1]) if len(item) > 2 else item[0]  # noqa: PLR2004
+    return item
 
 
 def iterate(

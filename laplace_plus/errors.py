@@ -6,6 +6,26 @@ likely catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+WORDS = {
+    "subset_of_weights": 'parameters="all" or "last_layer", or lp.Subnetwork',
+    "hessian_structure": "the class: lp.Full, lp.KFAC, lp.Diagonal or lp.LowRank",
+    "sigma_noise": "likelihood=lp.Gaussian(noise_std)",
+    "pred_type": 'predictive(x, method="linearized") for "glm", "sampled" for "nn"',
+    "link_approx": 'predictive(x, link="probit"), "mc" or "bridge"',
+    "diagonal_output": 'functional_posterior(x, outputs="diagonal")',
+    "marglik": 'fit_prior_precision("marginal_likelihood")',
+    "gridsearch": 'fit_prior_precision("validation", data=held_out)',
+    "CV": 'fit_prior_precision("validation", data=held_out)',
+    "val_loader": "data=held_out",
+    "prior_structure": "structure=",
+    "progress_bar": "progress=True",
+    "Laplace": 'lp.KFAC(model, "classification"), lp.Full, lp.Diagonal or lp.LowRank',
+}
+"""What words of laplace-torch are called here; see ``docs/from-laplace-torch.md``."""
+
 
 class LaplacePlusError(Exception):
     """Base class of all errors of this package.
@@ -25,12 +45,21 @@ class LaplacePlusError(Exception):
         parts = [what]
         for title, text in (("Expected", expected), ("Got", got), ("Fix", fix)):
             if text:
-                parts.append(f"{title}: {text if text.endswith('.') else text + '.'}")
+                parts.append(f"{title}: {text if text.endswith(('.', '?')) else text + '.'}")
         super().__init__(" ".join(parts))
 
 
 class ConfigurationError(LaplacePlusError, ValueError):
     """An argument that no method accepts: an unknown name, a wrong shape, a negative precision."""
+
+
+def unknown_option(owner: str, name: str, known: Iterable[str], *, word: str = "option") -> ConfigurationError:
+    """The error for an option that something does not have; it says what is nearest, or what it is called here."""
+    known = list(dict.fromkeys(known))
+    near = get_close_matches(name, known, 1)
+    fix = f"Write {WORDS[name]}" if name in WORDS else f"Did you mean {near[0]!r}?" if near else None
+    expected = ", ".join(known) or "none"
+    return ConfigurationError(f"{owner} has no {word} {name!r}.", expected=expected, got=repr(name), fix=fix)
 
 
 class SelectionError(ConfigurationError):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, UnsupportedError, unknown_option
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import Groups
 
@@ -111,7 +111,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         if tuner not in ("auto", "tangent"):
             given["method"] = tuner
     if name not in tuners:
-        raise ConfigurationError(f"{owner} has no tuner {name!r}: unknown method.", expected=known, got=repr(name))
+        raise unknown_option(owner, str(name), ("auto", *tuners), word="tuner (unknown method)")
     cls = tuners[name]
     own = [item.name for item in fields(cls)]
     if "method" in own and name != "tangent":
@@ -120,9 +120,9 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
         del given["predictive_mean"]
     unknown = [name for name in given if name not in own]
     if unknown:
-        fix = 'predictive_mean="tangent" needs evidence="tangent".' if "predictive_mean" in unknown else None
-        what = f"{cls.__name__}, the tuner {name!r} of {owner}, has no such option."
-        raise ConfigurationError(what, expected=", ".join(own), got=", ".join(unknown), fix=fix)
+        if "predictive_mean" in unknown:
+            raise ConfigurationError("Only the tangent evidence moves the mean.", fix='Write evidence="tangent".')
+        raise unknown_option(f"{cls.__name__}, the tuner {name!r} of {owner},", unknown[0], own)
     return cls(**given)
 
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_plus import io
 from laplace_plus._memory import budget
-from laplace_plus.batches import Batch, can_be_cut, cut, iterate, signature_of
+from laplace_plus.batches import Batch, can_be_cut, cut, inputs_of, iterate, signature_of
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.distributed import Distributed, Group, resolve_group
-from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError, unknown_option
 from laplace_plus.evidence.tuning import Tuner, TuningResult, check_choice, check_counts, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
+from laplace_plus.posteriors.calls import Called
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.probing import check_deterministic
-from laplace_plus.posteriors.storing import Stored
 from laplace_plus.posteriors.training_data import TrainingData
 from laplace_plus.predictive import Prediction, from_functional, from_samples
 from laplace_plus.predictive.deviations import MOST_SAMPLES, EstimatedPosterior, moments, pushed, samples_rather
@@ -37,7 +36,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
 
 
-class Posterior(Stored, ABC):
+class Posterior(Called):
     """A posterior over (some of) the parameters of a trained network.
 
     A subclass must give :meth:`fit_batches` and :meth:`sample`. It may give :meth:`functional_posterior` where it knows
@@ -294,7 +293,7 @@ class Posterior(Stored, ABC):
     @full_precision
     def predictive(
         self,
-        x: Any,
+        x: Any = None,
         *,
         method: Method | None = None,
         link: str | None = None,
@@ -302,6 +301,7 @@ class Posterior(Stored, ABC):
         joint: bool = False,
         generator: torch.Generator | None = None,
         differentiable: bool = False,
+        **batch: Any,
     ) -> Prediction:
         """The posterior predictive distribution ``p(y | x, D)``.
 
@@ -323,14 +323,20 @@ class Posterior(Stored, ABC):
             joint: Whether inputs are treated jointly, with their cross-covariances.
             generator: Source of randomness.
             differentiable: Whether gradients flow to ``x`` (linearised only).
+            **batch: In place of ``x``, the entries of a batch that is a mapping; its target is left out.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            ConfigurationError: An unknown method or link.
+            ConfigurationError: An unknown method, link or option.
             DataError: Inputs that are no batch of what was fitted to.
             ModelChangedError: The network's weights have changed since the fit.
         """
         self.require_fit()
+        if x is None:
+            x = inputs_of(batch)
+        elif batch:
+            options_known = [*signature_of(Posterior.predictive).parameters][2:-1]
+            raise unknown_option("predictive", next(iter(batch)), options_known)
         chosen = self.default_method if method is None else method
         if chosen not in ("linearized", "sampled"):
             check_choice("method", method, ("linearized", "sampled"))
@@ -372,20 +378,6 @@ class Posterior(Stored, ABC):
             if prediction.marginal is None:
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
             return prediction
-
-    @full_precision
-    def freeze(self, x: Any = None) -> nn.Module:
-        """A module for serving, which ``torch.compile``, ``torch.export``, ONNX export and ``torch.jit.trace`` take.
-
-        It holds copies, is called as the network is, and returns mean, variance, functional mean and its variance at
-        the default link. It is compared with :meth:`predictive` on ``x`` or else training data: ``docs/serving.md``.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            UnsupportedError: Anything but a Gaussian posterior over a last layer, or the link ``"mc"``.
-            ConfigurationError: Without ``x``, if the training data are not at hand.
-        """
-        return import_module("laplace_plus.posteriors.freezing").freeze(self, x)  # on demand: most never need it
 
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""

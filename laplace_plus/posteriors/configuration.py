@@ -16,7 +16,14 @@ from laplace_plus import io
 from laplace_plus._memory import parse_bytes
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
-from laplace_plus.errors import CheckpointError, ConfigurationError, ModelChangedError, NotFittedError, SelectionError
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelChangedError,
+    NotFittedError,
+    SelectionError,
+    unknown_option,
+)
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
@@ -42,6 +49,19 @@ def full_precision(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return cast(Method, wrapped)
+
+
+def checked_options(constructor: Method) -> Method:
+    """A constructor that names what a keyword that it does not take may stand for."""
+    taken = signature(constructor).parameters
+
+    @wraps(constructor)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords.keys() - taken.keys():
+            raise unknown_option(type(self).__name__, name, [*taken][1:])
+        constructor(self, *args, **keywords)
+
+    return constructor if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()) else cast(Method, wrapped)
 
 
 def common_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +159,12 @@ class Configured:
     _function: dict[str, Any] | None = None
     """Two examples' inputs of the fit, and the network's function as a probe knows it (None while nobody asked)."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked_options(cls.__init__)  # type: ignore[method-assign]
+
+    @checked_options
     def __init__(
         self,
         model: nn.Module,

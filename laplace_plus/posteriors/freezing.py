@@ -18,8 +18,6 @@ from laplace_plus.curvature.gradients import Gradients
 from laplace_plus.curvature.structures import MATRIX, Layout
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
-from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.predictive.linearized import outputs_for
 from laplace_plus.structured.blocks import IdentityBasis
 from laplace_plus.structured.eigen import EigenFactor, KroneckerBasis
@@ -45,7 +43,7 @@ class FrozenPrediction(NamedTuple):
 class FrozenPosterior(nn.Module):
     """The linearised predictive at the default link, called as the network is; always in evaluation mode."""
 
-    def __init__(self, functional: nn.Module, posterior: Posterior, link: str):
+    def __init__(self, functional: nn.Module, posterior: Any, link: str):
         super().__init__()
         self.functional, self.likelihood, self.link = functional, posterior.likelihood, link
         noise = self.likelihood.noise_std
@@ -66,11 +64,11 @@ class FrozenPosterior(nn.Module):
         return FrozenPrediction(marginal.mean, marginal.variance, mean, variance)
 
 
-def freeze(posterior: Posterior, x: Any = None) -> FrozenPosterior:
-    """See :meth:`laplace_plus.posteriors.Posterior.freeze`."""
+def freeze(posterior: Any, x: Any = None) -> FrozenPosterior:
+    """See :meth:`laplace_plus.Posterior.freeze`."""
     posterior.require_fit()
     network, link = posterior.network, posterior.link or posterior.likelihood.links[0]
-    if not isinstance(posterior, GaussianPosterior):
+    if not hasattr(posterior, "factors"):
         raise _unsupported(f"{type(posterior).__name__} is no Gaussian of known covariance")
     if link == "mc" or any(item.mask is not None for item in network.selected):
         raise _unsupported('the link "mc" draws samples' if link == "mc" else "only parts of parameters are selected")
@@ -120,7 +118,7 @@ def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
 class _Head(nn.Module):
     """Outputs and covariance of a last layer, from the features φ that the model gives without it."""
 
-    def __init__(self, posterior: GaussianPosterior, layout: Layout, needed: Any):
+    def __init__(self, posterior: Any, layout: Layout, needed: Any):
         super().__init__()
         model = copy.deepcopy(posterior.network.model).eval().requires_grad_(False)
         network, name, vector = posterior.network, posterior.network.layers[0], posterior._tangent_mean

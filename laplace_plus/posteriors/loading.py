@@ -15,14 +15,13 @@ from laplace_plus.curvature.calls import ExampleAxis
 from laplace_plus.errors import NETWORK_ERRORS, CheckpointError, ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, likelihood_from_config, resolve_likelihood
 from laplace_plus.network import Network, turn, unwrap
-from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.probing import difference, outputs_at, random_inputs
 from laplace_plus.posteriors.registry import get_posterior
-from laplace_plus.posteriors.resuming import with_prefix
+from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.priors import Groups
 from laplace_plus.selection import uses
 
-WRAPPERS: dict[str, Callable[[Posterior, Any], Any]] = {}  # by the entry of the description that they are made from
+WRAPPERS: dict[str, Callable[[Any, Any], Any]] = {}  # by the entry of the description that they are made from
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None, check_function: bool = True) -> Any:
@@ -51,6 +50,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
             fix="Build the network, load its weights, then call laplace_plus.load(path, model).",
         )
     header, tensors = io.read(path)
+    posterior = rebuilt(header, tensors, model, likelihood, check_function)
+    for name in WRAPPERS.keys() & header.keys():
+        posterior = WRAPPERS[name](posterior, header[name])
+    return posterior
+
+
+def rebuilt(
+    header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, likelihood: Any, check_function: bool = True
+) -> Any:
+    """The posterior of a description; arguments and errors as for :func:`load`."""
     _ = likelihood is None or resolve_likelihood(likelihood)  # refuses what is none
     with turn(unwrap(model)), torch.random.fork_rng([]):  # constructors may draw random numbers
         io.compare_fingerprint(header.get("network", {}), unwrap(model))  # while no forward pass has other weights
@@ -63,8 +72,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
             raise
         except (*NETWORK_ERRORS, ArithmeticError, MemoryError) as error:
             raise CheckpointError("The parts of the checkpoint do not fit together.", got=repr(error)) from error
-        for name in WRAPPERS.keys() & header.keys():
-            posterior = WRAPPERS[name](posterior, header[name])
         return posterior
 
 
@@ -79,7 +86,7 @@ def _restored(cls: Any, header: dict[str, Any], tensors: dict[str, Tensor], mode
     precision = hyper["prior_precision"]
     if "groups" in header:
         hyper["prior_precision"] = torch.ones(())  # set below: the class starts with the layers as groups
-    posterior: Posterior = cls(
+    posterior = cls(
         model,
         _likelihood(header["likelihood"], likelihood),
         parameters=parameters,

@@ -19,6 +19,7 @@ from laplace_plus.errors import CheckpointError
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable
 
 Stage = tuple[dict[str, Any], dict[str, Tensor]]
@@ -169,8 +170,3 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = value.cpu() if name == "step" else value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

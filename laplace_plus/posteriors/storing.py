@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,13 +69,17 @@ class Stored(Configured):
     @full_precision
     def write(self, path: str | Path, **entries: Any) -> None:
         """What :meth:`save` does on the one process that writes."""
+        header, tensors = self.description()
+        io.write(path, {**entries, **header}, tensors)
+
+    def description(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What is stored: a JSON-able header, and tensors that may share the posterior's memory."""
         self.require_fit(thorough=True)
         if self._function is None and self._example is not None:
             self._function = probe(self.network, self._example)
         state, tensors = self.state()
         tensors = {"vector": self.mean, **tensors}
         header = {
-            **entries,
             "class": name_of(type(self)),
             "options": self.options(),
             "likelihood": self.likelihood.config(),
@@ -95,7 +100,7 @@ class Stored(Configured):
         if groups is not None:  # layers follow from the network
             header["groups"] = {"name": groups.name, "names": list(groups.names)}
             tensors["groups.index"] = groups.index
-        io.write(path, header, tensors)
+        return header, tensors
 
     def __copy__(self) -> Self:
         result = object.__new__(type(self))
@@ -111,6 +116,11 @@ class Stored(Configured):
             elif isinstance(own, Tensor) and own.grad_fn is not None:  # torch copies leaves only
                 kept[name] = own.detach()
         return kept
+
+
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def curvature_state(curvature: Curvature) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from laplace_plus.likelihoods.base import check_finite, check_outputs, shape_tex
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.network import Network
-from laplace_plus.predictive.prediction import Prediction, RandomSource
+from laplace_plus.predictive.prediction import Prediction, RandomSource, from_samples
 from laplace_plus.structured import Factor
 
 MANY_OUTPUTS = 64
@@ -246,6 +246,28 @@ def from_functional(
         n_samples=n_samples,
         source=RandomSource() if generator is None else RandomSource.of(generator),
     )
+
+
+def stacked(predictions: Sequence[Prediction]) -> Prediction:
+    """One prediction for the inputs of several, whose randomness is that of the first; none may be joint.
+
+    Raises:
+        DataError: Their outputs differ in shape.
+    """
+    first, shapes = predictions[0], {one.functional_mean.shape[1:] for one in predictions}
+    if len(shapes) > 1:
+        what, got = "Batches with outputs of different shapes make no one prediction.", ", ".join(map(str, shapes))
+        raise DataError(what, expected="one shape", got=got, fix="Call predictive on each batch.")
+    if any(one.outputs is not None for one in predictions):
+        outputs = torch.cat([one.functional_samples for one in predictions], 1)
+        return replace(from_samples(first.likelihood, outputs), source=first.source)
+    mean = torch.cat([one.functional_mean for one in predictions])
+    covariance = torch.cat([cast(Tensor, one.functional_covariance) for one in predictions])
+    found = from_functional(first.likelihood, mean, covariance, link=first.link, n_samples=first.n_samples)
+    found = replace(found, source=first.source)
+    if any(one.without_each is not None for one in predictions):  # from numbers of samples that may differ
+        vars(found)["standard_error"] = torch.cat([one.standard_error for one in predictions])
+    return found
 
 
 def _each_input(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -23,13 +23,8 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
     reconstruction_loss,
     repulsion_loss,
 )
-from laplace_plus.posteriors.resuming import (
-    Checkpoint,
-    optimizer_tensors,
-    restore_optimizer,
-    stage_generator,
-    with_prefix,
-)
+from laplace_plus.posteriors.resuming import Checkpoint, optimizer_tensors, restore_optimizer, stage_generator
+from laplace_plus.posteriors.storing import with_prefix
 
 _SAVED = 100
 """Epochs between checkpoints: some seconds of work."""

@@ -40,8 +40,9 @@ from laplace_plus.posteriors.metric_bnn.exploration import (
 )
 from laplace_plus.posteriors.metric_bnn.latent_model import LatentModel, resolve_latent
 from laplace_plus.posteriors.metric_bnn.latent_training import LatentReport, Latents, Training
-from laplace_plus.posteriors.resuming import ResumableFit, with_prefix
+from laplace_plus.posteriors.resuming import ResumableFit
 from laplace_plus.posteriors.sample_based import held_out_scores
+from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.predictive import Prediction, from_samples
 from laplace_plus.priors import GaussianPrior, as_hyperparameter

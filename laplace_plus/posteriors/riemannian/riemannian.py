@@ -35,8 +35,9 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
-from laplace_plus.posteriors.resuming import Checkpoint, identity, survey, with_prefix
+from laplace_plus.posteriors.resuming import Checkpoint, identity, survey
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
+from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
 from laplace_plus.priors import GaussianPrior
 from laplace_plus.selection import Selection

@@ -34,7 +34,7 @@ from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, ta
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.resuming import Checkpoint, with_prefix
+from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
     SampledMethod,
@@ -46,6 +46,7 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 )
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import TangentProblem
+from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.priors import GaussianPrior, Groups
 
 _SCALING_DRAWS = 4
