@@ -176,6 +176,15 @@ class LaplaceModel:
         fit = self.log_likelihood(noise_std).to(scatter.device) / temperature
         return fit - (scatter + log_ratio) / 2
 
+    def effective_dimension(self, precision: Any, temperature: Any = 1.0) -> Tensor:
+        """``γ = P − tr(Λ⁻¹ P₀)``, 0-d float64: the sum of ``∂ (log det P₀ − log det Λ)/∂ log λ`` over precisions λ."""
+        prior = self.prior(precision)
+        weights = self.weights() / as_hyperparameter(temperature).to(self.vector.device, torch.float64)
+        with torch.enable_grad():
+            point = prior.precision.detach().to(self.vector.device, torch.float64).requires_grad_()
+            (slope,) = torch.autograd.grad(self._log_ratio(prior.structure, point, weights.detach()), point)
+        return -(slope * point.detach()).sum()
+
     def _log_ratio(self, structure: str, precision: Tensor, weights: Tensor) -> Tensor:
         """``log det Λ − log det P₀``, 0-d float64."""
         joined = self._joined(structure, weights)

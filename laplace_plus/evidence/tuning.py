@@ -121,7 +121,8 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     unknown = [name for name in given if name not in own]
     if unknown:
         if "predictive_mean" in unknown:
-            raise ConfigurationError("Only the tangent evidence moves the mean.", fix='Write evidence="tangent".')
+            what, fix = f"The tuner {name!r} of {owner} does not move the mean.", 'Write evidence="tangent".'
+            raise ConfigurationError(what, got="predictive_mean", fix=fix)
         raise unknown_option(f"{cls.__name__}, the tuner {name!r} of {owner},", unknown[0], own)
     return cls(**given)
 

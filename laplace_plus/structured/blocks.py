@@ -167,6 +167,11 @@ class Block(ABC):
     def dense(self, weights: Tensor) -> Tensor:
         """``H(w)`` written out, ``[G, n, n]`` with n = o·i."""
 
+    def quadratic(self, weights: Tensor, vectors: Tensor) -> Tensor:
+        """``vᵀ H(w) v`` for vectors ``[k, G, o, i]``, ``[k]``; differentiable in them."""
+        flat = vectors.flatten(2)
+        return torch.einsum("kgn,gnm,kgm->k", flat, self.dense(weights).to(flat), flat)
+
     def parts(self) -> list[Tensor]:
         """The tensors that hold the block as it is now, whatever their form."""
         return list(self.tensors().values())

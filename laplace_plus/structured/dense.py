@@ -268,6 +268,8 @@ class DenseBlock(DecomposedBlock):
             raise not_positive_definite(torch.linalg.eigvalsh(full.detach()).min().item())
         return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum()
 
+    quadratic = Block.quadratic
+
     def _without_rounding(self) -> Tensor:
         """The components in float64 with clamped eigenvalues; otherwise Cholesky decompositions could fail."""
         if self._semi_definite is None:

@@ -109,6 +109,11 @@ class EigenBlock(Block):
             return log_determinant(self.eigen(weights)[1].flatten()[None], torch.ones_like(weights[:1]), diagonal)
         return self.spectrum(weights).log_determinant(weights[0], diagonal)
 
+    @override
+    def quadratic(self, weights: Tensor, vectors: Tensor) -> Tensor:
+        basis, values = self.eigen(weights)
+        return basis.coordinates(DenseGradients(vectors[None])).quadratic(values, "diagonal")[:, 0]
+
     def spectrum(self, weights: Tensor) -> Spectrum:
         """Where K = 1, the eigenvalues at a weight of one, prepared for determinants; kept until the block changes."""
         values = self._unit_eigenvalues(weights)

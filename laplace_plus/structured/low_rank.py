@@ -332,6 +332,11 @@ class LowRankBlock(Block):
         return ((wide.T * (self.values * weights[0].double())) @ wide).to(weights.dtype)[None]
 
     @override
+    def quadratic(self, weights: Tensor, vectors: Tensor) -> Tensor:
+        projections = vectors.flatten(1) @ self.vectors.T.to(vectors)
+        return projections.double().square() @ (self.values * weights[0].double())
+
+    @override
     def tensors(self) -> dict[str, Tensor]:
         return {
             "values": self.values,

@@ -134,6 +134,14 @@ class SoftmaxOutputBlock(Block):
         return (self.rows.dense() * weights[0].to(self.rows.features))[None].to(weights.dtype)
 
     @override
+    def quadratic(self, weights: Tensor, vectors: Tensor) -> Tensor:
+        if self._dense is not None:
+            return self._dense.quadratic(weights, vectors)
+        outputs, scales = self.rows.features.to(vectors) @ vectors[:, 0].mT, self.rows.scales.to(vectors)  # [k, N, C]
+        mean = (scales * outputs).sum(-1, keepdim=True) if self.rows.coupled else 0
+        return weights[0] * (scales * (outputs - mean).square()).sum((1, 2))
+
+    @override
     def tensors(self) -> dict[str, Tensor]:
         if self._dense is not None:
             return self._dense.tensors()
