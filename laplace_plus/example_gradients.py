@@ -64,7 +64,9 @@ def per_example_gradients(
         except NETWORK_ERRORS:  # whatever goes wrong with single examples, the batch went through
             continue
         if _agree(result, combination, expected):
-            return result
+            kept = differentiable or cotangents.requires_grad
+            # A network that differentiates itself may leave a graph that nobody asked for (torch 2.6).
+            return result if kept else {name: gradient.detach() for name, gradient in result.items()}
     with torch.enable_grad():
         separate = together.unbind()
     pairs = [(value, parameters) for value in separate]

@@ -9,6 +9,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+import torch
+
 from benchmarks import size
 
 ROOT = Path(__file__).parents[1]
@@ -110,5 +113,7 @@ def test_adapters_are_thin():
 
 def test_types_are_right():
     """Here, so that it runs beside the other tests."""
+    if not hasattr(torch.distributed.ProcessGroup, "get_group_store"):
+        pytest.skip("torch's own annotations are incomplete before 2.7")
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -165,7 +165,7 @@ class Group:
         Each rank counts its calls of a ``name``, which says what is done: its n-th waits for the n-th of rank 0.
         DistributedError on the other ranks, where rank 0 failed, never came, or has another ``description``.
         """
-        store = self.process_group.get_group_store()
+        store = _store_of(self.process_group)
         number = store.add(f"laplace_plus/{name}/calls of rank {self.rank}", 1)
         key = f"laplace_plus/{name}/{number}"
         if self.rank == 0:
@@ -199,6 +199,13 @@ class Group:
 
 _WAIT = timedelta(minutes=30)
 """Time that other ranks wait for rank 0: torch's default timeout of process groups on the CPU."""
+
+
+def _store_of(process_group: dist.ProcessGroup) -> Any:
+    """The key-value store that the ranks of a group share."""
+    if hasattr(process_group, "get_group_store"):
+        return process_group.get_group_store()
+    return torch.distributed.distributed_c10d._world.pg_map[process_group][1]  # torch 2.6
 
 
 def _compare(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:

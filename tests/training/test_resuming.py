@@ -96,6 +96,7 @@ QUICK = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # by torch 2.6's own SequentialLR
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_continued_equals_uninterrupted(tmp_path, case):
     path = tmp_path / "run"
