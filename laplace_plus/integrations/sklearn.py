@@ -18,10 +18,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_plus.errors import ConfigurationError, LabelError
+from laplace_plus.integrations.training import train
 from laplace_plus.posteriors import Posterior, get_posterior
 from laplace_plus.predictive import Prediction
 
@@ -104,13 +103,14 @@ class LaplaceEstimator(BaseEstimator):
                 self.module_, decay = net.module_, known_decay(getattr(net, "optimizer_", None))
             else:
                 self.module_ = self._module(X.shape[1], n_outputs)
-        data = TensorDataset(self._tensor(X), torch.as_tensor(y) if y.ndim == 1 else self._tensor(y))
+        inputs, targets = self._tensor(X), torch.as_tensor(y) if y.ndim == 1 else self._tensor(y)
         if not (self.prefit or isinstance(self.module, BaseEstimator)):
             decay = self.weight_decay
+            training: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "batch_size": self.batch_size}
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                self._train(data, loss)
-        batches = [data[i : i + self.batch_size] for i in range(0, len(data), self.batch_size)]
+                train(self.module_, inputs, targets, loss, weight_decay=decay, **training)
+        batches = list(zip(inputs.split(self.batch_size), targets.split(self.batch_size), strict=True))
         self.posterior_ = cls(self.module_, likelihood, **(self.posterior_options or {})).fit(batches)
         generator = torch.Generator(self.posterior_.network.device).manual_seed(seed)
         known = decay and "auto" in cls.tuners and likelihood == "classification"
@@ -143,19 +143,6 @@ class LaplaceEstimator(BaseEstimator):
             what, fix = "This estimator has no trained network.", "Fit the skorch net first, or pass prefit=False."
             raise ConfigurationError(what, expected="a skorch net", got=repr(net), fix=fix)
         return net
-
-    def _train(self, data: TensorDataset, loss: nn.Module) -> None:
-        model, device = self.module_.train(), next(self.module_.parameters()).device
-        loader = DataLoader(data, self.batch_size, shuffle=True)
-        optimizer = torch.optim.Adam(model.parameters(), self.lr, weight_decay=self.weight_decay)
-        schedule = CosineAnnealingLR(optimizer, max(1, self.epochs))
-        for _ in range(self.epochs):
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                loss(model(inputs.to(device)), targets.to(device)).backward()
-                optimizer.step()
-            schedule.step()
-        model.eval()
 
 
 class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
