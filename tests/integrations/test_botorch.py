@@ -11,10 +11,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 
-pytest.importorskip("gpytorch", reason="needs the extra `botorch`")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", FutureWarning)  # of torch.jit, in BoTorch's own files
-    botorch = pytest.importorskip("botorch", reason="needs the extra `botorch`")
+pytest.importorskip("botorch", reason="needs the extra `botorch`")
 from botorch.acquisition import LogExpectedImprovement, qKnowledgeGradient, qLogExpectedImprovement
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.models.transforms import Log, Normalize, Standardize
