@@ -106,6 +106,20 @@ def slices(length: int, bytes_each: int, limit: int | None = None) -> Iterator[s
         yield slice(start, min(start + step, length))
 
 
+def require_free(n_bytes: int, what: str, device: torch.device, fix: str) -> None:
+    """Raise :class:`ConfigurationError` unless a result, which no memory budget counts, fits into free memory."""
+    if n_bytes < CHUNK_BYTES:
+        return
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    else:
+        free = int(psutil.virtual_memory().available)
+    if n_bytes > free:
+        expected, got = f"at most {in_words(free)}, which are free", in_words(n_bytes)
+        raise ConfigurationError(f"{what} would not fit into memory.", expected=expected, got=got, fix=fix)
+
+
 def require_room(n_bytes: int, what: str, device: torch.device) -> None:
     """Raise :class:`ConfigurationError` unless the memory budget holds an array that cannot be cut any further."""
     available = budget(device)

@@ -123,7 +123,7 @@ def iterate(
     repeated = 0.0
     for index, item in enumerate(data):
         batch = split(item)
-        inputs, target = batch.inputs, batch.target
+        inputs, target = to_device(batch.inputs, device), to_device(batch.target, device)
         if target.ndim == 0 or (batch_size(inputs) == 0) != (len(target) == 0):
             raise DataError(
                 f"Batch {index} does not pair examples with targets.",
@@ -146,7 +146,7 @@ def iterate(
             repeated += _repeated_tokens(inputs, target)
             if repeated >= _ENOUGH_REPEATED:
                 raise _not_shifted(target)
-        yield Batch(to_device(inputs, device), to_device(target, device))
+        yield Batch(inputs, target)
     if repeated > 0:
         raise _not_shifted(target)
     if first is None:
@@ -289,8 +289,17 @@ def flatten(inputs: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
-    """A new tree with all tensors on a device; dtypes and everything that is not a tensor stay as they are."""
+    """A new tree with all tensors on a device; dtypes and everything that is not a tensor stay as they are.
+
+    :class:`DataError` for tensors that are sparse, nested or without data.
+    """
     if isinstance(tree, Tensor):
+        if tree.layout != torch.strided or tree.is_meta or tree.is_nested:
+            kind = "meta" if tree.is_meta else str(tree.layout).removeprefix("torch.")
+            got = "nested tensors" if tree.is_nested else f"{kind} {describe(tree)}"
+            what, fix = "A batch holds a tensor that cannot be cut into examples.", "Pass a dense one: x.to_dense()."
+            fix += " A sparse matrix that is the same for all examples can be a buffer of the network."
+            raise DataError(what, expected="dense tensors with data", got=got, fix=fix)
         # Tensors made in inference mode cannot take part in derivatives; copies of them can.
         return tree.to(device, copy=tree.is_inference())
     if isinstance(tree, PackedSequence):

@@ -402,6 +402,10 @@ def _refuse_unsuitable(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         what, fix = "A TorchScript module hides its operations.", "Pass the module that was scripted."
         raise UnsupportedError(what, expected="a plain nn.Module", got="a torch.jit.ScriptModule", fix=fix)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            what, fix = f"{name!r} is on the meta device.", "Load weights: model.load_state_dict(..., assign=True)."
+            raise ConfigurationError(what, expected="a trained network", got="a network without weights", fix=fix)
     for name, module in model.named_modules():
         if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ConfigurationError(

@@ -26,19 +26,21 @@ def as_hyperparameter(value: float | Sequence[float] | Tensor, *, copy: bool = F
         >>> as_hyperparameter(0.1).dtype
         torch.float64
     """
-    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference() and not copy:
-        return value
+    found = value if isinstance(value, Tensor) and value.is_floating_point() else None
+    if found is not None and found.ndim <= 1 and not found.is_inference() and not copy:
+        return found
     try:
         with torch.inference_mode(False):  # tensors made in that mode could not be differentiated later
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return value.clone()
             if isinstance(value, Tensor) and value.is_complex():
                 raise TypeError
-            return torch.as_tensor(value, dtype=torch.float64)
+            found = torch.as_tensor(value, dtype=torch.float64) if found is None else found.clone()
+            if found.ndim > 1:
+                raise TypeError
+            return found
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigurationError(
             "A prior precision, prior mean, temperature or noise level is made of real numbers.",
-            expected="a number, a sequence of numbers or a real tensor",
+            expected="a number, a flat sequence of numbers, or a real tensor with at most one axis",
             got=reprlib.repr(value),
         ) from error
 

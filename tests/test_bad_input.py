@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from problems import categorical_hessian, ggn, jacobian, relative_error
@@ -12,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, DataError, SelectionError
+from laplace_plus import linalg
+from laplace_plus.errors import ConfigurationError, DataError, OperatorError, SelectionError, UnsupportedError
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import last_layer_of, layer_of, select
@@ -97,7 +99,7 @@ def test_two_masks_for_one_parameter_are_refused():
 # -- arguments of the wrong kind ---------------------------------------------------------------------------------------
 
 
-NOT_NUMBERS = ["a", None, ["a", "b"], {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]], 10**400]
+NOT_NUMBERS = ["a", None, ["a", "b"], {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]], [[1.0]], 10**400]
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS)
@@ -115,6 +117,26 @@ def test_hyperparameters_that_are_set_later_are_numbers(argument, fitted):
         with pytest.raises(ConfigurationError):
             setattr(fitted, argument, value)
     assert getattr(fitted, argument) is before
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, "1.2", torch.ones(2, 2), [], -1.0, float("nan")])
+def test_a_noise_level_is_a_number(value):
+    with pytest.raises(ConfigurationError) as error:
+        lp.Gaussian(noise_std=value)
+    assert says(error, "a positive finite number")
+
+
+def test_one_prior_precision_for_each_weight_is_refused_where_a_layer_takes_one():
+    each = torch.ones(43, dtype=torch.float64)
+    with pytest.raises(UnsupportedError) as error:
+        lp.KFAC(perceptron(), "classification", prior_precision=each)
+    assert says(error, "lp.Diagonal", "'0.weight'")
+    posterior = lp.KFAC(perceptron(), "classification").fit([batch()])
+    with pytest.raises(UnsupportedError):
+        posterior.prior_precision = each
+    assert posterior.prior_precision.ndim == 0
+    norms = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    lp.KFAC(norms, "classification", parameters="0", prior_precision=each[:8]).fit([batch()]).predictive(batch()[0])
 
 
 def test_whole_numbers_and_floating_tensors_are_hyperparameters():
@@ -240,6 +262,137 @@ def test_outputs_that_do_not_exist_are_refused(fitted, outputs):
     with pytest.raises(ConfigurationError) as error:
         fitted.functional_posterior(batch(2)[0], outputs=outputs)
     assert says(error, "below 3")
+
+
+# -- tensors and networks without values, and numbers that no memory holds ---------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x, y):
+        return self.layer(x + y.to_dense())
+
+
+NOT_DENSE = {
+    "sparse": lambda x: x.to_sparse(),
+    "rows": lambda x: x.to_sparse_csr(),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_inputs_that_are_no_dense_tensors_are_refused(kind, fitted):
+    x, y = batch()
+    odd = NOT_DENSE[kind](x)
+    calls = [lambda: fitted.predictive(odd), lambda: fitted.functional_posterior(odd)]
+    for cls in (lp.KFAC, lp.Full, lp.Diagonal, lp.LowRank, lp.SampledLaplace, lp.MetricBNN, lp.NullSpace):
+        calls.append(lambda cls=cls: cls(perceptron(), "classification").fit([(odd, y)]))
+        calls.append(lambda cls=cls: cls(Mixed(), "classification").fit([((x, odd), y)]))
+    for call in calls:
+        with pytest.raises(DataError) as error:
+            call()
+        assert says(error, "dense tensors", "Fix: ")
+
+
+@pytest.mark.parametrize("part", ["weights", "buffer"])
+def test_networks_on_the_meta_device_are_refused(part):
+    net = perceptron().to("meta") if part == "weights" else perceptron()
+    net.register_buffer("scale", torch.ones(2, device="meta"))
+    with pytest.raises(ConfigurationError) as error:
+        lp.KFAC(net, "classification")
+    assert says(error, "meta device", "Fix: ")
+
+
+TRILLION = 10**12
+
+
+def fit(cls, **options):
+    return cls(perceptron(), "classification", **options).fit([batch()])
+
+
+TOO_LARGE = {
+    "draws": lambda fitted: fitted.sample(TRILLION),
+    "samples of outputs": lambda fitted: fitted.predictive(batch()[0], link="mc", n_samples=TRILLION),
+    "sampled networks": lambda fitted: fitted.predictive(batch()[0], method="sampled", n_samples=TRILLION),
+    "functional samples": lambda fitted: fitted.functional_posterior(batch()[0], n_samples=TRILLION),
+    "samples on demand": lambda fitted: fitted.predictive(batch()[0], n_samples=TRILLION).samples,
+    "covariance across inputs": lambda fitted: fitted.predictive(batch()[0][:1].expand(500_000, 4), joint=True),
+    "SampledLaplace": lambda _: fit(lp.SampledLaplace, n_samples=TRILLION),
+    "NullSpace": lambda _: fit(lp.NullSpace, n_samples=TRILLION),
+    "VIKING": lambda _: fit(lp.VIKING, n_samples=TRILLION),
+    "Riemannian": lambda _: fit(lp.Riemannian, n_samples=TRILLION),
+    "MetricBNN": lambda _: fit(lp.MetricBNN, n_particles=TRILLION),
+    "steps": lambda _: fit(lp.MetricBNN, n_steps=TRILLION),
+    "LowRank": lambda _: lp.LowRank(nn.Linear(1000, 5000, bias=False), "classification", rank=TRILLION),
+}
+
+
+@pytest.mark.parametrize("kind", TOO_LARGE)
+def test_what_no_memory_holds_is_refused_before_it_is_allocated(kind, fitted):
+    with pytest.raises(ConfigurationError) as error:
+        TOO_LARGE[kind](fitted)
+    assert says(error, "GiB", "Fix: ", "fit into memory")
+
+
+def test_a_dense_matrix_that_no_memory_holds_is_refused():
+    rows = lp.structured.gram_sum.GramSum(1, 10**6, dtype=torch.float64, device=torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="7,451 GiB"):
+        rows.matrix()
+
+
+def test_a_rank_beyond_the_number_of_weights_means_all_of_them():
+    full = fit(lp.Full)
+    assert relative_error(fit(lp.LowRank, rank=TRILLION).precision_matrix(), full.precision_matrix()) < 1e-9
+
+
+@pytest.mark.parametrize("generator", [7, np.random.default_rng(0), "0"])
+def test_generators_are_those_of_torch(generator, fitted):
+    for call in (
+        lambda: fitted.predictive(batch()[0], generator=generator),
+        lambda: fitted.sample(2, generator=generator),
+        lambda: lp.KFAC(perceptron(), "classification").fit([batch()], generator=generator),
+    ):
+        with pytest.raises(ConfigurationError, match=r"torch\.Generator"):
+            call()
+
+
+@pytest.mark.parametrize("tangent", ["MetricBNN", lp.MetricBNN, "Riemannian"])
+def test_a_tangent_is_gaussian(tangent):
+    with pytest.raises(ConfigurationError) as error:
+        lp.Riemannian(perceptron(), "classification", tangent=tangent)
+    assert says(error, "Gaussian")
+
+
+# -- linear algebra ----------------------------------------------------------------------------------------------------
+
+MATRIX = torch.diag(torch.arange(1.0, 4.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: linalg.eigsh(lambda v: v @ MATRIX, 3, 9),
+        lambda: linalg.svds(lambda v: v @ MATRIX[:2].T, 3, 3, m=2),
+        lambda: linalg.lanczos(lambda v: v @ MATRIX, torch.ones(3, dtype=torch.float64), 4),
+        lambda: linalg.arnoldi(lambda v: v @ MATRIX, torch.ones(3, dtype=torch.float64), 4),
+    ],
+)
+def test_more_pairs_or_steps_than_dimensions_are_refused(call):
+    with pytest.raises(ConfigurationError) as error:
+        call()
+    assert says(error, "<= 3") or says(error, "<= 2")
+
+
+def test_the_singular_values_of_a_function_need_its_number_of_rows():
+    with pytest.raises(OperatorError, match="m=") as error:
+        linalg.svds(lambda v: v @ MATRIX[:2].T, 3, 1)
+    assert "symmetric" not in str(error.value)
+    assert linalg.svds(lambda v: v @ MATRIX[:2].T, 3, 1, m=2).values.item() == pytest.approx(2.0)
 
 
 # -- the package's names -----------------------------------------------------------------------------------------------

@@ -123,6 +123,8 @@ class Backend(ABC):
         if (self.kind, structure.name) not in self.supported:
             can = sorted(kind for kind, name in self.supported if name == structure.name)
             fix = f'The native backend can: backend=Native(kind="{self.kind}").'
+            if self.name == "native":
+                fix = f"Use one of these kinds, or a posterior of another structure than {structure.name}."
             if self.kind == "hessian" and structure.name == "KFAC":
                 fix = 'Use lp.Full or lp.Diagonal with Native(kind="hessian"), or KFAC with kind="ggn".'
             elif structure.name not in ("full", "diagonal", "KFAC", "low-rank"):

@@ -118,9 +118,9 @@ class _Recorder(TorchFunctionMode):
                     call = RULES[func](lambda value: self.rows.get(id(value)), *args, **kwargs)
                 if call is not None and not isinstance(call, Call):
                     raise TypeError(f"it returned {call!r}")
-            except (torch.OutOfMemoryError, MemoryError):
+            except torch.OutOfMemoryError:
                 raise
-            except Exception as error:
+            except (*NETWORK_ERRORS, ArithmeticError) as error:  # not what a signal handler raises
                 func(*args, **kwargs)  # where the function fails, too, the network is to blame
                 raise ConfigurationError(
                     f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}",

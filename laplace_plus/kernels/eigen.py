@@ -71,7 +71,9 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
         vectors[:, zeros, torch.arange(len(zeros), device=zeros.device)] = 1
         found = _decompose(lower[:, keep[:, None], keep])
         values[:, len(zeros) :], vectors[:, keep, len(zeros) :] = found
-    return values.to(dtype).reshape(matrix.shape[:-1]), vectors.to(dtype).reshape(matrix.shape)
+    # Row by row, as a checkpoint holds them: products of a loaded posterior are rounded alike.
+    rows = vectors.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return values.to(dtype).reshape(matrix.shape[:-1]), rows.reshape(matrix.shape)
 
 
 def require_finite(matrix: Tensor) -> None:

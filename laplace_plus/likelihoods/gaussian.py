@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -236,8 +237,14 @@ class HeteroscedasticGaussian(RealTargets):
 
 
 def _checked_noise(noise_std: float | Tensor) -> Tensor:
-    noise = torch.as_tensor(noise_std, dtype=torch.float64)
+    what, expected = "The noise must be a standard deviation.", "a positive finite number, or [C] of them"
+    refused = ConfigurationError(what, expected=expected, got=reprlib.repr(noise_std))
+    try:
+        if isinstance(noise_std, Tensor) and noise_std.is_complex():
+            raise refused
+        noise = torch.as_tensor(noise_std, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise refused from error
     if noise.dim() > 1 or noise.numel() == 0 or not bool((torch.isfinite(noise) & (noise > 0)).all()):
-        expected = "a positive finite number, or [C] of them"
-        raise ConfigurationError("The noise must be a standard deviation.", expected=expected, got=f"{noise_std}")
+        raise refused
     return noise

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace_plus.errors import ConfigurationError
 from laplace_plus.linalg.arguments import start_vectors, without_autocast
 from laplace_plus.linalg.krylov import KrylovSpace, krylov_pullback
 from laplace_plus.linalg.linear_maps import Matvec, attach
@@ -87,7 +88,7 @@ def arnoldi(
     Args:
         matvec: A, a square operator on row-stacked vectors.
         v: Start vector ``[n]``, or a stack ``[..., n]``, which is multiplied together.
-        depth: K ≥ 1; at most n steps are taken.
+        depth: K, from 1 to n.
         rmatvec: Aᵀ, where torch cannot differentiate through ``matvec``.
         reproject: Whether the derivative enforces the constraints of exact arithmetic. This costs two more products
             with Q per step; without it the derivative is wrong for ill-conditioned Krylov spaces.
@@ -108,7 +109,7 @@ def arnoldi(
         >>> result.hessenberg.tolist(), result.converged
         ([[0.0, 2.0], [1.0, 0.0]], True)
     """
-    start = start_vectors(v, depth, dtype)
+    start = _start(v, depth, dtype)
     space = KrylovSpace(matvec, start, rmatvec=rmatvec, parameters=parameters, tolerance=tolerance)
     return ArnoldiDecomposition(*_decomposition(space, start, depth, reproject))
 
@@ -145,11 +146,19 @@ def lanczos(
         >>> [round(x, 6) for x in torch.linalg.eigvalsh(result.tridiagonal()).tolist()]
         [1.0, 2.0, 4.0]
     """
-    start = start_vectors(v, depth, dtype)
+    start = _start(v, depth, dtype)
     space = KrylovSpace(
         matvec, start, symmetric=True, parameters=parameters, tolerance=tolerance, check_symmetry=check_symmetry
     )
     return LanczosDecomposition(*_decomposition(space, start, depth))
+
+
+def _start(v: Tensor, depth: int, dtype: torch.dtype | None) -> Tensor:
+    start = start_vectors(v, depth, dtype)
+    if depth > start.shape[-1]:
+        what, expected = "A Krylov space has at most n dimensions.", f"depth <= {start.shape[-1]}"
+        raise ConfigurationError(what, expected=expected, got=f"depth = {depth}")
+    return start
 
 
 def _decomposition(

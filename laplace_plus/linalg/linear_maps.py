@@ -196,7 +196,7 @@ def checked_product(
             expected=f"{(*given.shape[:-1], size or 'm')} of {given.dtype} on {given.device} for {tuple(given.shape)}",
             got=found or type(product).__name__,
             fix="An operator maps row-stacked vectors [..., n] to [..., m]; some methods need a square one. Pass "
-            "vectors of its type and device, or dtype= (and device=) where the function has them.",
+            "vectors of its type and device, or m=, dtype= and device= where the function has them.",
         )
     if version is not None and given._version != version:
         raise overwrites(name, "the vectors that it was given")

@@ -106,7 +106,7 @@ def eigsh(
     Args:
         matvec: A, a symmetric operator on row-stacked vectors.
         n: Its size.
-        k: Number of pairs ≥ 1; at most n are returned.
+        k: Number of pairs, from 1 to n.
         which: ``"largest"``, ``"smallest"`` or ``"magnitude"``.
         tolerance: A pair is returned if ``‖A u − λ u‖ ≤ tolerance · ‖A‖``; by default eps^(2/3), which is 4e-11 in
             float64 and 2e-5 in float32.
@@ -266,8 +266,10 @@ class _ThickRestart:
     ):
         for name, value, least in (("n", n, 1), ("k", k, 1), ("max_restarts", max_restarts, 0)):
             require_count(name, value, least)
+        if k > size:
+            raise ConfigurationError(f"{method} gives at most {size} values.", expected=f"k <= {size}", got=f"k = {k}")
         self._subspace = max(2 * k + 1, k + 20) if subspace is None else subspace
-        self._method, self._k, self._restarts = method, min(k, size), max_restarts
+        self._method, self._k, self._restarts = method, k, max_restarts
         require_count("subspace", self._subspace, k + 2)
         require_tolerance(tolerance=tolerance)
         if v0 is not None:

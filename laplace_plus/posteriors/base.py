@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laplace_plus import io
-from laplace_plus._memory import budget
-from laplace_plus.batches import Batch, can_be_cut, cut, inputs_of, iterate, signature_of
+from laplace_plus._memory import budget, require_free
+from laplace_plus.batches import Batch, batch_size, can_be_cut, cut, inputs_of, iterate, signature_of
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.distributed import Distributed, Group, resolve_group
 from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError, unknown_option
@@ -343,7 +343,7 @@ class Posterior(Called):
         first, many = link or self.link or self.likelihood.links[0], self.n_outputs > MANY_OUTPUTS
         given, n_samples = n_samples, MOST_SAMPLES if n_samples is None else n_samples
         if chosen == "sampled" or first == "mc":
-            check_counts(n_samples=n_samples)
+            self.check_samples(n_samples, x)
         if chosen == "sampled":
             if self._tangent_mean is not None or link not in (None, "mc") or differentiable:
                 what = "Sampled networks take no link and no gradients, and their mean is the network's weights."
@@ -379,6 +379,13 @@ class Posterior(Called):
                 _ = prediction.samples  # drawn here and now rather than under the caller's autocast
             return prediction
 
+    def check_samples(self, n_samples: int, x: Any) -> None:
+        """Raise :class:`ConfigurationError` unless samples of the outputs for x are a positive number, and fit."""
+        check_counts(n_samples=n_samples)
+        size = n_samples * batch_size(x) * max(1, self.n_outputs) * self.network.dtype.itemsize
+        what, fix = f"{n_samples} samples of the outputs", "Lower n_samples, or predict for fewer inputs at a time."
+        require_free(size, what, self.network.device, fix)
+
     def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
         """Outputs ``[B, *, C]`` of n sampled networks, or of fewer where a method has no more."""
         x = self.network.receive(x)
@@ -405,8 +412,8 @@ class Posterior(Called):
             yield self.sample(n, generator=generator)
             return
         step = max(1, min(2**29, budget(self.network.device) // 4) // each)
-        for part in torch.arange(n).tensor_split(-(-n // step)):  # drawn singly: the same ones in chunks of any size
-            yield torch.cat([self.sample(1, generator=generator) for _ in part])
+        for start in range(0, n, step):  # drawn singly: the same ones in chunks of any size
+            yield torch.cat([self.sample(1, generator=generator) for _ in range(start, min(n, start + step))])
 
     @full_precision
     def fit_prior_precision(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import io
-from laplace_plus._memory import parse_bytes
+from laplace_plus._memory import parse_bytes, require_free
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
 from laplace_plus.errors import (
@@ -24,6 +24,7 @@ from laplace_plus.errors import (
     SelectionError,
     unknown_option,
 )
+from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic, turn
 from laplace_plus.priors import LAYERWISE, GaussianPrior, Groups, as_hyperparameter
@@ -199,6 +200,14 @@ class Configured:
     def is_fitted(self) -> bool:
         """Whether there has been a successful :meth:`fit`."""
         return self._vector is not None
+
+    def check_draws(self, **numbers: int) -> None:
+        """Raise :class:`ConfigurationError` for no positive number, or too many parameter vectors for the memory."""
+        check_counts(**numbers)
+        size = self.n_parameters * self.network.dtype.itemsize
+        for name, n in numbers.items():
+            what, fix = f"{n} vectors of {self.n_parameters:,} parameters", f"Lower {name}, or select fewer parameters."
+            require_free(n * size, what, self.network.device, fix)
 
     def prior(self) -> GaussianPrior:
         """The prior at the current precision."""

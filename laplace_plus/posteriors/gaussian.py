@@ -18,7 +18,7 @@ from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
 from laplace_plus.errors import ConfigurationError, DataError, LaplacePlusError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
-from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_counts, check_positive
+from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.moments import Moments
@@ -348,7 +348,7 @@ class GaussianPosterior(Moments):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        check_counts(n=n)
+        self.check_draws(n=n)
         model, factors = self.laplace_model(), self.factors()
         result = model.vector.expand(n, -1).clone()
         for key, placement in model.parameter_slices.items():
@@ -370,7 +370,7 @@ class GaussianPosterior(Moments):
         """As of :class:`Posterior`; exact, or from ``n_samples`` draws."""
         self.require_fit()
         if n_samples is not None:
-            check_counts(n_samples=n_samples)
+            self.check_samples(n_samples, x)
             if differentiable:
                 raise UnsupportedError("Samples pass no gradients to x.", expected="n_samples=None for an exact result")
             with torch.no_grad():

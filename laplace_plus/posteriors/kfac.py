@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend, KroneckerStructure
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.selection import Selection
+
+_KRONECKER = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 class KFAC(GaussianPosterior):
@@ -81,6 +83,19 @@ class KFAC(GaussianPosterior):
             )
         self.structure = KroneckerStructure(weight_sharing, eigenvalue_corrected, dense_limit, output_factor)
         super().__init__(model, likelihood, **common_arguments(locals()))
+
+    @override
+    def _checked_precision(self, value: float | Tensor) -> Tensor:
+        precision, network = super()._checked_precision(value), self.network
+        if precision.numel() == network.n_parameters > len(network.layers):
+            for item in network.selected:
+                layer = network.model.get_submodule(item.layer)
+                if isinstance(layer, _KRONECKER) and item.name.rpartition(".")[2] == "weight" and item.mask is None:
+                    what = f"A Kronecker product, as for {item.name!r}, takes one prior precision for all its entries."
+                    expected, got = "a scalar, or one for each layer", f"one for each of {precision.numel()} parameters"
+                    fix = "Use lp.Diagonal or lp.Full for a prior precision that differs from entry to entry."
+                    raise UnsupportedError(what, expected=expected, got=got, fix=fix)
+        return precision
 
     @override
     def options(self) -> dict[str, Any]:

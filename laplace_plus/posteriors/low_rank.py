@@ -101,6 +101,7 @@ class LowRank(GaussianPosterior):
         self.rank, self.tolerance, self.max_restarts = rank, float(tolerance), max_restarts
         self.remainder_probes, self.remainder_depth = remainder_probes, remainder_depth
         super().__init__(model, likelihood, **common_arguments(locals()))
+        self.check_draws(rank=min(rank, self.n_parameters))
 
     @override
     def options(self) -> dict[str, Any]:
@@ -204,7 +205,10 @@ class LowRank(GaussianPosterior):
 
         # Where the pairs are complete, the rest is rounding error and not even symmetric.
         rest = lanczos(
-            lambda z: project(operator(project(z))), project(probes), self.remainder_depth, check_symmetry=False
+            lambda z: project(operator(project(z))),
+            project(probes),
+            min(self.remainder_depth, total),
+            check_symmetry=False,
         )
         floor = rounding * float(values.amax()) if len(values) else 0.0
         return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))

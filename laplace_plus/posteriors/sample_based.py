@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
@@ -48,7 +47,7 @@ class SampleBased(Posterior):
         Returns:
             ``[n, P]``.
         """
-        check_counts(n=n)
+        self.check_draws(n=n)
         return torch.addmm(self.mean, self._combinations(n, generator), self._deviations())
 
     def _combinations(self, n: int, generator: torch.Generator | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import io
-from laplace_plus.curvature import Curvature
+from laplace_plus.curvature import Curvature, backend_class
 from laplace_plus.curvature.structures import Layout
 from laplace_plus.distributed import Distributed, OwnedSum, gathered, resolve_group
 from laplace_plus.errors import CheckpointError, ConfigurationError
@@ -77,13 +77,19 @@ class Stored(Configured):
         self.require_fit(thorough=True)
         if self._function is None and self._example is not None:
             self._function = probe(self.network, self._example)
+        backend = self.backend
+        if backend_class(backend.name) is not type(backend):
+            what, own = f"A backend {backend.name!r} would not be loaded as what it is.", type(backend).__name__
+            fix = f"Give {own} a `name` of its own, and register it: lp.curvature.register_backend({own}.name, {own})."
+            expected = backend_class(backend.name).__name__
+            raise ConfigurationError(what, expected=expected, got=own, fix=fix)
         state, tensors = self.state()
         tensors = {"vector": self.mean, **tensors}
         header = {
             "class": name_of(type(self)),
             "options": self.options(),
             "likelihood": self.likelihood.config(),
-            "backend": self.backend.config(),
+            "backend": backend.config(),
             "parameters": list(self.parameter_names),
             "layer": self.layer_names[0] if self.is_last_layer else None,
             "n_data": self.n_data,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus import batches
-from laplace_plus._memory import budget, chunk_bytes, require_room, slices
+from laplace_plus._memory import budget, chunk_bytes, require_free, require_room, slices
 from laplace_plus.curvature.capture import Capture
 from laplace_plus.curvature.gradients import Gradients, same_outputs
 from laplace_plus.curvature.native import output_layer_gradients
@@ -118,6 +118,10 @@ def functional_posteriors(
         chosen, picked = output_indices(outputs, shape).to(device), mean.view(shape)
         individual = chosen.ndim > 1
         picked = picked.gather(-1, chosen) if individual else picked[..., chosen]
+    kept = (*shape[:-1], chosen.shape[-1])
+    final = (*kept, *kept) if joint else kept if diagonal else (*kept, chosen.shape[-1])
+    n_bytes, fix = math.prod(final) * mean.element_size(), 'Pass fewer inputs at a time, or ask for outputs="diagonal".'
+    require_free(n_bytes * len(factor_sets), f"A covariance {list(final)} of the outputs", device, fix)
     mode = "joint" if joint else "diagonal" if diagonal else "full"
     centre = centring_weights(mean) if diagonal and outputs == "independent" else None
     # Gradients of a linear output layer are known without one cotangent for each output.
@@ -163,8 +167,6 @@ def functional_posteriors(
         centre = None if centre is None else centre.reshape(flat.shape)
         forms = partial(_one_hot_forms, gradients, flat, one_hot, factor_sets, mode, centre)
         covariances = _by_cotangents(forms, flat.shape[1], chosen.shape[-1], mode, max(1, room // max(1, each)))
-    kept = (*shape[:-1], chosen.shape[-1])
-    final = (*kept, *kept) if joint else kept if diagonal else (*kept, chosen.shape[-1])
     results = []
     for covariance in covariances:
         found_one = covariance.reshape(final).to(mean.dtype)

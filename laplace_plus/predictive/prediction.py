@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MixtureSameFamily, Normal
 
-from laplace_plus._memory import CACHE_BYTES, slices
+from laplace_plus._memory import CACHE_BYTES, require_free, slices
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.likelihoods import Likelihood, Marginal
 from laplace_plus.likelihoods.base import check_outputs, checked_log_density, shape_text, widen
@@ -107,6 +107,8 @@ class Prediction:
         if self.joint:
             mean = mean.reshape(-1)
             covariance = covariance.reshape(mean.numel(), mean.numel())
+        size = self.n_samples * mean.numel() * mean.element_size()
+        require_free(size, f"{self.n_samples} samples of the outputs", mean.device, "Lower n_samples.")
         samples = draw(mean, covariance, self.n_samples, generator=self.source.stream(0))
         return samples.reshape(self.n_samples, *self.functional_mean.shape)
 

@@ -217,8 +217,12 @@ class Halved(nn.Linear):
         return halved_linear(x, self.weight)
 
 
+class Timeout(Exception):
+    """What a signal's handler may raise."""
+
+
 def test_an_error_in_a_rule_names_the_rule():
-    results = iter([ZeroDivisionError("not by zero"), 3, "no call"])
+    results = iter([ZeroDivisionError("not by zero"), 3, "no call", Timeout("meanwhile")])
 
     def rule(find, x, weight):
         result = next(results)
@@ -232,5 +236,7 @@ def test_an_error_in_a_rule_names_the_rule():
     for text in ("not by zero", "it returned 3", "it returned 'no call'"):
         with pytest.raises(ConfigurationError, match=f"The rule of halved_linear failed: {text}"):
             posterior.fit([(x[:1], y[:1])])
+    with pytest.raises(Timeout, match="meanwhile"):
+        posterior.fit([(x[:1], y[:1])])
     with pytest.raises(InputError, match="failed on a batch"):  # the function itself fails: the batch is to blame
         lp.KFAC(nn.LayerNorm(3).double(), "regression").fit([(x[:, :2], x[:, :2])])

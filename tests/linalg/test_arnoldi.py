@@ -24,8 +24,8 @@ float64 = torch.float64
 )
 def test_the_equations_hold(n, depth, batch, dtype, seed):
     a, v = normal(n, n, seed=seed).to(dtype), normal(*batch, n, seed=seed + 1).to(dtype)
-    found = arnoldi(lambda x: x @ a.T, v, depth)
     depth, limit = min(depth, n), 1e-12 if dtype == float64 else 2e-6
+    found = arnoldi(lambda x: x @ a.T, v, depth)
     assert found.vectors.shape == (*batch, depth, n) and found.converged == (depth == n)
     assert found.matvecs == depth * v.shape[:-1].numel()
     gram = found.vectors @ found.vectors.mT

@@ -12,7 +12,8 @@ from torch import nn
 
 import laplace_plus as lp
 from laplace_plus import io
-from laplace_plus.errors import CheckpointError
+from laplace_plus.curvature import register_backend
+from laplace_plus.errors import CheckpointError, ConfigurationError
 
 KINDS = {
     "KFAC": (lp.KFAC, {}),
@@ -63,6 +64,51 @@ def test_a_stored_posterior_is_the_same_one(kind: str, n: int, tmp_path: Path) -
     assert_same(loaded, untouched)
     posterior.save(tmp_path / "second")
     assert_same(lp.load(tmp_path / "second", net), untouched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [4, 60])
+def test_a_loaded_posterior_predicts_the_same_bits(kind: str, n: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A checkpoint holds matrices row by row; products of matrices that lie otherwise in memory are rounded otherwise.
+
+    With four examples the first factors are thin.
+    """
+    cls, options = KINDS[kind]
+    net, ((x, y),) = network().to(dtype), data(n)
+    posterior = cls(net, "classification", **options).fit([(x.to(dtype), y)])
+    posterior.save(tmp_path / "it")
+    loaded, at = lp.load(tmp_path / "it", net), data(7, seed=9)[0][0].to(dtype)
+    results = []
+    for each in (posterior, loaded):
+        made = each.predictive(at, generator=torch.Generator().manual_seed(1))
+        draws = each.sample(3, generator=torch.Generator().manual_seed(2))
+        results.append((made.mean, made.variance, draws, *each.functional_posterior(at)))
+    assert all(map(torch.equal, *results))
+
+
+class Scaled(lp.Native):
+    """Another backend under the built-in one's name."""
+
+
+class Named(lp.Native):
+    name = "named like nothing else"
+
+
+def test_a_backend_that_would_not_be_loaded_as_what_it_is_is_not_saved(tmp_path: Path) -> None:
+    net = network()
+    posterior = lp.KFAC(net, "classification", backend=Scaled()).fit(data(5))
+    with pytest.raises(ConfigurationError, match="Scaled"):
+        posterior.save(tmp_path / "it")
+    posterior = lp.KFAC(net, "classification", backend=Named()).fit(data(5))
+    with pytest.raises(ConfigurationError, match="register_backend"):
+        posterior.save(tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+    register_backend(Named.name, Named)
+    posterior.save(tmp_path / "it")
+    loaded = lp.load(tmp_path / "it", net)
+    assert type(loaded.backend) is Named
+    assert_same(loaded, posterior)
 
 
 def test_few_rows_take_little_room(tmp_path: Path) -> None:

@@ -406,7 +406,7 @@ class MetricBNN(ResumableFit):
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        check_counts(n=n)
+        self.check_draws(n=n)
         self.require_fit()
         device = None if generator is None else generator.device
         if self.sampling == "latent":

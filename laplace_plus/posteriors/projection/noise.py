@@ -171,6 +171,7 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
         self.projector = resolve_option("projector", projector, PROJECTORS)
         self.n_samples, self.chunk_size, self._ad_modes = n_samples, chunk_size, ADModes()
         super().__init__(model, likelihood, **common)
+        self.check_draws(n_samples=n_samples)
         self.rows: Rows = rows or ("logit" if self.likelihood.is_gaussian else "loss")
         check_rows(self.rows)
 

@@ -129,7 +129,7 @@ class Riemannian(Posterior):
         self.method, self.n_samples, self.chunk_size = resolve_option("method", method, METHODS), n_samples, chunk_size
         cls = get_posterior(tangent) if isinstance(tangent, str) else tangent
         kind = cls if isinstance(cls, type) else type(cls)
-        if not issubclass(kind, Posterior) or issubclass(kind, Riemannian):
+        if not issubclass(kind, Posterior) or kind.default_method == "sampled":  # from no Gaussian
             raise ConfigurationError(
                 "The tangent is a Gaussian posterior.",
                 expected="a class such as lp.Full, its name, or a fitted posterior of this network",
@@ -144,6 +144,7 @@ class Riemannian(Posterior):
         else:
             self.tangent = cls(model, likelihood, **options, **(tangent_options or {}))
         super().__init__(model, likelihood, **options)
+        self.check_draws(n_samples=n_samples)
         self._drawn: Drawn | None = None
         self._drawn_at: dict[str, str] = {}
         self._seed = 0
@@ -269,7 +270,7 @@ class Riemannian(Posterior):
         """
         self.require_fit()
         count = self.n_samples if n is None else n
-        check_counts(n=count)
+        self.check_draws(n=count)
         precision = self.prior().vector()
         if isinstance(self.method, ExponentialMap) and self.method.training_prior_precision is not None:
             precision = torch.full_like(precision, self.method.training_prior_precision)
@@ -349,7 +350,7 @@ class Riemannian(Posterior):
             NotFittedError: Before :meth:`fit`.
             SamplingError: Every sample failed.
         """
-        check_counts(n=n)
+        self.check_draws(n=n)
         points = self._bank().points
         return points[self._order(len(points), n, generator).to(points.device)]
 

@@ -112,6 +112,7 @@ class SampledLaplace(SampleBased, ResumableFit):
         check_counts(n_samples=n_samples, chunk_size=chunk_size)
         self.n_samples, self.solver, self.chunk_size = n_samples, resolve_option("solver", solver, SOLVERS), chunk_size
         super().__init__(model, likelihood, **common_arguments(locals()))
+        self.check_draws(n_samples=n_samples)
         if not isinstance(self.backend, Native) or self.backend.kind != "ggn":
             got = f"{type(self.backend).__name__} with the curvature {self.backend.kind!r}"
             raise UnsupportedError("SampledLaplace needs the native GGN.", expected='backend="native"', got=got)
