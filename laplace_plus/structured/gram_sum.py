@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus import kernels
-from laplace_plus._memory import require_free
+from laplace_plus._memory import CHUNK_BYTES, require_free
 from laplace_plus.kernels import require_finite, symmetric_eigen
 
 _THIN = 0.75
@@ -154,8 +154,10 @@ class GramSum:
 
     def _lower(self) -> Tensor:
         if self._total is None:
-            size, fix = self.groups * self.size**2 * self.dtype.itemsize, "Select fewer parameters, or use lp.Diagonal."
-            require_free(size, f"A dense factor of {self.size:,} rows", self.device, fix)
+            size = self.groups * self.size**2 * self.dtype.itemsize
+            if size > CHUNK_BYTES:
+                fix = "Select fewer parameters, or use lp.Diagonal."
+                require_free(size, f"A dense factor of {self.size:,} rows", self.device, fix)
             self._total = torch.zeros(self.groups, self.size, self.size, dtype=self.dtype, device=self.device)
         self._is_symmetric = False
         return self._total
