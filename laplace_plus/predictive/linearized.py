@@ -120,8 +120,10 @@ def functional_posteriors(
         picked = picked.gather(-1, chosen) if individual else picked[..., chosen]
     kept = (*shape[:-1], chosen.shape[-1])
     final = (*kept, *kept) if joint else kept if diagonal else (*kept, chosen.shape[-1])
-    n_bytes, fix = math.prod(final) * mean.element_size(), 'Pass fewer inputs at a time, or ask for outputs="diagonal".'
-    require_free(n_bytes * len(factor_sets), f"A covariance {list(final)} of the outputs", device, fix)
+    n_bytes = math.prod(final) * mean.element_size() * len(factor_sets)
+    if n_bytes > QUICK_BYTES:
+        fix = 'Pass fewer inputs at a time, or ask for outputs="diagonal".'
+        require_free(n_bytes, f"A covariance {list(final)} of the outputs", device, fix)
     mode = "joint" if joint else "diagonal" if diagonal else "full"
     centre = centring_weights(mean) if diagonal and outputs == "independent" else None
     # Gradients of a linear output layer are known without one cotangent for each output.
