@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,70 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _RED, _GREY = "#3b6ea8", "#c8553d", "#8a8a8a"
+# Okabe and Ito (2008): colours that colour-blind readers can tell apart, too.
+_BLUE, _ORANGE, _GREEN, _RED, _PINK, _GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#707070"
+_SHARES = ["#a4cfec", "#b9daf0", "#cfe5f5", "#e4f1fa", "#f6fafd", "#fef9f3", "#fdeedd", "#fbe1c5", "#f9d3aa", "#f6c48e"]
 _N_TICKS = 5
+
+STYLE = {  # the tutorials' look: plt.rcParams.update(plotting.STYLE)
+    "axes.prop_cycle": f"cycler('color', {[_BLUE, _ORANGE, _GREEN, _RED, _PINK]})",
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": "medium"},
+    **{"figure.dpi": 100, "font.size": 11, "legend.fontsize": "small", "legend.frameon": False, "hatch.linewidth": 0.6},
+}
+
+
+def curve(
+    axes: Axes, x: Tensor, mean: Tensor, std: Tensor, *, total_std: Tensor | None = None, samples: Sequence[Tensor] = ()
+) -> None:
+    """Draw the prediction of a curve: its mean, a band of two standard deviations on either side, sampled functions.
+
+    Set the limits of the y axis first: where the band is wider, it is hatched.
+
+    Args:
+        axes: Axes to draw into.
+        x: Increasing inputs, N values in any shape; the following have as many each.
+        mean: Predicted means.
+        std: Standard deviations of what the posterior does not know.
+        total_std: Standard deviations with the noise, for a second, lighter band.
+        samples: Sampled functions. `ConfigurationError` if one of these has another number of values than ``x``.
+    """
+    x, mean, std, *rest = _plain(x.numel(), x, mean, std, *samples, *([] if total_std is None else [total_std]))
+    bottom, top = axes.get_ylim()
+    bands = [(rest[-1], "#dceef9", "± 2 standard deviations, with noise")] if total_std is not None else []
+    for k, (spread, color, label) in enumerate([*bands, (std, "#a9d5f2", "± 2 standard deviations")]):
+        low, high = mean - 2 * spread, mean + 2 * spread
+        inside = (low > bottom) | (high < top)
+        if not k and not inside.all():
+            style: Any = {"facecolor": "none", "edgecolor": "#a9d5f2", "linewidth": 0}
+            axes.fill_between(x, low, high, hatch="///", label="wider than the picture", **style)
+        axes.fill_between(x, low, high, where=inside, facecolor=color, linewidth=0, label=label)
+    for k, function in enumerate(rest[: len(samples)]):
+        axes.plot(x, function, color=_ORANGE, linewidth=0.8, label="" if k else "sampled functions")
+    axes.plot(x, mean, color=_BLUE, linewidth=1.8, label="mean")
+
+
+def class_plane(axes: Axes, first: Tensor, second: Tensor, share: Tensor, inputs: Tensor, labels: Tensor) -> Any:
+    """Draw the probability of class 1 of two over a plane, with lines at 0.1, 0.5 and 0.9, and the data.
+
+    ``share`` has it for ``torch.cartesian_prod(first, second)``; ``inputs`` are ``[N, 2]``, ``labels`` are 0 or 1.
+    Returns what ``figure.colorbar`` takes. Raises `ConfigurationError` if ``share`` has another number of values.
+    """
+    heights = _plain(len(first) * len(second), share)[0].clamp(0, 1).view(len(first), len(second)).T
+    field = axes.contourf(first, second, heights, levels=[k / 10 for k in range(11)], colors=_SHARES)
+    lines: Any = {"colors": "#404040", "linewidths": [0.8, 1.6, 0.8], "linestyles": ["--", "-", "--"]}
+    axes.contour(first, second, heights, levels=[0.1, 0.5, 0.9], **lines)
+    for k, (color, mark) in enumerate(((_BLUE, "o"), (_RED, "^"))):
+        points: Any = {"marker": mark, "s": 26, "edgecolors": "white", "linewidths": 0.6, "label": f"class {k}"}
+        axes.scatter(*inputs[labels == k].detach().cpu().T, color=color, **points)
+    return field
+
+
+def _plain(size: int, *parts: Tensor) -> list[Tensor]:
+    for part in parts:
+        if part.numel() != size:
+            got = f"the shape {tuple(part.shape)}"
+            raise ConfigurationError("The parts do not fit together.", expected=f"{size} values", got=got)
+    return [part.detach().cpu().flatten() for part in parts]
 
 
 def reliability_diagram(
@@ -57,7 +119,7 @@ def reliability_diagram(
     for panel, (name, (probabilities, targets)) in zip(axes, predictions.items(), strict=True):
         _draw(panel, name, probabilities, targets, n_bins)
     axes[0].set_ylabel("accuracy")
-    legend = axes[0].legend(loc="upper left", fontsize="x-small", frameon=False)
+    legend = axes[0].legend(loc="upper left", fontsize="small", frameon=False, borderaxespad=0)
     for handle in legend.legend_handles:
         if handle is not None and hasattr(handle, "set_sizes"):
             handle.set_sizes([14])  # the first dot's own size would stand for all
@@ -70,7 +132,7 @@ def _panels(n_panels: int) -> Sequence[Axes]:
     except ImportError as error:
         raise UnsupportedError("matplotlib is not installed.", fix="pip install 'laplace_plus[demo]'") from error
 
-    figure = Figure(figsize=(3.2 * n_panels + 0.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(2.5 * n_panels + 0.4, 3.2), layout="constrained")
     return list(figure.subplots(1, n_panels, sharex=True, sharey=True, squeeze=False)[0])
 
 

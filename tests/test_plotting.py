@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from laplace_plus import metrics
 from laplace_plus.errors import ConfigurationError, UnsupportedError
-from laplace_plus.plotting import reliability_diagram
+from laplace_plus.plotting import class_plane, curve, reliability_diagram
 
 
 def predictions(seed: int, sharpness: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,3 +81,59 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'laplace_plus\[demo\]'"):
         reliability_diagram({"MAP": predictions(0)})
+
+
+def drawn_curve(std: torch.Tensor, **options) -> tuple[Axes, torch.Tensor]:
+    x = torch.linspace(0, 1, 11, dtype=torch.float64)
+    axes = Figure().subplots()
+    axes.set_ylim(-1, 1)
+    curve(axes, x[:, None], x.square()[:, None], std, **options)
+    return axes, x
+
+
+def test_a_curve_has_its_mean_its_samples_and_a_band_of_two_standard_deviations() -> None:
+    std = torch.linspace(0.1, 0.2, 11, dtype=torch.float64)
+    samples = torch.randn(3, 11, 1, generator=torch.Generator().manual_seed(0))
+    axes, x = drawn_curve(std, total_std=std + 0.1, samples=samples)
+    assert axes.get_legend_handles_labels()[1] == [
+        "± 2 standard deviations, with noise",
+        "± 2 standard deviations",
+        "sampled functions",
+        "mean",
+    ]
+    band = axes.collections[1].get_paths()[0].vertices
+    for k in range(11):
+        at = band[abs(band[:, 0] - float(x[k])) < 1e-9][:, 1]
+        assert at.min() == pytest.approx(float(x[k] ** 2 - 2 * std[k]))
+        assert at.max() == pytest.approx(float(x[k] ** 2 + 2 * std[k]))
+    lines = [torch.as_tensor(line.get_ydata()) for line in axes.lines]
+    torch.testing.assert_close(torch.stack(lines[:3]), samples[..., 0])
+    torch.testing.assert_close(lines[3], x.square())
+
+
+def test_a_band_that_is_wider_than_the_axes_hides_nothing() -> None:
+    std = torch.where(torch.arange(11) < 5, 0.1, 9.0)
+    axes, x = drawn_curve(std)
+    lines, filled = axes.collections
+    assert lines.get_hatch() and lines.get_facecolor().size == 0 and lines.get_label() == "wider than the picture"
+    assert max(path.vertices[:, 0].max() for path in filled.get_paths()) == pytest.approx(float(x[4]))
+
+
+def test_a_plane_of_classes_shows_the_probabilities_where_they_are() -> None:
+    first, second = torch.linspace(0, 3, 7), torch.linspace(0, 1, 5)
+    share = torch.cartesian_prod(first, second)[:, 0] / 3  # grows along the first input only
+    inputs, labels = torch.tensor([[0.5, 0.2], [2.5, 0.8], [2.0, 0.5]]), torch.tensor([0, 1, 1])
+    axes = Figure().subplots()
+    field = class_plane(axes, first, second, share, inputs, labels)
+    for level, path in zip(field.levels, field.get_paths(), strict=False):
+        assert path.vertices[:, 0].min() == pytest.approx(3 * level, abs=1e-6)
+    points = {dots.get_label(): torch.as_tensor(dots.get_offsets().data) for dots in axes.collections[-2:]}
+    for k in (0, 1):
+        torch.testing.assert_close(points[f"class {k}"].float(), inputs[labels == k])
+
+
+def test_curves_and_planes_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ConfigurationError, match=r"Expected: 11 values\. Got: the shape \(10,\)"):
+        drawn_curve(torch.ones(10))
+    with pytest.raises(ConfigurationError, match=r"Expected: 6 values\. Got: the shape \(5,\)"):
+        class_plane(Figure().subplots(), torch.ones(2), torch.ones(3), torch.ones(5), torch.ones(1, 2), torch.ones(1))

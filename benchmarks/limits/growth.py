@@ -192,10 +192,10 @@ def rows(family: str, seconds: float) -> Iterator[Row]:
 
 
 COLOURS = {
-    "KFAC fit": "#3b6ea8",
-    "Diagonal fit": "#8fb3d9",
-    "KFAC predictive": "#c8553d",
-    "Diagonal predictive": "#e8a798",
+    "KFAC fit": "#0072b2",
+    "Diagonal fit": "#56b4e9",
+    "KFAC predictive": "#d55e00",
+    "Diagonal predictive": "#e69f00",
 }
 MARKS = {"KFAC fit": "o", "Diagonal fit": "s", "KFAC predictive": "o", "Diagonal predictive": "s"}
 

@@ -3,9 +3,11 @@
     python benchmarks/study/check.py --results benchmarks/results
     python benchmarks/study/check.py --results benchmarks/results --pack
     python benchmarks/study/check.py --results benchmarks/results --write
+    python benchmarks/study/check.py --results benchmarks/results --picture
 
 Prints each page that differs and exits with 1 if there is one. ``--pack`` first compresses JSON lines.
 ``--write`` writes the page of every set: the repository keeps only those that the documentation links.
+``--picture`` draws study.png.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=CONFIGURATION)
     parser.add_argument("--pack", action="store_true", help="compress JSON lines first")
     parser.add_argument("--write", action="store_true", help="write the page of every set")
+    parser.add_argument("--picture", action="store_true", help="draw the ranking of study.md")
     arguments = parser.parse_args(argv)
     results = Results(arguments.results)
     settings = Settings.read(arguments.config)
@@ -82,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in results.names() if arguments.write else ():
         table = report.Table(results.rows(name), list(settings.content["methods"]))
         (arguments.results / f"study-{name}.md").write_text(table.markdown(name))
+    if arguments.picture:
+        rows = {name: results.rows(name) for name in SUITES["study"]}
+        tables = {name: report.Table(own, list(settings.content["methods"])) for name, own in rows.items()}
+        report.ranking_picture(report.ranking(tables)).savefig(arguments.results / "study.png", dpi=110)
     found = list(differences(arguments.results, settings))
     sys.stdout.writelines(f"{line}\n" for line in found)
     sys.stdout.write(f"{len(results.names())} sets, {len(found)} differences\n")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 MAP, TEMPERATURE = "MAP", "MAP + temperature"
 """The rows that all others are compared with."""
+OTHERS = (MAP, TEMPERATURE, "early stopping", "ensemble", "ensemble, early stopping", "SWAG")
+"""Rows that are no posterior of one trained network."""
+BLUE, RED, GREY = "#0072b2", "#d55e00", "#707070"
 
 HIGHER_IS_BETTER = ("accuracy", "ood_auroc")
 TITLES = {
@@ -167,9 +170,9 @@ class Table:
             found = [spread(values) if (values := self.scores(label, name, less)) else None for label in self.labels]
             draw(panel, heights, found)
             if less is not None:
-                panel.axvline(0.0, color="#8a8a8a", lw=0.8, zorder=0)
+                panel.axvline(0.0, color=GREY, lw=0.8, zorder=0)
             if values := self.scores(TEMPERATURE, name, less):
-                panel.axvline(spread(values)[0], color="#8a8a8a", lw=0.8, ls=":", zorder=0)
+                panel.axvline(spread(values)[0], color=GREY, lw=0.8, ls=":", zorder=0)
             panel.set_title(_title(name) if less is None else f"{_title(name)} less MAP", fontsize=9)
             panel.set_yticks(heights, self.labels, fontsize=8)
             panel.tick_params(axis="x", labelsize=7)
@@ -183,13 +186,13 @@ def draw(panel: Axes, heights: np.ndarray, found: list[tuple[float, float] | Non
     low, high = _range([pair[0] for pair in found if pair is not None and math.isfinite(pair[0])])
     for height, pair in zip(heights, found, strict=True):
         if pair is None:
-            panel.text(low, height, "none", va="center", fontsize=7, color="#c8553d")
+            panel.text(low, height, " none", va="center", fontsize=7, color=GREY)
         elif low <= pair[0] <= high:
             error = None if math.isnan(pair[1]) else pair[1]
-            panel.errorbar(pair[0], height, xerr=error, fmt="o", ms=4, lw=1.2, color="#3b6ea8")
+            panel.errorbar(pair[0], height, xerr=error, fmt="o", ms=4, lw=1.2, color=BLUE)
         else:
             far_right = not pair[0] < low
-            text = f"{pair[0]:.3g} →" if far_right else f"← {pair[0]:.3g}"
+            text = f"{pair[0]:.3g} → " if far_right else f" ← {pair[0]:.3g}"
             where, side = (high, "right") if far_right else (low, "left")
             panel.text(where, height, text, va="center", ha=side, fontsize=7)
     panel.set_xlim(low, high)
@@ -277,15 +280,21 @@ def overview(tables: dict[str, Table], entries: list[dict[str, Any]]) -> str:
 def ranking_picture(entries: list[dict[str, Any]]) -> Figure:
     """Mean ranks with their intervals, best on top."""
     entries = [entry for entry in entries if math.isfinite(entry["rank"])]
-    figure = Figure(figsize=(6.5, 1.0 + 0.24 * len(entries)), layout="constrained")
+    figure = Figure(figsize=(6.4, 1.2 + 0.21 * len(entries)), layout="constrained")
     panel = figure.subplots()
     heights = np.arange(len(entries))[::-1]
     for height, entry in zip(heights, entries, strict=True):
-        panel.plot([entry["low"], entry["high"]], [height, height], lw=1.2, color="#3b6ea8")
-        panel.plot(entry["rank"], height, "o", ms=4, color="#3b6ea8")
-    panel.set_yticks(heights, [entry["method"] for entry in entries], fontsize=8)
-    panel.set(title="mean rank by NLL, with 95 % interval; 1 is best", xlim=(0, None))
+        color, mark = (RED, "s") if entry["method"] in OTHERS else (BLUE, "o")
+        panel.plot([entry["low"], entry["high"]], [height, height], lw=1.4, color=color)
+        panel.plot(entry["rank"], height, mark, ms=5, color=color)
+    for label, color, mark in (("a posterior", BLUE, "o"), ("no posterior", RED, "s")):
+        panel.plot([], [], mark, ms=5, color=color, label=label)
+    panel.set_yticks(heights, [entry["method"] for entry in entries], fontsize=9)
+    panel.set(xlabel="mean rank by test NLL (1 is best), with 95 % interval", xlim=(0, None))
+    panel.set_ylim(-0.8, len(entries) - 0.2)
     panel.grid(axis="y", lw=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(loc="lower left", frameon=False)
     return figure
 
 

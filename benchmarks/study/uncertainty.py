@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.study.cells import Results
-from benchmarks.study.report import MAP, Table, draw, markdown_line, markdown_rule, ranking
+from benchmarks.study.report import GREY, MAP, Table, draw, markdown_line, markdown_rule, ranking
 from benchmarks.study.settings import Settings
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "study.yaml"
@@ -42,7 +42,12 @@ Columns, each over all splits that were run:
   {tables}.
 
 A row in parentheses was run on some of the splits only and is no comparison by the last digit.
+
+![Points: rank in gaps, AUROC of one set of images, withheld predictions on tables](study-uncertainty.png)
+
+*Three of the columns; the line is the network's own value. What is far out is written at the margin.*
 """
+PICTURED = ("gaps: rank", f"elsewhere: AUROC, {IMAGES[-1].replace('_', ' ')}", "withheld: tables")
 
 
 @dataclass(frozen=True)
@@ -141,16 +146,18 @@ def _cell(column: Column, label: str) -> str:
 
 
 def picture(found: list[Column], labels: list[str]) -> Figure:
-    """A panel for each column; the line is the network's own value."""
+    """A panel for each of three columns; the line is the network's own value."""
+    found = [column for column in found if column.title.startswith(PICTURED)]
     labels = [label for label in labels if any(label in column.values for column in found)]
-    figure = Figure(figsize=(3.1 + 2.3 * len(found), 1.2 + 0.24 * len(labels)), layout="constrained")
+    figure = Figure(figsize=(2.6 + 1.7 * len(found), 0.9 + 0.21 * len(labels)), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     heights = np.arange(len(labels))[::-1]
     for panel, column in zip(panels, found, strict=True):
         draw(panel, heights, [(column.values[k], math.nan) if k in column.values else None for k in labels])
         if MAP in column.values:
-            panel.axvline(column.values[MAP], color="#8a8a8a", lw=0.8, zorder=0)
-        panel.set_title(column.title, fontsize=8)
+            panel.axvline(column.values[MAP], color=GREY, lw=0.8, zorder=0)
+        panel.set_title(column.title.replace(": ", ":\n").replace(", ", ",\n"), fontsize=9)
+        panel.set_ylim(-0.8, len(labels) - 0.2)
         panel.set_yticks(heights, labels, fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
         panel.grid(axis="y", lw=0.3)
