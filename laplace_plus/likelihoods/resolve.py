@@ -133,6 +133,8 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
         what, known = "A custom likelihood must be passed itself.", ", ".join(map(repr, _BY_NAME))
         raise ConfigurationError(what, expected=known, got=options.get("class", repr(name)))
     try:
+        if not all(isinstance(options.get(option, 0), int) for option in ("ignore_index", "output_axis")):
+            raise TypeError("indices that are no integers")
         return _BY_NAME[name](**options)
     except TypeError as error:
         what = f"The description of the likelihood {name!r} is damaged."

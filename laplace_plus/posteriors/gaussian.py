@@ -16,7 +16,14 @@ from typing_extensions import override
 from laplace_plus.batches import to_device
 from laplace_plus.curvature import Curvature, KroneckerStructure, Structure
 from laplace_plus.distributed import OwnedSum, sum_
-from laplace_plus.errors import ConfigurationError, DataError, LaplacePlusError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    LaplacePlusError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
@@ -461,7 +468,13 @@ class GaussianPosterior(Moments):
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         curvature = restored_curvature(header["blocks"], tensors)
+        if {name for layout, _ in curvature for name in layout.names} != {*self.parameter_names}:
+            raise CheckpointError("The blocks are of other parameters.", expected=", ".join(self.parameter_names))
+        if any(block.n_components != self.likelihood.n_noise for _, block in curvature):
+            raise CheckpointError("The blocks have another number of parts.", expected=f"{self.likelihood.n_noise}")
+        self.likelihood.log_likelihood(tensors["statistics"])  # fails for those of another kind
         sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
         self.adopt(sums, tensors["vector"])
         self._tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
-        self.covariance_scale = header.get("covariance_scale", 1.0)
+        check_positive(covariance_scale=header.get("covariance_scale", 1.0))
+        self.covariance_scale = float(header.get("covariance_scale", 1.0))

@@ -104,6 +104,8 @@ def _restored(cls: Any, header: dict[str, Any], tensors: dict[str, Tensor], mode
     posterior.n_data, posterior.n_outputs = int(header["n_data"]), int(header["n_outputs"])
     common, device = ("mask.", "hyper.", "groups.index"), posterior.network.device
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(common)}
+    if any(value.is_complex() for value in tensors.values()):
+        raise TypeError("complex tensors")
     if "vector" in state:
         posterior.mean = state["vector"]
     posterior.restore(header["state"], state)

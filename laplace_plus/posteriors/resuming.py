@@ -26,6 +26,18 @@ Stage = tuple[dict[str, Any], dict[str, Tensor]]
 """A JSON-able header, and tensors."""
 
 
+class Part(dict[str, Any]):
+    """A part of a checkpoint, which may be one that somebody has edited."""
+
+    def __init__(self, content: Any):
+        if not isinstance(content, Mapping):
+            raise CheckpointError("The checkpoint is of another kind.", expected="a dictionary", got=repr(content))
+        super().__init__(content)
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"The checkpoint has no {key!r}.", expected=key, got=", ".join(self))
+
+
 class Checkpoint:
     """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings.
 
@@ -48,8 +60,8 @@ class Checkpoint:
         """The header and tensors of a stage, or None; CheckpointError if damaged, or of another computation."""
         if self._folder is None or not (self._folder / stage).exists():
             return None
-        header, tensors = io.read(self._folder / stage, device)
-        saved = header.get("identity", {})
+        header, tensors = map(Part, io.read(self._folder / stage, device))
+        saved = Part(header["identity"])
         for name, own in self._identity.items():
             if saved.get(name) != own:
                 raise CheckpointError(
@@ -58,7 +70,7 @@ class Checkpoint:
                     got=shorten(repr(saved.get(name)), 200),
                     fix="Pass a new folder, or the network, data and settings that the checkpoint was written with.",
                 )
-        return header["stage"], tensors
+        return Part(header["stage"]), tensors
 
     def stage(self, name: str, compute: Callable[[], Stage], device: Any = "cpu") -> Stage:
         """A stage as :meth:`read` finds it, or computed and written."""

@@ -203,7 +203,7 @@ def from_functional(
 
     Raises:
         ConfigurationError: If there is no such link, or the shapes do not fit.
-        NonFiniteError: If the mean or the covariance holds NaN or infinity.
+        NonFiniteError: If the mean or the covariance holds NaN or infinity, or is so large that the prediction does.
         NotPositiveDefiniteError: If a variance is negative by more than rounding.
 
     Example:
@@ -240,13 +240,16 @@ def from_functional(
         if lowest < -(torch.finfo(variance.dtype).eps ** 0.5) * max(highest, -lowest):  # beyond rounding
             fix = "Use a larger prior precision, a positive semi-definite curvature (GGN) or float64."
             raise NotPositiveDefiniteError("A functional variance is negative.", got=f"{lowest:.3g}", fix=fix)
+    marginal = None if link == "mc" else likelihood.predict(mean, covariance, link=link)
+    if marginal is not None and not math.isfinite(marginal.mean.detach().sum()):  # variances whose squares overflow
+        check_finite(marginal.mean, "The predictive means")
     return Prediction(
         likelihood=likelihood,
         functional_mean=mean,
         functional_covariance=given,
         link=link,
         joint=joint,
-        marginal=None if link == "mc" else likelihood.predict(mean, covariance, link=link),
+        marginal=marginal,
         n_samples=n_samples,
         source=RandomSource() if generator is None else RandomSource.of(generator),
     )

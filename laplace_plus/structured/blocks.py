@@ -119,12 +119,15 @@ class Block(ABC):
 
     Attributes:
         storage: Names the kind of block in checkpoints.
+        forms: The axes of each of :meth:`tensors`, for :func:`check_forms`; those that have none are not checked, and a
+            subclass does not inherit them.
         kind: What the block is, for summaries and errors.
         shape: ``(G, o, i)``.
         n_components: K.
     """
 
     storage: ClassVar[str]
+    forms: ClassVar[Mapping[str, str]] = {}
     kind: str
     shape: tuple[int, int, int]
     n_components: int
@@ -212,4 +215,21 @@ def block_from_tensors(storage: str, shape: tuple[int, int, int], tensors: Mappi
         what = f"A saved curvature holds a block of the unknown kind {storage!r}."
         fix = "Import the package that registers this kind with lp.structured.register_block."
         raise CheckpointError(what, expected=", ".join(sorted(_KINDS)), fix=fix)
+    groups, rows, columns = shape
+    check_forms(tensors, vars(_KINDS[storage]).get("forms", {}), G=groups, o=rows, i=columns, n=rows * columns, t=2)
     return _KINDS[storage].from_tensors(tensors, shape)
+
+
+def check_forms(tensors: Mapping[str, Tensor], forms: Mapping[str, str], **sizes: int) -> None:
+    """Raise :class:`CheckpointError` unless tensors have the axes that their names, up to a dot, stand for.
+
+    An axis is a letter. It has the size that is given, or else the same one throughout; ``*`` is an axis of any size.
+    Of ``"KGoo KGo"`` either will do.
+    """
+    for name, tensor in tensors.items():
+        known = forms.get(name.split(".")[0])
+        axes = next((form for form in known.split(" ") if len(form) == tensor.ndim), None) if known is not None else ""
+        found = zip(axes or "", tensor.shape, strict=False)
+        if axes is None or any(sizes.setdefault(axis, size) != size for axis, size in found if axis != "*"):
+            what, got = f"The tensor {name!r} has another shape.", str(list(tensor.shape))
+            raise CheckpointError(what, expected=f"[{known}] with {sizes}", got=got)

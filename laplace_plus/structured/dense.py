@@ -77,6 +77,7 @@ class DiagonalBlock(EigenBlock):
     values: Tensor
 
     storage: ClassVar[str] = "diagonal"
+    forms: ClassVar[Mapping[str, str]] = {"values": "KGoi"}
 
     def __post_init__(self) -> None:
         self.kind = "diagonal"
@@ -143,6 +144,7 @@ class DenseBlock(DecomposedBlock):
     """
 
     storage: ClassVar[str] = "dense"
+    forms: ClassVar[Mapping[str, str]] = {"matrix": "KGnn", "matrix_rows": "G*n"}
 
     def __init__(self, matrix: Tensor | Sequence[GramSum], shape: tuple[int, int, int]):
         self.sums = [GramSum.of(m) for m in matrix] if isinstance(matrix, Tensor) else list(matrix)

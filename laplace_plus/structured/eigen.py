@@ -279,6 +279,17 @@ class KroneckerBlock(DecomposedBlock):
     """
 
     storage: ClassVar[str] = "Kronecker"
+    forms: ClassVar[Mapping[str, str]] = {
+        "left": "KGoo KGo",
+        "left_rows": "G*o",
+        "right": "Gii Gi",
+        "right_rows": "G*i",
+        "corrected": "KGoi",
+        "count": "",
+        "basis_weights": "K",
+        "left_vectors": "Goo",
+        "right_vectors": "Gii",
+    }
 
     def __init__(
         self,
@@ -444,6 +455,7 @@ class DiagonalOutputBlock(KroneckerBlock):
     """
 
     storage: ClassVar[str] = "diagonal-output Kronecker"
+    forms: ClassVar[Mapping[str, str]] = KroneckerBlock.forms
 
     def __init__(self, left: Tensor | Sequence[GramSum], right: Tensor | GramSum, count: Tensor, *nothing: None):
         super().__init__(left, right, count)

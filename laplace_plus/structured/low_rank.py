@@ -265,6 +265,7 @@ class LowRankBlock(Block):
     rest: SampledSpectrum
 
     storage: ClassVar[str] = "low rank"
+    forms: ClassVar[Mapping[str, str]] = {"values": "r", "vectors": "rn", "nodes": "tmd", "node_weights": "tmd"}
     _spectrum: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
 from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
+from laplace_plus.structured.blocks import check_forms
 
 _TOGETHER = 8
 """Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""
@@ -106,10 +107,10 @@ def project_noise(
             tensors |= zip(names, (split.value, in_range), strict=False)
             known = {"rank": projector.rank}, tensors
             checkpoint.write(f"noise-{start}", *known)
-        rank, tensors = known[0]["rank"], dict(known[1])
+        rank, tensors = known[0]["rank"], known[1]
         for name, vectors in kept.items():
-            vectors[part] = tensors.pop(name)
-        stages.append(tensors)
+            vectors[part] = tensors[name]
+        stages.append({name: tensors[name] for name in ("residual", "iterations", "converged", "squares")})
     found = {name: torch.cat([stage[name] for stage in stages]) for name in stages[0]}
     converged = found["converged"].bool()
     dimension = range_dimension(kept["kernel"], found["squares"], rank, converged=bool(converged.all()))
@@ -215,6 +216,7 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        check_forms(tensors, dict.fromkeys(self.stored_as, "kP"), P=self.n_parameters)
         null_space, *others = (tensors[name] for name in self.stored_as)
         (value, sem), converged = tensors["rank"].cpu(), tensors["converged"].bool()
         rank = Estimate(value, sem, 0, bool(converged.all()), len(converged) if sem > 0 else 0)

@@ -17,7 +17,7 @@ from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import Diffusion, LossLandscape, PathStatus, diffuse, exponential_map, noise_field
 from laplace_plus.geometry.geodesic import check_settings
 from laplace_plus.linalg import draw_probes
-from laplace_plus.posteriors.resuming import Checkpoint, Stage
+from laplace_plus.posteriors.resuming import Checkpoint, Part, Stage
 
 _GROUP = 32
 """Geodesics that advance together, if memory allows; an interruption loses at most so many."""
@@ -151,7 +151,7 @@ def draw(
         checkpoint.stage(f"samples-{number:05d}", partial(samples, some), start.device)
         for number, some in enumerate(parts)
     ]
-    tensors = {name: torch.cat([own[name] for _, own in groups]) for name in groups[0][1]}
+    tensors = Part({name: torch.cat([own[name] for _, own in groups]) for name in groups[0][1]})
     tail = max(float(header["tail"]) for header, _ in groups)
     return Drawn(tensors["points"], PathReport.read(tensors, {"tail": tail}))
 

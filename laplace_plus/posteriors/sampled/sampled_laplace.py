@@ -155,7 +155,7 @@ class SampledLaplace(SampleBased, ResumableFit):
     def _drawn(self, problem: TangentProblem, checkpoint: Checkpoint, generator: torch.Generator | None) -> Draws:
         saved = checkpoint.read("draws", self.network.device)
         if saved is not None:
-            return Draws(**saved[1])
+            return Draws(saved[1]["prior"], saved[1]["data"])
         own, k = problem.curvature, self.n_samples
         prior = draw_probes("gaussian", k, own.shape[1], generator=generator, dtype=own.dtype, device=own.device)
         draws = Draws(prior, own.pulled_noise(k, generator))

@@ -49,6 +49,7 @@ class SoftmaxOutputBlock(Block):
     """
 
     storage: ClassVar[str] = "head"
+    forms: ClassVar[Mapping[str, str]] = {"matrix": "KGnn", "features": "Ni", "scales": "No", "coupled": ""}
 
     def __init__(self, rows: SoftmaxOutputRows | DenseBlock, shape: tuple[int, int, int]):
         self.shape, self.n_components = shape, 1

@@ -1,0 +1,274 @@
+"""Processes killed while they save, and in the middle of work that can be continued.
+
+What is found afterwards is the old or the new state, and work goes on from the last stage that was finished, to the
+result of an uninterrupted run. Nothing that is finished is done again, and nothing starts anew without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from campaign.cases import CLASSES, DATA, Tally, answer, calibrated, fitted, network, same, seeded
+from torch import Tensor
+
+import laplace_plus as lp
+from laplace_plus import io
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and exchanges folders in one step"),
+    pytest.mark.filterwarnings("ignore"),  # threads of torch, which children do not use; convergence
+]
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.scandir", "os.listdir", "os.chmod")
+EVENTS += ("shutil.rmtree", "shutil.copymode", "ctypes.dlopen", "ctypes.dlsym")
+
+
+def die_at(number: int, folder: Path, log: int) -> None:
+    """Let this process die at its n-th file operation, in a folder or without a path; each is told of by one byte."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event in EVENTS and (event.startswith("ctypes") or str(folder) in str(arguments)):
+            seen += 1
+            os.write(log, b"o")
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def in_child(action: Callable[[int], None], *, kill_after: float | None = None) -> tuple[bytes, bool]:
+    """What a process writes to its pipe while it acts, and whether it was killed; other ends are errors."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            action(writing)
+            os.kill(os.getpid(), signal.SIGTERM)  # done, without what pytest does at the end
+        except BaseException as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os.kill(os.getpid(), signal.SIGABRT)
+    os.close(writing)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    assert status in (-signal.SIGTERM, -signal.SIGKILL), f"ended with {status}"
+    return told, status == -signal.SIGKILL
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Children of a process with several threads have none of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def test_saves(tmp_path: Path) -> None:
+    draw, found = random.Random(0), Tally()
+    for name in [*CLASSES, "calibrated Full"]:
+        net = network()
+        old = calibrated("Full", net) if name.startswith("calibrated") else fitted(name, net)
+        new = copy.copy(old) if name.startswith("calibrated") else fitted(name, net, data=DATA[1:])
+        if name.startswith("calibrated"):
+            new.temperature = 2.0
+        known, path = {"old": answer(old), "new": answer(new)}, tmp_path / name
+        assert not same(known["old"], known["new"], 1e-6)
+
+        def judge(path: Path = path, net: Any = net, known: dict[str, Tensor] = known) -> str:
+            try:
+                posterior = lp.load(path, net)
+            except BaseException as error:
+                return f"LOST: {type(error).__name__}: {error}"
+            return next((which for which, value in known.items() if same(answer(posterior), value, 1e-12)), "DAMAGE")
+
+        number, killed = 1, True
+        while killed:
+            old.save(path)
+
+            def action(log: int, number: int = number, path: Path = path, new: Any = new) -> None:
+                die_at(number, path.parent, log)
+                new.save(path)
+
+            _, killed = in_child(action)
+            if killed:
+                found.note("saves, at a file operation", f"{name} {number}", judge())
+            number += 1
+        assert judge() == "new" and number > 8
+        began = time.monotonic()
+        new.save(path)
+        each = time.monotonic() - began
+        for repetition in range(8):
+            old.save(path)
+
+            def both(_: int, path: Path = path, old: Any = old, new: Any = new) -> None:
+                while True:
+                    new.save(path)
+                    old.save(path)
+
+            in_child(both, kill_after=draw.uniform(0, 6 * each))
+            found.note("saves, at any time", f"{name} {repetition}", judge())
+        old.save(path)
+        assert [entry.name for entry in path.parent.iterdir()] == [name]
+        shutil.rmtree(path)
+    found.report("kills of saves", 100)
+
+
+# -- work that can be continued ----------------------------------------------------------------------------------------
+
+
+def null_space(path: Path | None) -> Tensor:
+    posterior = lp.NullSpace(network(), "classification", rows="loss", n_samples=30)
+    return posterior.fit(DATA, generator=seeded(), checkpoint=path).samples
+
+
+def viking(path: Path | None) -> Tensor:
+    training = lp.ELBOTraining(epochs=3, scale_epochs=2)
+    posterior = lp.VIKING(network(), "classification", rows="loss", n_samples=10, mode=training)
+    return posterior.fit(DATA, generator=seeded(), checkpoint=path).samples
+
+
+def metric_bnn(path: Path | None) -> Tensor:
+    latent = lp.LatentModel(dimension=2, hidden=(4,), epochs=25, tolerance=10.0)
+    options = {"n_particles": 2, "n_steps": 6, "n_refinements": 1}
+    posterior = lp.MetricBNN(network(), "classification", latent=latent, **options)
+    return posterior.fit(DATA, generator=seeded(), checkpoint=path).sample(5, generator=seeded(1))
+
+
+def conjugate_gradients(path: Path | None) -> Tensor:
+    solver = lp.CGSolver(checkpoint_every=2)
+    posterior = lp.SampledLaplace(network(), "classification", n_samples=2, solver=solver)
+    return posterior.fit(DATA, generator=seeded(), checkpoint=path).samples
+
+
+def descent(path: Path | None) -> Tensor:
+    solver = lp.SGDSolver(epochs=4, tolerance=9.0, checkpoint_every=1)
+    posterior = lp.SampledLaplace(network(), "classification", n_samples=2, solver=solver)
+    return posterior.fit(DATA, generator=seeded(), checkpoint=path).samples
+
+
+def tuning(path: Path | None) -> Tensor:
+    posterior = lp.SampledLaplace(network(), "classification", n_samples=2).fit(DATA, generator=seeded())
+    posterior.fit_prior_precision(lp.SampledEvidence(max_steps=4, checkpoint=path))
+    return torch.cat([posterior.prior_precision.flatten(), posterior.samples.flatten()])
+
+
+def drawing(path: Path | None) -> Tensor:
+    posterior = lp.Riemannian(network(), "classification", n_samples=33, prior_precision=10.0)
+    return posterior.fit(DATA, generator=seeded()).draw(generator=seeded(2), checkpoint=path).samples
+
+
+def diffusion(path: Path | None) -> Tensor:
+    method = lp.Diffusion(n_steps=2)
+    posterior = lp.Riemannian(network(), "classification", method=method, n_samples=5, prior_precision=10.0)
+    return posterior.fit(DATA, generator=seeded()).draw(generator=seeded(2), checkpoint=path).samples
+
+
+def training(path: Path | None) -> Tensor:
+    torch.manual_seed(3)
+    options = {"epochs": 4, "frequency": 2, "hyper_steps": 3, "optimizer_options": {"lr": 1e-2}}
+    result = lp.train_marginal_likelihood(
+        network(), DATA, "classification", checkpoint=path, resume=path is not None, **options
+    )
+    return torch.cat([answer(result.posterior).flatten(), torch.tensor(result.losses)])
+
+
+WORK = [null_space, viking, metric_bnn, conjugate_gradients, descent, tuning, drawing, diffusion, training]
+
+
+@contextmanager
+def writes(told: Callable[[str], None]) -> Iterator[None]:
+    """Tells of every checkpoint that is written, after it is."""
+    write = io.write
+
+    def telling(path: Any, header: Any, tensors: Any) -> None:
+        write(path, header, tensors)
+        told(f"{Path(path).name} {len(tensors)}")
+
+    io.write = telling
+    try:
+        yield
+    finally:
+        io.write = write
+
+
+def continued(
+    work: Callable[[Path | None], Tensor], path: Path, expected: Tensor, whole: list[str], before: int
+) -> str:
+    """What a run finds and does that goes on where another was killed, after it wrote so many checkpoints."""
+    rest: list[str] = []
+    try:
+        with writes(rest.append):
+            result = work(path)
+    except BaseException as error:
+        return f"LOST: {type(error).__name__}: {error}"
+    if not torch.equal(result, expected):
+        return f"DIFFERENT: by {float((result - expected).abs().max()):.2g}"
+    # Killed between the exchange of two folders and the line that tells of it, one more is finished.
+    return "equal" if rest in (whole[before:], whole[before + 1 :]) else f"RESTARTED: after {before}, {len(rest)} more"
+
+
+@pytest.mark.parametrize("work", WORK, ids=[work.__name__ for work in WORK])
+def test_work(work: Callable[[Path | None], Tensor], tmp_path: Path) -> None:
+    whole: list[str] = []
+    expected, draw, found, path = work(None), random.Random(0), Tally(), tmp_path / "work" / "it"
+    began = time.monotonic()
+    with writes(whole.append):
+        assert torch.equal(work(path), expected)
+    took = time.monotonic() - began
+    assert len(whole) > 2 and torch.equal(work(path), expected)  # that is finished, too
+
+    def action(log: int, number: int = 0) -> None:
+        if number:
+            die_at(number, path.parent, log)
+        with writes(lambda _: os.write(log, b"w")):
+            work(path)
+
+    def restart() -> None:
+        shutil.rmtree(path.parent)
+        path.parent.mkdir()
+
+    restart()
+    told, _ = in_child(lambda log: action(log, 10**9))
+    operations = told.count(b"o")
+    for number in sorted({round(1 + k * (operations - 1) / 19) for k in range(20)}):
+        restart()
+        told, killed = in_child(lambda log, number=number: action(log, number))
+        assert killed
+        found.note(work.__name__, f"operation {number}", continued(work, path, expected, whole, told.count(b"w")))
+    for repetition in range(10):
+        restart()
+        after = draw.uniform(0, 1.2 * took)
+        told, _ = in_child(action, kill_after=after)
+        outcome = continued(work, path, expected, whole, told.count(b"w"))
+        found.note(work.__name__, f"time {repetition}, {after:.3f} s", outcome)
+    restart()
+    killed, times, done = True, 0, 0
+    while killed and times < 200:  # again and again, until nothing is left to do
+        told, killed = in_child(lambda log: action(log, max(60, operations // 3)))
+        done, times = done + told.count(b"w"), times + 1
+    outcome = continued(work, path, expected, whole, len(whole))
+    found.note(work.__name__, f"{times} times in a row, {done} written", outcome if not killed else "NO PROGRESS")
+    found.report(f"kills of {work.__name__}", 25)
