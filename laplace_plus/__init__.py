@@ -20,7 +20,7 @@ from laplace_plus.evidence.validation import Validation
 from laplace_plus.geometry import Diffusion
 from laplace_plus.leave_one_out import Auto, LeaveOneOut
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
-from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from laplace_plus.likelihoods.gaussian import Gaussian, GivenNoise, HeteroscedasticGaussian
 from laplace_plus.posteriors import *  # noqa: F403
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
@@ -41,6 +41,7 @@ __all__ = [
     "Diffusion",
     "ExpectationMaximisation",
     "Gaussian",
+    "GivenNoise",
     "Groups",
     "HeteroscedasticGaussian",
     "LeaveOneOut",

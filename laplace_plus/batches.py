@@ -57,7 +57,8 @@ def split(item: Any) -> Batch:
     """Separate what a loader yields into inputs and target; DataError if either is missing, or the target no tensor.
 
     Of a pair, the inputs are the first entry as it is; of a longer tuple, the tuple of all but the last; of a mapping,
-    a new dictionary of the remaining keys.
+    a new dictionary of the remaining keys. Two tensors as a target, values and their noise, are stacked along a new
+    last axis.
 
     Example:
         >>> batch = split({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])})
@@ -70,6 +71,10 @@ def split(item: Any) -> Batch:
         inputs, target = inputs_of(item), next((item[key] for key in TARGET_KEYS if key in item), None)
     elif isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and len(item) >= 2:
         inputs, target = inputs_of(item), item[-1]
+    if isinstance(target, (tuple, list)) and len(target) == 2 and all(isinstance(part, Tensor) for part in target):  # noqa: PLR2004
+        values, noise = target
+        noise = noise.reshape(noise.shape + (1,) * (values.ndim - noise.ndim))
+        target = torch.stack([values, noise.to(values).expand_as(values)], -1)
     if not isinstance(target, Tensor) or (isinstance(inputs, dict) and not inputs):
         raise DataError(
             "A batch has no inputs, or no tensor as its target.",

@@ -293,9 +293,9 @@ def test_outputs_that_cannot_be_arranged(likelihood, raw, part):
 LABEL_ERRORS = {
     "floats": (Categorical(), (4, 3), torch.zeros(4), "not class indices"),
     "booleans": (Categorical(), (4, 3), torch.zeros(4, dtype=torch.bool), "not class indices"),
-    "one-hot": (Categorical(), (4, 3), torch.eye(3)[[0, 1, 2, 0]], "one-hot"),
+    "no soft labels": (Categorical(), (4, 3), 2 * torch.eye(3)[[0, 1, 2, 0]], "no distributions"),
     "integer one-hot": (Categorical(), (4, 3), torch.eye(3).long()[[0, 1, 2, 0]], "one-hot"),
-    "one-hot pixels": (Categorical(output_axis=1), (4, 5, 3), torch.zeros(4, 3, 5), "one-hot"),
+    "one-hot pixels": (Categorical(output_axis=1), (4, 5, 3), torch.zeros(4, 3, 5), "no distributions"),
     "too high": (Categorical(), (2, 3), torch.tensor([0, 3]), "Got: 3"),
     "negative": (Categorical(), (2, 3), torch.tensor([0, -1]), "Got: -1"),
     "column": (Categorical(), (4, 3), torch.zeros(4, 1, dtype=torch.long), "squeeze"),

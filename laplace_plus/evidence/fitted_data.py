@@ -52,7 +52,7 @@ class FittedData:
         counted = float(weight.sum())
         self.n_examples += len(outputs)
         self.n_rows += counted
-        self.n_entries += counted * (1 if likelihood.couples_outputs else outputs.shape[-1])
+        self.n_entries += likelihood.n_terms(targets, weight, outputs.shape[-1])
 
     def check(self) -> None:
         """Raise :class:`DataError` for other data than were fitted to, once all batches were added.

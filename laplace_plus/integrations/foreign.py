@@ -47,6 +47,9 @@ class Task:
         They are labels ``[B, *]``, −100 where ignored, or numbers ``[B, *, C]``.
         """
         _, targets, weight = self.likelihood.rows(widen(self.outputs), self.batch.target)
+        if targets.is_floating_point() and self.likelihood.couples_outputs:
+            what, fix = "Soft labels are not for this backend.", 'Use backend="native".'
+            raise UnsupportedError(what, got=f"{targets.dtype} targets", fix=fix)
         if targets.is_floating_point():
             return targets.view(self.outputs.shape), bool((weight == 0).any())
         return targets.where(weight > 0, -100).view(self.outputs.shape[:-1]), bool((weight == 0).any())

@@ -125,6 +125,7 @@ class Likelihood(ABC):
         is_classifier: Whether targets are classes, with probabilities from :meth:`class_probabilities`.
         is_gaussian: Whether ``p(y|f) = N(f, σ²)``, with squared errors as statistics.
         n_noise: Number ``K`` of noise groups.
+        of_new_targets: What predictions are of, where training weighs or smooths its targets; else ``None``.
         config_name: The name in :meth:`config` of a likelihood of this package; ``None`` for custom ones.
 
     Example:
@@ -141,6 +142,7 @@ class Likelihood(ABC):
     is_classifier: bool = False
     is_gaussian: bool = False
     n_noise: int = 1
+    of_new_targets: Likelihood | None = None
     config_name: str | None = None
 
     @abstractmethod
@@ -262,6 +264,10 @@ class Likelihood(ABC):
         log_density = checked_log_density(self, flat, targets).double()
         return log_density.where(weight > 0, 0.0).sum().reshape(1)
 
+    def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
+        """By what the mean of torch's loss for classes divides, of a batch's :meth:`rows`."""
+        return float(weight.sum()) * (1 if self.couples_outputs else n_outputs)
+
     def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
         """Nats by which a batch's outputs fit better as probabilities than as logits; −∞ if they cannot be any."""
         return -math.inf
@@ -329,6 +335,13 @@ class Likelihood(ABC):
             ConfigurationError: If there is no such closed form.
         """
         raise unknown_link(self, link)
+
+    def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
+        """``log p(y)`` under a marginal of :meth:`predict`, ``[...]``, of targets as :meth:`rows` has them."""
+        distribution = marginal.distribution if marginal.together is None else marginal.together
+        found: Tensor = distribution.log_prob(targets)
+        lead = marginal.mean.dim() - 1
+        return found.flatten(lead).sum(-1) if found.dim() > lead else found
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution | None:
         """``p(y)`` of several inputs together, for ``[N, C]`` and ``[N C, N C]``; ``None`` without a closed form."""

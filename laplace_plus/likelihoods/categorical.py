@@ -23,14 +23,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
+from torch.nn.functional import one_hot
 
 from laplace_plus._memory import CACHE_BYTES, CHUNK_BYTES
-from laplace_plus.errors import ConfigurationError, LabelError, OutputError
+from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import (
     Likelihood,
     Marginal,
@@ -78,15 +79,23 @@ _LARGEST_WEIGHT = 0.45
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Categorical(Likelihood):
-    """``p(y = k | f) = softmax(f)_k`` over ``C >= 2`` classes; targets are class indices ``[B, *]``.
+    """``p(y = k | f) = softmax(f)_k`` over ``C >= 2`` classes.
 
-    The Hessian of ``-log p`` does not depend on the target, so the generalised Gauss-Newton is the Fisher information.
+    Targets are class indices ``[B, *]``, or soft labels: probabilities of the classes, laid out as the outputs are.
+    The loss of soft labels q, weights w and smoothing ε is that of torch's cross-entropy, summed: ``−Σ_k t_k log p_k``
+    with ``t_k = w_k ((1 − ε) q_k + ε/C)``. Its Hessian is ``(Σ_k t_k) (diag p − p pᵀ)``, the Fisher information where
+    the factor is one. Weights and smoothing belong to training: predictions and their scores are without them.
 
     Args:
         ignore_index: Rows with this target are ignored.
         output_axis: The axis of the logits in the network's output; 1 for ``[B, C, H, W]``.
+        weight: C non-negative numbers, as of ``torch.nn.CrossEntropyLoss``; None for ones.
+        label_smoothing: ε, from 0 to below 1.
+
+    Raises:
+        ConfigurationError: Weights or smoothing out of range.
 
     Example:
         >>> Categorical().log_density(torch.zeros(1, 4), torch.tensor([2])).exp()
@@ -95,25 +104,69 @@ class Categorical(Likelihood):
 
     ignore_index: int = -100
     output_axis: int = -1
+    weight: Any = None
+    label_smoothing: float = 0.0
     config_name = "categorical"
     links = ("gumbel", "probit", "mc", "bridge", "network")
     is_classifier = True
 
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            weight = torch.as_tensor(self.weight, dtype=torch.float64).detach()
+            object.__setattr__(self, "weight", tuple(weight.flatten().tolist()))
+            if weight.dim() != 1 or not bool((weight >= 0).all() and weight.isfinite().all() and weight.any()):
+                what, expected = "The class weights cannot be used.", "C non-negative numbers, not all zero"
+                raise ConfigurationError(what, expected=expected, got=str(weight.tolist()))
+        if not 0 <= self.label_smoothing < 1:
+            what = "label_smoothing is out of range."
+            raise ConfigurationError(what, expected="from 0 to below 1", got=repr(self.label_smoothing))
+        if self.weight is not None or self.label_smoothing:
+            object.__setattr__(self, "of_new_targets", Categorical(self.ignore_index, self.output_axis))
+
+    def __repr__(self) -> str:
+        return f"Categorical({', '.join(f'{name}={value!r}' for name, value in self._options().items())})"
+
+    def config(self) -> dict[str, Any]:
+        """``{"name": "categorical", …}``, with weights and smoothing where there are any."""
+        return {"name": self.config_name, **self._options()}
+
+    def _options(self) -> dict[str, Any]:
+        weight = {} if self.weight is None else {"weight": list(self.weight)}
+        smoothing = {"label_smoothing": self.label_smoothing} if self.label_smoothing else {}
+        return {"ignore_index": self.ignore_index, "output_axis": self.output_axis, **weight, **smoothing}
+
+    def _totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``t [N, C]`` for labels ``[N]`` or soft labels ``[N, C]``."""
+        size = outputs.shape[-1]
+        q = targets if targets.is_floating_point() else one_hot(targets.long(), size)
+        q = (1 - self.label_smoothing) * q.to(outputs.dtype) + self.label_smoothing / size
+        return q if self.weight is None else q * torch.tensor(self.weight, dtype=q.dtype, device=q.device)
+
     def validate(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse anything but integer class indices ``[B, *]`` for outputs ``[B, *, C]`` with ``C >= 2``."""
+        """Refuse anything but class indices ``[B, *]`` or soft labels for outputs ``[B, *, C]`` with ``C >= 2``."""
         check_batch(outputs, targets)
         n_classes = outputs.shape[-1]
         if n_classes == 1:
             expected = 'at least two outputs, or likelihood="binary"'
             raise OutputError("One logit does not define several classes.", expected=expected, got="C = 1")
+        if self.weight is not None and len(self.weight) != n_classes:
+            expected, got = f"{n_classes} weights, one for each output", f"{len(self.weight)}"
+            raise OutputError("The class weights do not fit the outputs.", expected=expected, got=got)
+        if targets.is_floating_point() and targets.dim() == outputs.dim():
+            q = self._arranged(targets)
+            close = (widen(q).sum(-1) - 1).abs() <= max(1e-4, 4 * torch.finfo(q.dtype).eps)
+            if q.shape != outputs.shape or not bool(((q >= 0).all(-1) & close).all()):
+                expected = f"probabilities {shape_text(outputs.shape)} that sum to one over the classes"
+                raise LabelError("The soft labels are no distributions.", expected=expected, got=describe(targets))
+            return
         integers = targets.dtype != torch.bool and not targets.is_floating_point() and not targets.is_complex()
         if targets.shape != outputs.shape[:-1] or not integers:
             raise LabelError(
                 "The targets are not class indices.",
                 expected=f"integers (torch.long) of shape {shape_text(outputs.shape[:-1])}",
                 got=describe(targets),
-                fix="Pass targets.long(), targets.argmax(-1) for one-hot vectors (soft labels are not supported), or "
-                'targets.squeeze(-1) for an extra axis; use likelihood="regression" for real numbers.',
+                fix="Pass targets.long(), targets.float() for one-hot vectors, targets.squeeze(-1) for an extra axis; "
+                'use likelihood="regression" for real numbers.',
             )
         labels = targets.long()
         wrong = ((labels < 0) | (labels >= n_classes)) & (labels != self.ignore_index)
@@ -122,12 +175,23 @@ class Categorical(Likelihood):
             fix = "Count classes from 0, and give the network one output for each"
             refuse_targets(wrong, labels, "Some class indices are out of range.", expected=known, fix=fix)
 
+    def _arranged(self, soft: Tensor) -> Tensor:
+        return soft if self.output_axis == -1 or soft.dim() == 2 else soft.movedim(self.output_axis, -1)  # noqa: PLR2004
+
     def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flatten a batch; ignored rows get class 0 and weight 0."""
         flat = widen(outputs).reshape(-1, outputs.shape[-1])
+        if targets.is_floating_point():
+            return flat, self._arranged(targets).reshape(flat.shape).to(flat.dtype), torch.ones_like(flat[:, 0])
         labels = targets.reshape(-1).long()
         kept = labels != self.ignore_index
         return flat, torch.where(kept, labels, torch.zeros_like(labels)), kept.to(flat.dtype)
+
+    def n_terms(self, targets: Tensor, weight: Tensor, n_outputs: int) -> float:
+        """The labels' class weights, summed; the number of soft labels."""
+        if self.weight is None or targets.is_floating_point():
+            return super().n_terms(targets, weight, n_outputs)
+        return float((torch.tensor(self.weight, device=targets.device)[targets] * weight).sum())
 
     def evidence_for_probabilities(self, outputs: Tensor, targets: Tensor) -> float:
         """∞ where no entry is negative and every row sums to one, up to rounding."""
@@ -135,35 +199,52 @@ class Categorical(Likelihood):
         return math.inf if outputs.min() >= 0 and error <= torch.finfo(outputs.dtype).eps ** 0.5 else -math.inf
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``log softmax(f)_y``, ``[N]``."""
+        """``log softmax(f)_y``, ``[N]``; in general ``Σ_k t_k log p_k``."""
+        if targets.is_floating_point() or self.of_new_targets is not None:
+            outputs = widen(outputs)
+            return (self._totals(outputs, targets) * outputs.log_softmax(-1)).sum(-1)
         return widen(outputs).log_softmax(-1).gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``p - e_y``, ``[N, C]``."""
+        """``p - e_y``, ``[N, C]``; in general ``(Σ t) p − t``."""
         p, complement = _probabilities(outputs)
+        if targets.is_floating_point() or self.of_new_targets is not None:
+            t = self._totals(p, targets)
+            return t.sum(-1, keepdim=True) * p - t
         index = targets.long().unsqueeze(-1)
         return p.scatter(-1, index, -complement.gather(-1, index))
 
     def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag p - p pᵀ``, ``[N, C, C]``."""
+        """``(Σ t) (diag p - p pᵀ)``, ``[N, C, C]``."""
         p, complement = _probabilities(outputs)
-        return torch.diagonal_scatter(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement, dim1=-2, dim2=-1)
+        hessian = torch.diagonal_scatter(-p.unsqueeze(-1) * p.unsqueeze(-2), p * complement, dim1=-2, dim2=-1)
+        return hessian if self.weight is None else hessian * self._totals(p, targets).sum(-1)[..., None, None]
 
-    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature:
-        """``diag p - p pᵀ``; zero for ignored rows."""
+    def output_curvature(self, outputs: Tensor, weight: Tensor) -> OutputCurvature | None:
+        """``diag p - p pᵀ``; zero for ignored rows; None with class weights, where it depends on targets."""
+        if self.weight is not None:
+            return None
         p, complement = _probabilities(outputs)
         weight = weight.to(p.dtype).unsqueeze(-1)
         return OutputCurvature(weight * p, weight * p * complement, coupled=True)
 
     def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``diag √p - p √pᵀ``, ``[N, C, C]``."""
+        """``(Σ t)^½ (diag √p - p √pᵀ)``, ``[N, C, C]``."""
         p, complement = _probabilities(outputs)
         root = p.sqrt()
-        return torch.diagonal_scatter(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement, dim1=-2, dim2=-1)
+        found = torch.diagonal_scatter(-p.unsqueeze(-1) * root.unsqueeze(-2), root * complement, dim1=-2, dim2=-1)
+        return found if self.weight is None else found * self._totals(p, targets).sum(-1).sqrt()[..., None, None]
 
-    def torch_loss(self) -> tuple[torch.nn.Module, float]:
-        """Cross-entropy."""
-        return torch.nn.CrossEntropyLoss(reduction="sum"), 1.0
+    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Class indices; UnsupportedError with weights or smoothing, as gradients at drawn labels are others."""
+        if self.of_new_targets is not None:
+            what, fix = "Weighted or smoothed labels cannot be drawn.", 'Use the exact curvature: backend="native".'
+            raise UnsupportedError(what, got=repr(self), fix=fix)
+        return self.sample(outputs, generator=generator)
+
+    def torch_loss(self) -> tuple[torch.nn.Module, float] | None:
+        """Cross-entropy; None with weights or smoothing."""
+        return (torch.nn.CrossEntropyLoss(reduction="sum"), 1.0) if self.of_new_targets is None else None
 
     def distribution(self, outputs: Tensor) -> CategoricalDistribution:
         """A categorical distribution with batch shape ``[...]``."""

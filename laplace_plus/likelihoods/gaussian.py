@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
-from laplace_plus.errors import ConfigurationError, OutputError
+from laplace_plus.errors import ConfigurationError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import Marginal, describe, shape_text, unknown_link, variance_of, widen
 from laplace_plus.likelihoods.elementwise import Elementwise
 from laplace_plus.likelihoods.normal import is_full, noisy_normal
@@ -234,6 +234,100 @@ class HeteroscedasticGaussian(RealTargets):
         aleatoric = (mean[..., size:] + 0.5 * variance[..., size:]).exp()
         block = covariance[..., :size, :size] if is_full(mean, covariance) else covariance[..., :size]
         return replace(noisy_normal(mean[..., :size], block, aleatoric), information=None)
+
+
+@final
+@dataclass(frozen=True)
+class GivenNoise(RealTargets):
+    """``p(y_n | f) = N(f, s_n²)``, independent over the ``C`` outputs, with a known noise for each target.
+
+    Targets are pairs: a loader yields ``(x, (y, s))`` with the standard deviations s of y's shape, or ``[B]`` for all
+    entries of a target; one tensor ``torch.stack([y, s], -1)`` is the same. The curvature is ``diag(1/s_n²)``. Tuning
+    leaves the noise as it is.
+
+    Args:
+        new_noise_std: The standard deviation of targets that come without one, such as those that are predicted.
+
+    Raises:
+        ConfigurationError: If it is not positive and finite.
+
+    Example:
+        >>> GivenNoise(0.1).output_hessian(torch.zeros(1, 1), torch.tensor([[[0.0, 0.5]]]))
+        tensor([[[4.]]])
+    """
+
+    new_noise_std: float
+    config_name = "given_noise"
+    hint = "Give (y, s) with s > 0 for each of the outputs."
+
+    def __post_init__(self) -> None:
+        if _checked_noise(self.new_noise_std).dim():
+            raise ConfigurationError("The noise of new targets is one number.", got=f"{self.new_noise_std}")
+
+    def align(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Pairs ``[B, *, C, 2]`` of targets and their noise."""
+        if targets.shape == (*outputs.shape, 2):
+            return targets
+        if outputs.shape[-1] == 1 and targets.shape == (*outputs.shape[:-1], 2):
+            return targets.unsqueeze(-2)
+        plain = super().align(outputs, targets)
+        return torch.stack([plain, torch.full_like(plain, self.new_noise_std)], -1)
+
+    def is_valid(self, targets: Tensor) -> Tensor:
+        """Finite numbers, and positive noise."""
+        return super().is_valid(targets) & torch.stack([torch.ones_like(targets[..., 0]), targets[..., 1]], -1).gt(0)
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flatten a batch; targets become ``[N, C, 2]``."""
+        flat, aligned = widen(outputs).reshape(-1, outputs.shape[-1]), self.align(outputs, targets)
+        return flat, aligned.reshape(*flat.shape, 2).to(flat.dtype), torch.ones_like(flat[:, 0])
+
+    def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``Σ_c log N(y_c; f_c, s_c²)``, ``[N]``."""
+        values, noise = targets.unbind(-1)
+        return -((((widen(outputs) - values) / noise).square() + LOG_2PI) / 2 + noise.log()).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``(f - y) / s²``, ``[N, C]``."""
+        values, noise = targets.unbind(-1)
+        return (widen(outputs) - values) / noise.square()
+
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """That of new targets, ``1/s``."""
+        return torch.full_like(widen(outputs), 1 / self.new_noise_std)
+
+    def output_hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag(1/s²)``, ``[N, C, C]``."""
+        return torch.diag_embed(targets[..., 1].square().reciprocal())
+
+    def output_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``diag(1/s)``, ``[N, C, C]``."""
+        return torch.diag_embed(targets[..., 1].reciprocal())
+
+    def sample_targets(self, outputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """UnsupportedError: drawn targets have no noise of their own."""
+        raise UnsupportedError("Targets with given noise cannot be drawn.", fix='Use backend="native".')
+
+    def distribution(self, outputs: Tensor) -> Normal:
+        """Normal distributions of new targets, with batch shape ``[..., C]``."""
+        outputs = widen(outputs)
+        return Normal(outputs, torch.full_like(outputs, self.new_noise_std), validate_args=False)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: ``N(m, V + s²)`` of new targets."""
+        if link != "exact":
+            raise unknown_link(self, link)
+        return noisy_normal(mean, covariance, torch.full_like(mean, self.new_noise_std**2))
+
+    def marginal_log_density(self, marginal: Marginal, targets: Tensor) -> Tensor:
+        """``log N(y; m, V + diag s²)`` with each target's own noise."""
+        values, noise = targets.unbind(-1)
+        assert marginal.epistemic is not None and marginal.aleatoric is not None
+        covariance = marginal.epistemic
+        if isinstance(marginal.together, MultivariateNormal):
+            covariance = marginal.together.covariance_matrix - torch.diag_embed(marginal.aleatoric)
+        own = noisy_normal(marginal.mean, covariance, noise.square().to(marginal.mean))
+        return super().marginal_log_density(own, values)
 
 
 def _checked_noise(noise_std: float | Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.base import Likelihood, widen
 from laplace_plus.likelihoods.categorical import Categorical
 from laplace_plus.likelihoods.elementwise import Bernoulli, Poisson
-from laplace_plus.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from laplace_plus.likelihoods.gaussian import Gaussian, GivenNoise, HeteroscedasticGaussian
 
 _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "classification": Categorical,
@@ -23,6 +23,7 @@ _BY_NAME: dict[str, Callable[..., Likelihood]] = {
     "bernoulli": Bernoulli,
     "gaussian": Gaussian,
     "heteroscedastic_gaussian": HeteroscedasticGaussian,
+    "given_noise": GivenNoise,
     "poisson": Poisson,
 }
 

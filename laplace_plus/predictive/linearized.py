@@ -211,6 +211,7 @@ def from_functional(
         >>> from_functional(Bernoulli(), torch.tensor([[2.0]]), torch.tensor([[[8.0]]])).mean
         tensor([[0.7277]])
     """
+    likelihood = likelihood.of_new_targets or likelihood
     link = likelihood.links[0] if link is None else link
     if link not in likelihood.links:
         raise unknown_link(likelihood, link)

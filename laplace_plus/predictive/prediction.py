@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -283,7 +284,8 @@ class Prediction:
         the mixture ``log (1/S) Σ_s p(y|f_s)`` for Monte Carlo.
 
         Args:
-            y: Targets as the loader gives them. Ignored ones (``ignore_index``) contribute 0.
+            y: Targets as the loader gives them. Ignored ones (``ignore_index``) contribute 0; soft labels q count as
+                ``Σ_k q_k log p_k``.
 
         Returns:
             ``[B, *]``, one number for every row; with ``joint`` 0-d, the joint log-density of all targets.
@@ -296,11 +298,17 @@ class Prediction:
         lead = self.functional_mean.shape[:-1]
         if self._across is not None:
             return self._across.log_prob(targets.reshape(-1)).to(outputs.dtype)
+        soft = self.likelihood.is_classifier and self.likelihood.couples_outputs and targets.is_floating_point()
+        if soft and not self.joint:
+            mixed: Any = self._marginal_distribution
+            return (targets.reshape(self.functional_mean.shape) * mixed.logits).sum(-1)
+        if soft:
+            raise UnsupportedError("Soft labels have no joint density.", expected="joint=False", got="joint=True")
         if self.marginal is not None and not self.joint:
-            together = self.marginal.together
-            distribution = self.marginal.distribution if together is None else together
-            log_density = distribution.log_prob(targets.reshape(*lead, *targets.shape[1:]))
-            log_density = _sum_extra(log_density, len(lead)).to(outputs.dtype)
+            log_density = self.likelihood.marginal_log_density(
+                self.marginal, targets.reshape(*lead, *targets.shape[1:])
+            )
+            log_density = log_density.to(outputs.dtype)
             return torch.where(weight.reshape(lead) > 0, log_density, torch.zeros_like(log_density))
         density = self._conditional_log_density(targets)
         density = torch.where(weight > 0, density, torch.zeros_like(density))
@@ -455,7 +463,7 @@ def from_samples(
     outputs = widen(outputs)
     check_outputs(outputs)
     return Prediction(
-        likelihood=likelihood,
+        likelihood=likelihood.of_new_targets or likelihood,
         functional_mean=outputs.mean(0),
         functional_covariance=None,
         link="sampled",
