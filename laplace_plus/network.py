@@ -20,6 +20,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus._memory import memory_budget
+from laplace_plus.adapters import adapter_state
 from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
@@ -365,13 +366,13 @@ class Network:
                 )
 
     def mark(self) -> list[Any]:
-        """What differs after a change of modules or tensors: identities, addresses, torch's counts of writes, entries.
+        """What differs after a change of modules, adapters or tensors: identities, addresses, writes, entries.
 
         Of large tensors, unless they are sparse or of other classes, some entries stand for all.
         """
         if "mark" in self.kept:
             return self.kept["mark"]
-        found: list[Any] = [[*map(id, self.held.modules)]]
+        found: list[Any] = [[*map(id, self.held.modules)], [*map(adapter_state, self.held.modules)]]
         entries: dict[Any, list[Tensor]] = {}
         for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
             found.append((name, id(tensor)))

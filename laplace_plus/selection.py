@@ -1,8 +1,8 @@
 """Selection of the parameters that a posterior covers.
 
 A selection is given as ``"all"`` (everything that requires gradients), ``"last_layer"`` (on the path to the outputs),
-parameter or module names and globs, a predicate, or a mask. :func:`select` turns each into an ordered list of
-parameters, some with an element-wise mask.
+``"lora"`` (the active low-rank adapters), parameter or module names and globs, a predicate, or a mask. :func:`select`
+turns each into an ordered list of parameters, some with an element-wise mask.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_plus.adapters import adapter_parameters
 from laplace_plus.errors import SelectionError
 
 Selection = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | Mapping[str, Tensor] | Tensor
@@ -123,6 +124,8 @@ def select(model: nn.Module, selection: Selection, *, last_layer: str | None = N
     elif isinstance(selection, str) and selection == "last_layer":
         layer = last_layer_of(model) if last_layer is None else last_layer
         masks = {name: None for name in every if layer_of(name) == layer}
+    elif isinstance(selection, str) and selection == "lora":
+        masks = dict.fromkeys(adapter_parameters(model))
     elif isinstance(selection, Iterable) and not isinstance(selection, nn.Module):
         masks = _match(parameters, every, [selection] if isinstance(selection, str) else selection)
     else:

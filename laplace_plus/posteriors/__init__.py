@@ -19,11 +19,24 @@ from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA
 from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
 from laplace_plus.posteriors.viking.viking import VIKING, VariationalBound
 
-for _cls in (Full, KFAC, Diagonal, LowRank, Subnetwork, NullSpace, VIKING, Riemannian, MetricBNN, SampledLaplace):
+for _cls in (
+    Full,
+    KFAC,
+    Diagonal,
+    LowRank,
+    Subnetwork,
+    NullSpace,
+    VIKING,
+    Riemannian,
+    MetricBNN,
+    SampledLaplace,
+    TrainingFreeLoRA,
+):
     register(_cls.__name__, _cls)
 
 __all__ = [
@@ -52,6 +65,7 @@ __all__ = [
     "Selector",
     "Subnetwork",
     "Summary",
+    "TrainingFreeLoRA",
     "VIKING",
     "VariationalBound",
     "get_posterior",
