@@ -13,6 +13,9 @@ from torch import nn
 
 from laplace_plus.errors import SelectionError
 
+MERGED = "merged_adapters"
+"""The attribute that tells PEFT's layers from others."""
+
 _PAIRS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
 _FURTHER = ("lora_magnitude_vector", "modules_to_save")
 
@@ -55,9 +58,7 @@ def adapter_parameters(model: nn.Module) -> list[str]:
 
 
 def adapter_state(module: nn.Module) -> str:
-    """Which adapters a layer of PEFT uses, as text; empty for other modules."""
-    if "merged_adapters" not in vars(module):
-        return ""
+    """Which adapters a layer of PEFT, one with the attribute ``MERGED``, uses; as text."""
     known: Any = module
     text = f" with adapters {known.active_adapters}, merged {known.merged_adapters}"
     return text + ", disabled" * bool(known.disable_adapters)

@@ -20,7 +20,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from laplace_plus import batches
 from laplace_plus._memory import memory_budget
-from laplace_plus.adapters import adapter_state
+from laplace_plus.adapters import MERGED, adapter_state
 from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
@@ -372,7 +372,8 @@ class Network:
         """
         if "mark" in self.kept:
             return self.kept["mark"]
-        found: list[Any] = [[*map(id, self.held.modules)], [*map(adapter_state, self.held.modules)]]
+        found: list[Any] = [[*map(id, self.held.modules)]]
+        found += [adapter_state(module) for module in self.held.modules if MERGED in vars(module)]
         entries: dict[Any, list[Tensor]] = {}
         for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
             found.append((name, id(tensor)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.adapters import adapter_state
+from laplace_plus.adapters import MERGED, adapter_state
 from laplace_plus.errors import NETWORK_ERRORS, CheckpointError
 
 
@@ -40,7 +40,8 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     modules: list[str] = []
     for name, module in model.named_modules():
         with suppress(*NETWORK_ERRORS):  # a module's own extra_repr
-            modules.append(f"{name} {type(module).__name__}({module.extra_repr()}){adapter_state(module)}".strip())
+            state = adapter_state(module) if MERGED in vars(module) else ""
+            modules.append(f"{name} {type(module).__name__}({module.extra_repr()}){state}".strip())
     hashes = {"sha256": _sha256(tensors), "names_sha256": _sha256(architecture)}
     return {**hashes, "n_parameters": n_parameters, "tensors": tensors, "modules": modules}
 
