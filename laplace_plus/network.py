@@ -373,7 +373,9 @@ class Network:
         if "mark" in self.kept:
             return self.kept["mark"]
         found: list[Any] = [[*map(id, self.held.modules)]]
-        found += [adapter_state(module) for module in self.held.modules if MERGED in vars(module)]
+        for module in self.held.modules:
+            if MERGED in vars(module):
+                found.append(adapter_state(module))
         entries: dict[Any, list[Tensor]] = {}
         for name, tensor in (*self.held.parameters.items(), *self.held.buffers.items()):
             found.append((name, id(tensor)))
