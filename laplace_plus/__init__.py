@@ -12,6 +12,7 @@ import laplace_plus.testing as testing
 from laplace_plus import curvature, distributed, errors, geometry, integrations, leave_one_out, linalg, structured
 from laplace_plus._version import __version__
 from laplace_plus.calibration import CalibratedPosterior, calibrate
+from laplace_plus.conformal import ConformalPosterior, conformalize
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, MacKay, MarginalLikelihood
 from laplace_plus.evidence.tangent import Tangent
@@ -37,6 +38,7 @@ __all__ = [
     "Bernoulli",
     "CalibratedPosterior",
     "Categorical",
+    "ConformalPosterior",
     "Curvlinops",
     "Diffusion",
     "ExpectationMaximisation",
@@ -58,6 +60,7 @@ __all__ = [
     "Validation",
     "__version__",
     "calibrate",
+    "conformalize",
     "distributed",
     "errors",
     "geometry",

@@ -141,12 +141,12 @@ class CalibratedPosterior:
         options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, **entries: Any) -> None:
         """Write the posterior with its calibration, as one checkpoint; arguments and errors as of its own ``save``."""
         header = {name: getattr(self, name) for name in ("temperature", "covariance_scale", "link")}
         # JSON has no NaN.
         report = {key: None if value != value else value for key, value in asdict(self.report).items()}
-        self.posterior.save(path, calibration={**header, "report": report})
+        self.posterior.save(path, calibration={**header, "report": report}, **entries)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = None) -> CalibratedPosterior:

@@ -51,7 +51,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
         )
     header, tensors = io.read(path)
     posterior = rebuilt(header, tensors, model, likelihood, check_function)
-    for name in WRAPPERS.keys() & header.keys():
+    for name in filter(header.__contains__, WRAPPERS):  # in their order
         posterior = WRAPPERS[name](posterior, header[name])
     return posterior
 
