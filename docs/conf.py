@@ -42,7 +42,7 @@ autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # arguments are described in words, with shapes
 autodoc_mock_imports = [
-    name for name in ("botorch", "gpytorch", "linear_operator", "sklearn") if find_spec(name) is None
+    name for name in ("botorch", "gpytorch", "lightning", "linear_operator", "sklearn") if find_spec(name) is None
 ]
 napoleon_use_ivar = True
 napoleon_use_rtype = False

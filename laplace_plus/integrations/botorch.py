@@ -34,17 +34,17 @@ TOGETHER = 64
 class LaplaceSurrogate(Model, FantasizeMixin):
     """A regression network with its linearised posterior, in place of a Gaussian process.
 
-    ``posterior(X)`` is jointly Gaussian over the q points of each batch, differentiable in ``X``, so that all
-    acquisition functions of Gaussian models work. The network is trained when the model is made; a new model takes new
-    data, or :meth:`condition_on_observations` without training.
+    ``posterior(X)`` is jointly Gaussian over the q points of each batch, and differentiable. The network is trained
+    when the model is made; a new model takes new data, or :meth:`condition_on_observations` without training.
 
     Args:
-        train_X: ``[n, d]``.
-        train_Y: ``[n, m]``.
+        train_X: ``[n, d]``, and ``train_Y [n, m]``.
         train_Yvar: Refused: the noise is one level for each output, and is tuned.
         module: An ``nn.Module``, of which a copy is trained; a function ``(d, m) -> nn.Module``; or None for two hidden
             layers of 50 tanh units, in the type of ``train_X``.
         posterior: The class of a Gaussian posterior, or its name.
+        parameters: Those that are uncertain. The default is the last layer, whose features are bounded; the variance of
+            all weights grows towards the corners of the domain, where the search then stays.
         tuner: As for ``fit_prior_precision``. The default is the tangent model's evidence: leaving out single data does
             not see the variance between them that exploration lives on.
         input_transform: Applied to inputs in training and prediction.
@@ -73,6 +73,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
         *,
         module: nn.Module | Callable[[int, int], nn.Module] | None = None,
         posterior: str | type[Posterior] = "Full",
+        parameters: Any = "last_layer",
         tuner: Tuner | str = TUNER,
         input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | Literal["standardize"] | None = "standardize",
@@ -101,7 +102,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
             X, Y = (own.to(next(network.parameters()).dtype) for own in (X, Y))
             train(network, X, Y, nn.MSELoss(), epochs=epochs, lr=lr, weight_decay=weight_decay, batch_size=batch_size)
         cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
-        self.laplace: Posterior = cls(network, "regression").fit([(X, Y)])
+        self.laplace: Posterior = cls(network, "regression", parameters=parameters).fit([(X, Y)])
         self.laplace.fit_prior_precision(tuner)
         self.eval()
 
@@ -177,8 +178,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
         one = mean.shape[-1] == 1
         distribution = MultivariateNormal(mean.squeeze(-1), lazy) if one else MultitaskMultivariateNormal(mean, lazy)
         found: Any = GPyTorchPosterior(distribution)
-        if transform is not None:
-            found = transform.untransform_posterior(found, X=inputs)
+        found = found if transform is None else transform.untransform_posterior(found, X=inputs)
         return found if posterior_transform is None else posterior_transform(posterior=found, X=X)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any) -> Self:
@@ -237,7 +237,7 @@ def _network(module: Any, X: Tensor, m: int) -> nn.Module:
     if module is None:
         layers = nn.Linear(d, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, m)
         return nn.Sequential(*layers).to(X)
-    network = copy.deepcopy(module) if isinstance(module, nn.Module) else module(d, m) if callable(module) else module
+    network = copy.deepcopy(module) if isinstance(module, nn.Module) else module(d, m) if callable(module) else None
     if not isinstance(network, nn.Module):
         expected = "an nn.Module, or a function (d, m) -> nn.Module"
         raise ConfigurationError("The module makes no network.", expected=expected, got=repr(module))

@@ -20,8 +20,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from laplace_plus.errors import ConfigurationError, LabelError
-from laplace_plus.integrations.training import train
-from laplace_plus.posteriors import Posterior, get_posterior
+from laplace_plus.integrations.training import fitted, known_decay, train
+from laplace_plus.posteriors import Posterior
 from laplace_plus.predictive import Prediction
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
@@ -93,7 +93,6 @@ class LaplaceEstimator(BaseEstimator):
 
     def _fit(self, X: Array, y: Array, n_outputs: int, likelihood: str, loss: nn.Module) -> Self:
         """Train a network on ``y``, integers ``[N]`` or numbers ``[N, C]``, and fit and tune its posterior."""
-        cls = get_posterior(self.posterior) if isinstance(self.posterior, str) else self.posterior
         seed = check_random_state(self.random_state).randint(2**31)
         decay: float | None = None
         with torch.random.fork_rng():
@@ -111,11 +110,10 @@ class LaplaceEstimator(BaseEstimator):
                 torch.manual_seed(seed)
                 train(self.module_, inputs, targets, loss, weight_decay=decay, **training)
         batches = list(zip(inputs.split(self.batch_size), targets.split(self.batch_size), strict=True))
-        self.posterior_ = cls(self.module_, likelihood, **(self.posterior_options or {})).fit(batches)
-        generator = torch.Generator(self.posterior_.network.device).manual_seed(seed)
-        known = decay and "auto" in cls.tuners and likelihood == "classification"
-        options: dict[str, Any] = {"weight_decay": decay} if known else {}
-        self.posterior_.fit_prior_precision(generator=generator, **options)
+        model, options, generator = self.module_, self.posterior_options, torch.Generator().manual_seed(seed)
+        self.posterior_ = fitted(
+            self.posterior, model, likelihood, batches, decay, generator=generator, **options or {}
+        )
         return self
 
     def _module(self, n_features: int, n_outputs: int) -> nn.Module:
@@ -222,13 +220,3 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
-
-
-def known_decay(optimizer: Any) -> float | None:
-    """The weight decay that acted as a prior: one for all weights, added to gradients; else None."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    decays = {float(group.get("weight_decay", 0.0)) for group in groups}
-    coupled = type(optimizer) in (torch.optim.SGD, torch.optim.Adam)
-    if len(decays) != 1 or not coupled or any(group.get("decoupled_weight_decay") for group in groups):
-        return None
-    return decays.pop()

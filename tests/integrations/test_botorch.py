@@ -38,7 +38,12 @@ def small(d, m):
 
 
 def surrogate(m=1, **options):
-    options = {"epochs": 50, "module": small, "generator": torch.Generator().manual_seed(0)} | options
+    options = {
+        "epochs": 50,
+        "module": small,
+        "parameters": "all",
+        "generator": torch.Generator().manual_seed(0),
+    } | options
     return LaplaceSurrogate(*data(m=m), **options)
 
 

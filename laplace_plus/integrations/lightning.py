@@ -1,0 +1,171 @@
+"""A callback for Lightning that fits a posterior at the end of training; see ``docs/how-to/lightning.md``."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from laplace_plus.batches import TARGET_KEYS, split
+from laplace_plus.errors import CheckpointError, ConfigurationError, NotFittedError, UnsupportedError
+from laplace_plus.integrations.training import fitted, known_decay
+from laplace_plus.posteriors import Posterior, load
+from laplace_plus.predictive import Prediction
+
+__all__ = ["LaplaceCallback", "LaplacePredictor", "load_posterior"]
+
+KEY = "laplace_plus"
+"""The entry of a Lightning checkpoint that holds the posterior's two files, as bytes in tensors."""
+
+
+class LaplaceCallback(Callback):
+    """Fits and tunes a posterior when training ends, and keeps it in checkpoints that are saved from then on.
+
+    The module's mode, weights and hooks, and the global random state stay as they are. The posterior is of the weights
+    at the end of training, which need not be those of the best checkpoint. A weight decay of plain Adam or SGD is
+    passed to the tuning of classifiers. Training that goes on forgets the posterior.
+
+    Args:
+        likelihood: As for every posterior.
+        posterior: The class, or its name.
+        data: Batches to fit to; by default the trainer's own training loader, which must not augment at random.
+        network: Name of the submodule that maps inputs to outputs; by default the module's ``forward`` does.
+        generator: Source of randomness.
+        **options: Arguments of the posterior.
+
+    Attributes:
+        posterior: The fitted posterior; None before.
+
+    Raises:
+        UnsupportedError: A trainer of several processes.
+        ConfigurationError: The module has no such submodule, or the trainer several loaders.
+    """
+
+    def __init__(
+        self,
+        likelihood: Any,
+        posterior: str | type[Posterior] = "KFAC",
+        *,
+        data: Iterable[Any] | None = None,
+        network: str = "",
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ):
+        self.posterior: Posterior | None = None
+        self._arguments = posterior, likelihood, options
+        self._data, self._network, self._generator = data, network, generator
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse several processes before they train."""
+        if trainer.world_size > 1:
+            what, fix = "The posterior is fitted in one process.", "Train without the callback, and fit on one device."
+            raise UnsupportedError(what, expected="one device", got=f"{trainer.world_size}", fix=fix)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the posterior of earlier weights."""
+        self.posterior = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit and tune."""
+        data = trainer.train_dataloader if self._data is None else self._data
+        if isinstance(data, (dict, list, tuple)) and self._data is None:
+            fix = "Pass LaplaceCallback(data=...)."
+            raise ConfigurationError("The trainer has several loaders.", expected="one", got=f"{len(data)}", fix=fix)
+        cls, likelihood, options = self._arguments
+        optimizers = trainer.optimizers
+        decay = known_decay(optimizers[0]) if len(optimizers) == 1 else None
+        network = submodule(pl_module, self._network)
+        with torch.random.fork_rng():
+            self.posterior = fitted(cls, network, likelihood, data, decay, generator=self._generator, **options)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the files of ``posterior.save``: safetensors and JSON."""
+        if self.posterior is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                self.posterior.save(Path(folder) / KEY)
+                files = {file.name: file.read_bytes() for file in (Path(folder) / KEY).iterdir()}
+            content = {name: torch.frombuffer(bytearray(raw), dtype=torch.uint8) for name, raw in files.items()}
+            checkpoint[KEY] = {"network": self._network, "files": content}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take up the posterior of a checkpoint, unless training goes on from it."""
+        if KEY in checkpoint and trainer.state.fn != "fit":
+            self.posterior = _restored(checkpoint[KEY], pl_module)
+
+    def predictor(self) -> LaplacePredictor:
+        """A module for ``Trainer.predict``; NotFittedError before the end of training."""
+        if self.posterior is None:
+            raise NotFittedError("There is no posterior yet.", fix="Train with the callback, or load a checkpoint.")
+        return LaplacePredictor(self.posterior)
+
+
+class TrainerPrediction(Prediction):
+    """A prediction that the trainer takes as one object; it would look for tensors in any other dataclass."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The prediction, where it is."""
+        return self
+
+
+class LaplacePredictor(LightningModule):
+    """A module whose ``predict_step`` gives a :class:`~laplace_plus.Prediction`, for batches with targets or without.
+
+    Args:
+        posterior: A fitted posterior.
+        **options: Arguments of its ``predictive``.
+    """
+
+    def __init__(self, posterior: Posterior, **options: Any):
+        super().__init__()
+        self.posterior, self._options = posterior, options
+
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Prediction:
+        """The prediction for a batch: of a pair the first entry, of a mapping all but the target."""
+        if isinstance(batch, dict):
+            inputs: Any = {key: value for key, value in batch.items() if key not in TARGET_KEYS}
+        else:
+            inputs = split(batch).inputs if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
+        found = self.posterior.predictive(inputs, **self._options)
+        return TrainerPrediction(**{item.name: getattr(found, item.name) for item in fields(found)})
+
+
+def load_posterior(path: str | Path, module: LightningModule) -> Any:
+    """The posterior of a checkpoint, on a module with that checkpoint's weights; nothing is unpickled.
+
+    Raises:
+        CheckpointError: There is none in it; it holds objects that only unpickling would restore, such as
+            hyperparameters of classes of your own; or the module has other weights.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        what, fix = "The checkpoint holds more than tensors.", "Save the posterior itself: posterior.save(folder)."
+        raise CheckpointError(what, got=str(error).splitlines()[0], fix=fix) from error
+    if KEY not in checkpoint:
+        fix = "Save the checkpoint after training: trainer.save_checkpoint(path)."
+        raise CheckpointError("The checkpoint has no posterior.", expected=f"an entry {KEY!r}", fix=fix)
+    return _restored(checkpoint[KEY], module)
+
+
+def _restored(entry: dict[str, Any], module: LightningModule) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in entry["files"].items():
+            tensor: Tensor = content.cpu()
+            (Path(folder) / Path(name).name).write_bytes(tensor.numpy().tobytes())
+        return load(folder, submodule(module, entry["network"]))
+
+
+def submodule(module: nn.Module, name: str) -> nn.Module:
+    """A submodule by its name; ConfigurationError if there is none."""
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        known = ", ".join(name for name, _ in module.named_children())
+        raise ConfigurationError("The module has no such network.", expected=known, got=repr(name)) from error
