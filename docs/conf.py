@@ -41,9 +41,8 @@ myst_heading_anchors = 3
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # arguments are described in words, with shapes
-autodoc_mock_imports = [
-    name for name in ("botorch", "gpytorch", "lightning", "linear_operator", "sklearn") if find_spec(name) is None
-]
+_OPTIONAL = ("botorch", "gpytorch", "lightning", "linear_operator", "sklearn", "torch_geometric", "transformers")
+autodoc_mock_imports = [name for name in _OPTIONAL if find_spec(name) is None]
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. "

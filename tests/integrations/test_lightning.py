@@ -78,7 +78,7 @@ def test_training_and_random_state_are_as_without_the_callback(tmp_path):
         torch.manual_seed(0)
         module, runner = Module(), trainer(tmp_path, *callbacks)
         runner.fit(module, loader(shuffle=True))
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+        hooks = [len(vars(m)["_forward_hooks"]) + len(vars(m)["_forward_pre_hooks"]) for m in module.modules()]
         states.append((torch.get_rng_state(), *module.state_dict().values(), torch.tensor(hooks)))
         assert runner.state.finished and module.training and runner.global_step == 15
     assert all(map(torch.equal, *states))

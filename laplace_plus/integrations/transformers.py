@@ -1,0 +1,118 @@
+"""A callback for the ``Trainer`` of transformers that fits a posterior; see ``docs/how-to/hugging-face.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.integrations.training import fitted, known_decay
+from laplace_plus.posteriors import Posterior
+from laplace_plus.predictive import Prediction
+
+__all__ = ["LaplaceCallback", "ShiftedLabels", "predict_texts"]
+
+
+class ShiftedLabels:
+    """Batches whose label at each position is the next token, as causal models are trained; ``-100`` at the end.
+
+    transformers shifts ``labels`` inside the loss of such a model. A posterior sees outputs and labels side by side.
+
+    Args:
+        data: Mappings with ``"labels" [B, T]``.
+
+    Example:
+        >>> next(iter(ShiftedLabels([{"labels": torch.tensor([[5, 6, 7]])}])))
+        {'labels': tensor([[   6,    7, -100]])}
+    """
+
+    def __init__(self, data: Iterable[Any]):
+        self.data = data
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.data:
+            labels = batch["labels"]
+            yield {**batch, "labels": torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)}
+
+
+class LaplaceCallback(TrainerCallback):
+    """Fits and tunes a posterior when training ends, and saves it beside the model.
+
+    The model and the global random state stay as they are. With ``load_best_model_at_end`` it is the posterior of the
+    best model. Labels of causal models are shifted.
+
+    Args:
+        likelihood: As for every posterior.
+        posterior: The class, or its name.
+        data: Batches to fit to; by default the trainer's own training loader.
+        parameters: Those that are uncertain, ``"last_layer"`` by default.
+        folder: Where in ``output_dir`` it is saved; None for nowhere.
+        generator: Source of randomness.
+        **options: Further arguments of the posterior.
+
+    Attributes:
+        posterior: The fitted posterior; None before.
+
+    Raises:
+        UnsupportedError: Training by several processes.
+    """
+
+    def __init__(
+        self,
+        likelihood: Any = "classification",
+        posterior: str | type[Posterior] = "KFAC",
+        *,
+        data: Iterable[Any] | None = None,
+        parameters: Any = "last_layer",
+        folder: str | None = "posterior",
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ):
+        self.posterior: Posterior | None = None
+        self._arguments = posterior, likelihood, {"parameters": parameters, "generator": generator, **options}
+        self._data, self._folder = data, folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse several processes before they train, and forget the posterior of earlier weights."""
+        self.posterior = None
+        if args.world_size > 1:
+            what, fix = "The posterior is fitted in one process.", "Train without the callback, and fit on one device."
+            raise UnsupportedError(what, expected="one process", got=f"{args.world_size}", fix=fix)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Fit, tune and save."""
+        model: Any = kwargs["model"]
+        data = kwargs["train_dataloader"] if self._data is None else self._data
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # within peft's
+        is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        data = ShiftedLabels(data) if is_causal and not isinstance(data, ShiftedLabels) else data
+        cls, likelihood, options = self._arguments
+        optimizer = kwargs.get("optimizer")
+        decay = known_decay(getattr(optimizer, "optimizer", optimizer))  # within that of accelerate
+        with torch.random.fork_rng():
+            self.posterior = fitted(cls, model, likelihood, data, decay, **options)
+        if self._folder is not None:
+            self.posterior.save(Path(args.output_dir) / self._folder)
+
+
+def predict_texts(posterior: Posterior, tokenizer: Any, texts: Sequence[str], **options: Any) -> Prediction:
+    """The prediction for some texts, as one batch.
+
+    Args:
+        posterior: A posterior over a model of texts.
+        tokenizer: Its tokenizer.
+        texts: B texts.
+        **options: Of the tokenizer; by default ``padding=True`` and ``truncation=True``.
+
+    Raises:
+        ConfigurationError: One text in place of a list of them.
+    """
+    if isinstance(texts, str):
+        raise ConfigurationError("The texts are one text.", expected="a list of texts", got=repr(texts[:40]))
+    options = {"padding": True, "truncation": True, **options}
+    return posterior.predictive(dict(tokenizer(list(texts), return_tensors="pt", **options)))
