@@ -201,42 +201,34 @@ MARKS = {"KFAC fit": "o", "Diagonal fit": "s", "KFAC predictive": "o", "Diagonal
 
 
 def plot(found: Sequence[Row], path: Path) -> None:
-    """Time above, memory below, one column for each size that is varied; exponents beside the lines."""
+    """Time and beside it memory, a pair of panels for each size that is varied; exponents beside the marks."""
     from matplotlib.figure import Figure  # noqa: PLC0415  -- an extra
 
-    columns = list(dict.fromkeys((row["model"], row["along"]) for row in found))
-    figure = Figure(figsize=(1.9 * len(columns), 4.6), layout="constrained")
-    panels = figure.subplots(2, len(columns), squeeze=False, sharey="row")
-    for column, (model, along) in enumerate(columns):
+    pairs = list(dict.fromkeys((row["model"], row["along"]) for row in found))
+    figure = Figure(figsize=(7.2, 0.5 + 1.6 * -(-len(pairs) // 2)), layout="constrained")
+    panels = figure.subplots(-(-len(pairs) // 2), 4, squeeze=False).reshape(-1, 2)
+    for panel in panels[len(pairs) :].flat:
+        panel.axis("off")
+    for (model, along), two in zip(pairs, panels, strict=False):
         own = [row for row in found if (row["model"], row["along"]) == (model, along)]
-        for panel, value, slope in zip(
-            panels[:, column], ("seconds", "peak_mb"), ("exponent", "memory_exponent"), strict=True
+        for panel, value, slope, unit in zip(
+            two, ("seconds", "peak_mb"), ("exponent", "memory_exponent"), ("CPU seconds", "peak MB"), strict=True
         ):
             for row in own:
-                panel.plot(
-                    row["sizes"],
-                    np.maximum(row[value], 1e-2 if value == "peak_mb" else 1e-9),
-                    color=COLOURS[row["kind"]],
-                    marker=MARKS[row["kind"]],
-                    markersize=3,
-                    linewidth=1.2,
-                    label=f"{row[slope]:.2f}",
-                )
+                heights = np.maximum(row[value], 1e-2 if value == "peak_mb" else 1e-9)
+                style = {"color": COLOURS[row["kind"]], "marker": MARKS[row["kind"]], "markersize": 3, "linewidth": 1.2}
+                panel.plot(row["sizes"], heights, label=f"{row[slope]:.2f}", **style)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
-            panel.legend(
-                fontsize="xx-small", frameon=False, loc="upper left", handlelength=1.2, ncols=2, columnspacing=0.8
-            )
-            panel.margins(y=0.18)
-            for side in ("top", "right"):
-                panel.spines[side].set_visible(False)
-        panels[0, column].set_title(f"{model}: {LABELS[along]}", fontsize="small")
-        panels[1, column].set_xlabel(LABELS[along])
-    panels[0, 0].set_ylabel("CPU seconds")
-    panels[1, 0].set_ylabel("peak memory, MB")
+            panel.legend(fontsize=7, frameon=False, loc="upper left", handlelength=1, ncols=2, columnspacing=0.6)
+            panel.set_ylim(panel.get_ylim()[0], panel.get_ylim()[1] * 4)  # room for the exponents
+            panel.tick_params(labelsize=7)
+            panel.set_title(f"{model}: {unit}", fontsize=8, loc="left")
+            panel.set_xlabel(LABELS[along], fontsize=8)
+            panel.spines[["top", "right"]].set_visible(False)
     lines = [
         figure.axes[0].plot([], [], color=colour, marker=MARKS[name], markersize=3, linewidth=1.2)[0]
         for name, colour in COLOURS.items()
     ]
-    figure.legend(lines, list(COLOURS), loc="outside upper center", ncols=4, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=90)
+    figure.legend(lines, list(COLOURS), loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
