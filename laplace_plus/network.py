@@ -6,6 +6,7 @@ buffers in their places. All of them and every mode are restored, also when the 
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
@@ -138,6 +139,8 @@ class Network:
         self.sharded = sharded_source(model)
         self.selection = parameters
         self.arrange = arrange
+        # What is called in place of the model, for another output of the same weights.
+        self.function: Callable[..., Any] | None = None
         # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
         self.kept: dict[str, Any] = {}
         with turn(self.model):
@@ -157,6 +160,14 @@ class Network:
         other = Network(self.model, parameters, self.arrange)
         other.ambient_autocast = self.ambient_autocast
         return other
+
+    def of(self, function: Callable[..., Any], arrange: Callable[[Any], Tensor]) -> Network:
+        """The same weights with another function of the inputs, in which a caller uses the model."""
+        result = copy.copy(self)
+        result.function, result.arrange, result.selection = function, arrange, self.parameter_names
+        result.kept, result.reached, result.example_axes, result.layouts = {}, {}, {}, {}
+        result.bytes_per_example = result.can_cut = None
+        return result
 
     def select_last_layer(self, layer: str | None) -> None:
         """Select the parameters; a batch may have shown which layer is last (None: the last one defined)."""
@@ -275,7 +286,7 @@ class Network:
                         torch.autocast(self.device.type, dtype=dtype) if enabled else nullcontext(),
                     ):
                         _evaluate(held.modules, before)
-                        arguments, keywords = batches.bind(self.model, inputs)
+                        arguments, keywords = batches.bind(self.function or self.model, inputs)
                         for number, known in enumerate(parameters):
                             if number:
                                 _restore(before)
@@ -286,7 +297,7 @@ class Network:
                                 values[id(parameter)] = known[name] if name in known else parameter.detach()
                             for name, (own, key, tensor) in held.places.items():
                                 own[key] = known[name] if name in known else values[id(tensor)]
-                            found.append(self.model(*arguments, **keywords))
+                            found.append((self.function or self.model)(*arguments, **keywords))
                 except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
                     raise
                 except (RuntimeError, TypeError, ValueError, IndexError) as error:

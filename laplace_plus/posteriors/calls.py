@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.freezing import FrozenPosterior, freeze
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.storing import Stored
+from laplace_plus.posteriors.through import Through
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import stacked
 
@@ -87,6 +88,31 @@ class Called(Stored, ABC):
             ConfigurationError: Without ``x``, if the training data are not at hand.
         """
         return freeze(self, x)
+
+    def through(self, function: Callable[..., Any], likelihood: Any = None) -> Through:
+        """The posterior of another output of the same weights: a decoder's image, the logits at some position, a field.
+
+        Args:
+            function: What is called with a batch's inputs in place of the model: a function that calls the model, or a
+                module within it. Its output is ``[B, *, C]``, laid out as the likelihood's.
+            likelihood: That of the new outputs, for ``predictive``; without one there is ``functional_posterior``.
+
+        Returns:
+            A view with ``functional_posterior``, ``predictive`` and ``sample``.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            SelectionError: A module that shares no weights with the model.
+
+        Example:
+            >>> import laplace_plus as lp
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+            >>> posterior = lp.KFAC(model, "classification").fit([(torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))])
+            >>> margin = posterior.through(lambda x: model(x)[:, :1] - model(x)[:, 1:2])
+            >>> margin.functional_posterior(torch.ones(6, 2)).covariance.shape
+            torch.Size([6, 1, 1])
+        """
+        return Through(self, function, likelihood)
 
     @full_precision
     def state_dict(self) -> dict[str, Any]:

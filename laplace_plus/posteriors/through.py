@@ -1,0 +1,125 @@
+"""The posterior of another output of the same weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_plus.errors import ConfigurationError, SelectionError
+from laplace_plus.evidence.tuning import check_choice, check_counts
+from laplace_plus.likelihoods import Likelihood, resolve_likelihood
+from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.storing import Stored
+from laplace_plus.predictive import Prediction, from_functional, from_samples
+from laplace_plus.predictive.deviations import MOST_SAMPLES
+from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, outputs_for
+
+
+class Through:
+    """A view of a posterior by another function of its weights; see :meth:`laplace_plus.Posterior.through`.
+
+    It reads the posterior as it is at each call, with the hyperparameters of then.
+    """
+
+    def __init__(self, posterior: Any, function: Callable[..., Any], likelihood: Any = None):
+        posterior.require_fit()
+        if not callable(function):
+            expected, got = "a module or a function of a batch's inputs", repr(function)
+            raise ConfigurationError("There is nothing to look through.", expected=expected, got=got)
+        if isinstance(function, nn.Module):
+            _require_part(posterior.network.model, function)
+        self.posterior, self.function = posterior, function
+        self.likelihood: Likelihood | None = None if likelihood is None else resolve_likelihood(likelihood)
+        self._network: Any = None
+        self._n_outputs = 0
+
+    def functional_posterior(self, x: Any, **options: Any) -> FunctionalPosterior:
+        """Mean and covariance of the function's linearised outputs; arguments as of the posterior's own method.
+
+        Raises:
+            SelectionError: They do not depend on the posterior's weights.
+        """
+        return self._view(x).functional_posterior(x, **options)
+
+    def predictive(self, x: Any, **options: Any) -> Prediction:
+        """Predictions for a method, link, number of samples, joint and generator as of ``Posterior.predictive``.
+
+        Raises:
+            ConfigurationError: There is no likelihood of these outputs.
+            SelectionError: They do not depend on the posterior's weights.
+        """
+        if self.likelihood is None:
+            fix = "Write posterior.through(function, likelihood), or ask for functional_posterior(x)."
+            raise ConfigurationError("A prediction needs a likelihood of these outputs.", got="none", fix=fix)
+        return _predict(self._view(x), self.likelihood, x, **options)
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """The posterior's own samples of the weights, ``[n, P]``."""
+        return self.posterior.sample(n, generator=generator)
+
+    def _view(self, x: Any) -> Any:
+        """A copy of the posterior whose network is the function."""
+        own = self.posterior
+        own.require_fit()
+        view = copy.copy(own)
+        if self._network is None:
+            likelihood = own.likelihood if self.likelihood is None else self.likelihood
+            view.network = own.network.of(self.function, likelihood.arrange)
+            self._network, self._n_outputs = view.network, _dependent_outputs(view, x)
+        for one in (view, *(value for value in vars(view).values() if isinstance(value, Stored))):
+            one.network, one.n_outputs = self._network, self._n_outputs
+        return view
+
+
+@full_precision
+def _predict(
+    view: Any,
+    likelihood: Likelihood,
+    x: Any,
+    *,
+    method: str | None = None,
+    link: str | None = None,
+    n_samples: int = MOST_SAMPLES,
+    joint: bool = False,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    method, link = method or view.default_method, link or likelihood.links[0]
+    check_choice("method", method, ("linearized", "sampled"))
+    check_counts(n_samples=n_samples)
+    with torch.no_grad():
+        if method == "sampled":
+            drawn = torch.stack(list(view.sampled_outputs(x, n_samples, generator)))
+            return from_samples(likelihood, drawn, generator=generator, joint=joint)
+        needed = outputs_for(link, view.n_outputs) if view.n_outputs > MANY_OUTPUTS and not joint else None
+        options = {} if generator is None else {"generator": generator}
+        found = view.functional_posterior(x, joint=joint, outputs=needed, **options)
+        return from_functional(likelihood, *found, link=link, n_samples=n_samples, generator=generator, joint=joint)
+
+
+@full_precision
+def _dependent_outputs(view: Any, x: Any) -> int:
+    """The number of outputs; :class:`SelectionError` where no gradient leads from them to the selected weights."""
+    network, inputs = view.network, view.network.receive(x)
+    with torch.enable_grad():
+        vector = network.vector().requires_grad_()
+        outputs = network(inputs, network.substitute(vector))
+        found = torch.autograd.grad(outputs.sum(), vector, allow_unused=True) if outputs.requires_grad else (None,)
+    if found[0] is None:
+        expected, fix = (
+            "a function that calls the posterior's own model",
+            "Call the model that was wrapped, not a copy.",
+        )
+        raise SelectionError("These outputs do not depend on the posterior's weights.", expected=expected, fix=fix)
+    return outputs.shape[-1]
+
+
+def _require_part(model: nn.Module, module: nn.Module) -> None:
+    """Raise :class:`SelectionError` for a module with parameters of which none is the model's."""
+    known = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in known for parameter in module.parameters()):
+        expected, got = "the wrapped model, or a module within it", type(module).__name__
+        raise SelectionError("This module shares no weights with the posterior's model.", expected=expected, got=got)
