@@ -1,6 +1,7 @@
-"""Calibrated class probabilities from training data alone, by leave-one-out predictions.
+"""Calibrated class probabilities: from training data alone, or by scaling outputs on held-out data.
 
-The recipe, for a network trained with weight decay, in the notation of :mod:`laplace_plus.leave_one_out.predictions`:
+The recipe by leave-one-out, for a network trained with weight decay, in the notation of
+:mod:`laplace_plus.leave_one_out.predictions`:
 
 1. Compute leave-one-out outputs ``f₋ₙ`` at ``κ α₀``, where ``α₀`` is the prior precision of training.
 2. Let ``T`` minimise the mean of ``−log p(yₙ | f₋ₙ/T)``. If ``T < 1``, the network is underconfident, which no
@@ -12,6 +13,8 @@ The recipe, for a network trained with weight decay, in the notation of :mod:`la
 Leverages of the last layer alone are lower bounds, so the losses come out too low. A ``T < 1`` from them is therefore
 not used, and predictions are the network's own. Networks that interpolate their training data are refused: gradients
 vanish there, and leaving out is blind.
+
+With held-out data, :mod:`laplace_plus.scaling` has the formulas.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, outputs_for, require_outputs
 from laplace_plus.priors import as_hyperparameter
+from laplace_plus.scaling import fit_scaling, scaled
 
 Refit = Callable[[list[tuple[Any, Tensor]]], nn.Module]
 """Trains a new network on some batches of the training data."""
@@ -62,7 +66,8 @@ class CalibrationReport:
 
     Attributes:
         rule: How predictions are made: ``"temperature"`` (T < 1), ``"covariance"`` (s), ``"network"`` (neither, where
-            T < 1 rests on leverages of the last layer), or the fallbacks ``"refit"`` and ``"marginal_likelihood"``.
+            T < 1 rests on leverages of the last layer), the fallbacks ``"refit"`` and ``"marginal_likelihood"``, or the
+            method that scaled outputs on held-out data.
         fitted_temperature: The T that was found, used or not; NaN for ``"marginal_likelihood"``.
         training_nll: Mean loss of the network on its training data, in nats.
         leave_one_out_nll: Mean leave-one-out loss of the network itself; NaN where nothing was left out.
@@ -70,16 +75,18 @@ class CalibrationReport:
         largest_leverage: At ``κ α₀``; NaN where nothing was left out.
         kappa: The leverage factor.
         converged: Whether T lies inside the searched range. For ``"refit"`` T = 1 counts as inside.
+        held_out_nll: Mean loss of the posterior on held-out data, before they scaled it.
     """
 
-    rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood"]
+    rule: Literal["temperature", "covariance", "network", "refit", "marginal_likelihood", "vector", "matrix"]
     fitted_temperature: float = math.nan
-    training_nll: float
+    training_nll: float = math.nan
     leave_one_out_nll: float = math.nan
     calibrated_nll: float = math.nan
     largest_leverage: float = math.nan
-    kappa: float
+    kappa: float = math.nan
     converged: bool = True
+    held_out_nll: float = math.nan
 
 
 @dataclass(eq=False, repr=False)
@@ -92,6 +99,8 @@ class CalibratedPosterior:
         covariance_scale: Multiplies their covariance.
         link: The default of :meth:`predictive`.
         report: How these were found.
+        weight: After the temperature: multiplies the outputs, ``[C]`` or ``[C, C]``; None for one.
+        bias: Is added to them, ``[C]``.
 
     All arguments are attributes.
     """
@@ -102,6 +111,8 @@ class CalibratedPosterior:
     covariance_scale: float
     link: str
     report: CalibrationReport
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
     def __repr__(self) -> str:
         scales = f"temperature={self.temperature:.4g}, covariance_scale={self.covariance_scale:.4g}"
@@ -111,10 +122,16 @@ class CalibratedPosterior:
         return replace(self, posterior=copy.copy(self.posterior))
 
     def functional_posterior(self, x: Any, *, joint: bool = False, outputs: Outputs = None) -> FunctionalPosterior:
-        """``N(f/T, s V/T²)``; arguments and shapes as of :meth:`Posterior.functional_posterior`."""
+        """``N(f/T, s V/T²)`` and what weight and bias make of it; as of :meth:`Posterior.functional_posterior`.
+
+        With a weight ``[C, C]``, ``outputs`` must be None.
+        """
         mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs)
         scale = self.covariance_scale / self.temperature**2
-        return FunctionalPosterior(mean / self.temperature, covariance * scale)
+        if self.weight is not None and outputs is not None and (self.weight.dim() > 1 or outputs != "diagonal"):
+            what = "Scaled outputs need the covariances of all."
+            raise ConfigurationError(what, expected="outputs=None", got=repr(outputs))
+        return scaled(mean / self.temperature, covariance * scale, self.weight, self.bias)
 
     def predictive(
         self,
@@ -136,7 +153,7 @@ class CalibratedPosterior:
             link, mean = "probit", _outputs(self.posterior, x) / self.temperature
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
         else:
-            needed = None if joint else outputs_for(link, self.posterior.n_outputs)
+            needed = None if joint or self.weight is not None else outputs_for(link, self.posterior.n_outputs)
             mean, covariance = self.functional_posterior(x, joint=joint, outputs=needed)
         options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
@@ -144,6 +161,9 @@ class CalibratedPosterior:
     def save(self, path: str | Path, **entries: Any) -> None:
         """Write the posterior with its calibration, as one checkpoint; arguments and errors as of its own ``save``."""
         header = {name: getattr(self, name) for name in ("temperature", "covariance_scale", "link")}
+        header |= {
+            name: None if own is None else own.tolist() for name, own in (("weight", self.weight), ("bias", self.bias))
+        }
         # JSON has no NaN.
         report = {key: None if value != value else value for key, value in asdict(self.report).items()}
         self.posterior.save(path, calibration={**header, "report": report}, **entries)
@@ -164,10 +184,15 @@ def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
     """What was saved; :class:`CheckpointError` for anything else."""
     try:
         report: dict[str, Any] = {key: math.nan if value is None else value for key, value in found["report"].items()}
-        numbers = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
+        numbers: Any = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
         check_choice("link", found["link"], posterior.likelihood.links)
         check_positive(temperature=numbers["temperature"])
-        return CalibratedPosterior(posterior, **numbers, link=found["link"], report=CalibrationReport(**report))
+        scaling: Any = {
+            name: torch.tensor(found[name], dtype=torch.float64) for name in ("weight", "bias") if found.get(name)
+        }
+        return CalibratedPosterior(
+            posterior, **numbers, link=found["link"], report=CalibrationReport(**report), **scaling
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError("The saved calibration cannot be read.", got=repr(error)) from error
 
@@ -176,8 +201,9 @@ WRAPPERS["calibration"] = _calibrated
 
 
 def calibrate(
-    posterior: GaussianPosterior,
+    posterior: Posterior,
     data: Iterable[Any] | None = None,
+    method: Literal["leave_one_out", "temperature", "vector", "matrix"] = "leave_one_out",
     *,
     training_prior_precision: float | Tensor | None = None,
     weight_decay: float | None = None,
@@ -191,14 +217,17 @@ def calibrate(
     refit: Refit | None = None,
     progress: bool = False,
 ) -> CalibratedPosterior:
-    """Calibrate a classifier by leave-one-out on its training data; see :mod:`laplace_plus.calibration`.
+    """Calibrate a classifier; see :mod:`laplace_plus.calibration`.
 
-    It needs the weight decay that the network was trained with. On small networks it was level with, or ahead of, the
-    network itself and a temperature fitted to validation data.
+    By default it leaves out training data, and needs the weight decay that the network was trained with. On small
+    networks it was level with, or ahead of, the network itself and a temperature fitted to validation data.
 
     Args:
         posterior: A fitted Gaussian posterior of a classifier, which is not changed. Its prior precision is not used.
-        data: The training data; by default the data of the fit.
+        data: The training data, by default those of the fit; for other methods held-out data.
+        method: ``"leave_one_out"``; or to scale outputs by held-out data, with one number (``"temperature"``), with two
+            for each output (``"vector"``), or with a matrix (``"matrix"``, for up to 64 outputs). Any classifier then
+            does, and of the arguments below only ``link``, ``n_samples``, ``generator`` and ``progress`` are taken.
         training_prior_precision: ``α₀`` for the loss summed over the data: 0-d, ``[G]`` or ``[P]``.
         weight_decay: Instead, the ``weight_decay`` of torch's SGD or Adam (not AdamW) with the *mean* loss. Then
             ``α₀ = N · weight_decay``, where N counts the terms of the mean: examples or positions that are not ignored,
@@ -245,8 +274,23 @@ def calibrate(
         >>> calibrated.report.rule, calibrated.temperature < 1  # so much weight decay is more than the data ask for
         ('temperature', True)
     """
+    check_choice("method", method, ("leave_one_out", "temperature", "vector", "matrix"))
+    if method != "leave_one_out":
+        if data is None or any(one is not None for one in (training_prior_precision, weight_decay, refit)):
+            expected, got = "data=held_out, and no prior of training", f"method={method!r}"
+            raise ConfigurationError("Scaling is fitted to held-out data.", expected=expected, got=got)
+        _require_classifier(posterior)
+        options: dict[str, Any] = {"n_samples": n_samples, "generator": generator, "progress": progress}
+        scaling = fit_scaling(posterior, data, method, link=link, **options)
+        found = {name: getattr(scaling, name) for name in ("calibrated_nll", "held_out_nll", "converged")}
+        report = CalibrationReport(rule=method, fitted_temperature=scaling.temperature, **found)
+        numbers: dict[str, Any] = {"temperature": scaling.temperature, "weight": scaling.weight, "bias": scaling.bias}
+        return CalibratedPosterior(
+            copy.copy(posterior), **numbers, covariance_scale=1.0, link=scaling.link, report=report
+        )
     known = fitted_data.check_training_prior(training_prior_precision, weight_decay)
     _check(posterior, fallback, interpolation)
+    assert isinstance(posterior, GaussianPosterior)
     link = posterior.likelihood.links[0] if link is None else link
     check_choice("link", link, tuple(name for name in posterior.likelihood.links if name != "bridge"))
     again = posterior.training_data.again(data, "Calibration by leave-one-out passes over the training data.")
@@ -302,10 +346,7 @@ def calibrate(
     return result("temperature", temperature=fitted, calibrated_nll=loss, **found)
 
 
-def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
-    if not isinstance(posterior, GaussianPosterior):
-        expected, got = "a fitted lp.Full, lp.KFAC, …", type(posterior).__name__
-        raise ConfigurationError("Only Gaussian posteriors are calibrated.", expected=expected, got=got)
+def _require_classifier(posterior: Posterior) -> None:
     posterior.require_fit()
     if not posterior.likelihood.is_classifier:
         raise UnsupportedError(
@@ -314,6 +355,13 @@ def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
             got=repr(posterior.likelihood),
             fix='Use fit_prior_precision("leave_one_out"), which tunes precision and noise.',
         )
+
+
+def _check(posterior: Any, fallback: str, interpolation: Any) -> None:
+    if not isinstance(posterior, GaussianPosterior):
+        expected, got = "a fitted lp.Full, lp.KFAC, …", type(posterior).__name__
+        raise ConfigurationError("Only Gaussian posteriors are calibrated.", expected=expected, got=got)
+    _require_classifier(posterior)
     check_choice("fallback", fallback, ("raise", "marginal_likelihood"))
     if not isinstance(interpolation, (int, float)) or not 0 <= interpolation < math.inf:
         what = "interpolation must be a non-negative number."

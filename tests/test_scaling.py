@@ -1,0 +1,132 @@
+"""Temperature, vector and matrix scaling against the conditions that their optima meet."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, one_hot
+from torch.testing import assert_close
+
+import laplace_plus as lp
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.predictive import from_functional
+
+METHODS = ("temperature", "vector", "matrix")
+
+
+def problem(likelihood="classification", precision=300.0):
+    """A classifier whose logits are too large, with labels that its logits do not determine."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1 if likelihood == "binary" else 3)).double()
+    with torch.no_grad():
+        net[2].weight.mul_(6)
+        x = torch.randn(400, 2).double()
+        p = (0.4 * net(x)).softmax(-1)
+        y = torch.multinomial(p, 1)[:, 0] if p.shape[1] > 1 else torch.bernoulli((0.4 * net(x)).sigmoid())[:, 0]
+    posterior = lp.KFAC(net, likelihood, prior_precision=precision).fit([(x[:100], y[:100])])
+    return posterior, x[100:], y[100:]
+
+
+def batches(x, y):
+    return list(zip(x.split(64), y.split(64), strict=True))
+
+
+def test_a_temperature_is_the_one_of_least_loss():
+    posterior, x, y = problem(precision=1e12)
+    found = lp.calibrate(posterior, batches(x, y), "temperature")
+    f = posterior.network.forward(x)
+    best = scipy.optimize.minimize_scalar(
+        lambda t: float(cross_entropy(f / math.exp(t), y)), bounds=(-2, 2), method="bounded", options={"xatol": 1e-9}
+    )
+    assert found.temperature == pytest.approx(math.exp(best.x), rel=1e-4)
+    assert found.report.calibrated_nll == pytest.approx(best.fun)
+    assert found.report.held_out_nll == pytest.approx(float(cross_entropy(f, y)))
+    assert_close(found.predictive(x).mean, (f / found.temperature).softmax(-1))
+
+
+@pytest.mark.parametrize("method", ["vector", "matrix"])
+def test_without_variance_the_optimum_is_that_of_logistic_regression(method):
+    posterior, x, y = problem(precision=1e12)
+    found = lp.calibrate(posterior, batches(x, y), method)
+    f = posterior.network.forward(x)
+    residual = found.predictive(x).mean - one_hot(y, 3)
+    assert_close(residual.sum(0) / len(x), torch.zeros(3).double(), rtol=0, atol=1e-5)
+    moments = residual.mT @ f / len(x)
+    moments = moments if method == "matrix" else moments.diagonal()
+    assert_close(moments, torch.zeros_like(moments), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("link", ["gumbel", "probit", "mc"])
+def test_more_freedom_has_no_larger_loss(link):
+    posterior, x, y = problem()
+    losses = []
+    for method in METHODS:
+        source = torch.Generator().manual_seed(0)
+        made = lp.calibrate(posterior, batches(x, y), method, link=link, generator=source, n_samples=20)
+        losses += [made.report.held_out_nll] * (not losses) + [made.report.calibrated_nll]
+    assert losses[0] > losses[1] > losses[2] > losses[3]
+    mean, covariance = posterior.functional_posterior(x)
+    weight, bias = made.weight, made.bias
+    moved = mean @ weight.mT + bias, weight @ covariance @ weight.mT
+    assert_close(made.functional_posterior(x).mean, moved[0])
+    assert_close(made.functional_posterior(x).covariance, moved[1])
+    source = torch.Generator().manual_seed
+    wanted = from_functional(posterior.likelihood, *moved, link=link, generator=source(1))
+    assert_close(made.predictive(x, generator=source(1)).mean, wanted.mean)
+    joint = made.functional_posterior(x[:3], joint=True).covariance
+    assert_close(torch.einsum("ncnd->ncd", joint), moved[1][:3])
+    if link != "mc":
+        own = -from_functional(posterior.likelihood, *moved, link=link).log_prob(y).mean()
+        assert made.report.calibrated_nll == pytest.approx(float(own))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("likelihood", ["classification", "binary"])
+def test_scalings_are_saved(method, likelihood, tmp_path):
+    posterior, x, y = problem(likelihood)
+    made = lp.calibrate(posterior, batches(x, y), method)
+    assert made.report.calibrated_nll < made.report.held_out_nll
+    made.save(tmp_path / "scaled")
+    loaded = lp.load(tmp_path / "scaled", posterior.network.model)
+    assert torch.equal(loaded.predictive(x).mean, made.predictive(x).mean)
+    assert loaded.report.rule == method
+    variances = made.functional_posterior(x, outputs="diagonal") if method == "vector" else None
+    if variances is not None:
+        whole = made.functional_posterior(x).covariance.diagonal(dim1=-2, dim2=-1)
+        assert_close(variances.covariance, whole)
+
+
+def test_posteriors_of_samples_are_scaled():
+    posterior, x, y = problem()
+    sampled = lp.SampledLaplace(posterior.network.model, "classification", n_samples=4, prior_precision=10.0)
+    sampled.fit([(x[:50], y[:50])], generator=torch.Generator().manual_seed(0))
+    found = lp.calibrate(sampled, batches(x[50:], y[50:]), "temperature")
+    assert found.report.calibrated_nll < found.report.held_out_nll
+
+
+def test_what_cannot_be_scaled_is_refused():
+    posterior, x, y = problem()
+    data = batches(x, y)
+    with pytest.raises(ConfigurationError, match="held_out"):
+        lp.calibrate(posterior, None, "temperature")
+    with pytest.raises(ConfigurationError, match="held-out"):
+        lp.calibrate(posterior, data, "vector", weight_decay=1e-3)
+    with pytest.raises(ConfigurationError, match="method"):
+        lp.calibrate(posterior, data, "isotonic")
+    with pytest.raises(DataError, match="ignored"):
+        lp.calibrate(posterior, [(x, torch.full_like(y, -100))], "temperature")
+    with pytest.raises(UnsupportedError, match="classifiers"):
+        lp.calibrate(lp.KFAC(posterior.network.model, "regression").fit([(x, x[:, [0, 1, 0]])]), data, "temperature")
+    many = lp.Diagonal(nn.Linear(2, 65).double(), "classification").fit([(x, y)])
+    with pytest.raises(UnsupportedError, match='"vector"'):
+        lp.calibrate(many, data, "matrix")
+    right = posterior.network.forward(x).argmax(-1)
+    with pytest.warns(ConvergenceWarning, match="temperature"):
+        lp.calibrate(posterior, [(x, right)], "temperature", link="network")
+    matrix = lp.calibrate(posterior, data, "matrix")
+    with pytest.raises(ConfigurationError, match="covariances"):
+        matrix.functional_posterior(x, outputs="diagonal")
