@@ -221,7 +221,8 @@ def plot(found: Sequence[Row], path: Path) -> None:
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
             panel.legend(fontsize=7, frameon=False, loc="upper left", handlelength=1, ncols=2, columnspacing=0.6)
-            panel.set_ylim(panel.get_ylim()[0], panel.get_ylim()[1] * 4)  # room for the exponents
+            panel.set_ylim(panel.get_ylim()[0], panel.get_ylim()[1] * 9)  # room for the exponents
+            panel.minorticks_off()
             panel.tick_params(labelsize=7)
             panel.set_title(f"{model}: {unit}", fontsize=8, loc="left")
             panel.set_xlabel(LABELS[along], fontsize=8)
