@@ -14,7 +14,14 @@ from torch.nn.utils import parametrizations, parametrize
 
 import laplace_plus as lp
 from laplace_plus import linalg
-from laplace_plus.errors import ConfigurationError, DataError, OperatorError, SelectionError, UnsupportedError
+from laplace_plus.errors import (
+    ConfigurationError,
+    DataError,
+    NonFiniteError,
+    OperatorError,
+    SelectionError,
+    UnsupportedError,
+)
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.selection import last_layer_of, layer_of, select
@@ -366,6 +373,53 @@ def test_a_tangent_is_gaussian(tangent):
     with pytest.raises(ConfigurationError) as error:
         lp.Riemannian(perceptron(), "classification", tangent=tangent)
     assert says(error, "Gaussian")
+
+
+# -- what was accepted, or failed deep inside --------------------------------------------------------------------------
+
+REFUSED = {
+    "dense limit": lambda fitted: fit(lp.KFAC, dense_limit=-1),
+    "tolerance": lambda fitted: fit(lp.LowRank, tolerance="tight"),
+    "size of a subnetwork": lambda fitted: lp.LargestMagnitude(0),
+    "share of a subnetwork": lambda fitted: lp.LargestVariance(1.5),
+    "number at random": lambda fitted: lp.Random(-1),
+    "density": lambda fitted: lp.LogDensity(3),
+    "option of a solver": lambda fitted: lp.SampledLaplace(
+        perceptron(), "classification", solver={"name": "cg", "x": 1}
+    ),
+    "loss": lambda fitted: lp.Validation([batch()], loss="accuracy"),
+    "temperatures": lambda fitted: fitted.log_marginal_likelihood(temperature=torch.ones(2)),
+    "negative temperature": lambda fitted: fitted.log_marginal_likelihood(temperature=-1.0),
+    "optimizer": lambda fitted: lp.train_marginal_likelihood(perceptron(), [batch()], epochs=1, optimizer="adam"),
+    "count of probes": lambda fitted: linalg.draw_probes("gaussian", -1, 3),
+    "generator of probes": lambda fitted: linalg.draw_probes("gaussian", 1, 3, generator=3),
+    "three sizes": lambda fitted: linalg.as_operator(lambda v: v, (3, 3, 3)),
+    "no matrix": lambda fitted: linalg.from_scipy([1, 2]),
+    "no data": lambda fitted: lp.LowRank(perceptron(), "classification").fit(None),
+    "nothing to predict": lambda fitted: fitted.predictive(batch()[0][:0], method="sampled"),
+    "points of another space": lambda fitted: landscape().gradient(torch.zeros(1, 3)),
+    "scheme": lambda fitted: lp.geometry.diffuse(None, torch.zeros(2), torch.zeros(1, 1, 2), scheme="leapfrog"),
+}
+
+
+def landscape():
+    return lp.geometry.LossLandscape(perceptron(), "classification", [batch()])
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_calls_that_make_no_sense_are_refused(kind, fitted):
+    with pytest.raises((ConfigurationError, DataError, OperatorError)) as error:
+        REFUSED[kind](fitted)
+    assert says(error)
+
+
+def test_infinite_data_of_a_saturated_network_are_refused():
+    """Its outputs are finite, and the gradients of its first layer are not."""
+    x, y = batch()
+    x[0, 1] = float("inf")
+    for cls in (lp.KFAC, lp.Full, lp.Diagonal, lp.SampledLaplace):
+        with pytest.raises(NonFiniteError):
+            cls(perceptron(), "classification").fit([(x, y)])
 
 
 # -- linear algebra ----------------------------------------------------------------------------------------------------

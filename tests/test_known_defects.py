@@ -253,7 +253,8 @@ def test_checkpoints_load_without_unpickling(name, tmp_path, monkeypatch):
         monkeypatch.setattr(module, attribute, refuse)
     again = lp.load(tmp_path / "posterior", net)
     torch.testing.assert_close(again.predictive(x).mean, posterior.predictive(x).mean, rtol=1e-12, atol=0)
-    assert again.log_marginal_likelihood().item() == posterior.log_marginal_likelihood().item()
+    evidences = again.log_marginal_likelihood(), posterior.log_marginal_likelihood()
+    torch.testing.assert_close(*evidences, rtol=1e-12, atol=0)  # sums over tensors that lie elsewhere in memory
 
 
 @each_class

@@ -440,7 +440,7 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
             size = call.output_shape[axis]
             if size == n if exact else size % n == 0:
                 candidates[-1] += [ExampleAxis(axis, False), ExampleAxis(axis, True)]
-    n_witnesses, settled = [0] * len(calls), [False] * len(calls)
+    n_witnesses, settled, spoilt = [0] * len(calls), [False] * len(calls), set[int]()
     # Deterministic, and generic enough that no gradient vanishes by symmetry.
     pattern = torch.linspace(0.5, 1.5, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
     patterns = torch.stack([pattern, pattern.flip(0)]).view(2, *outputs[0].shape)
@@ -452,6 +452,8 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
         for row, example in enumerate(examples):
             probes[row, example] = patterns[row]
         for number, gradient in enumerate(capture.gradients(probes)):
+            if not bool(torch.isfinite(gradient.sum())):  # a malformed input teaches nothing
+                spoilt.add(number)
             for row, example in enumerate(examples):
                 if not gradient[row].any():
                     continue
@@ -477,7 +479,8 @@ def _search(capture: Capture, *, exact: bool) -> list[tuple[ExampleAxis | None, 
             its, total = torch.autograd.grad(capture.graph_outputs, both, every, **options)
             if not (its - total.sum_to_size(its.shape)).abs().max() <= 1e-2 * total.abs().max():
                 own.clear()
-        found.append((own[0] if own and (settled[number] or complete) else None, n_witnesses[number] >= 2))
+        is_sure = n_witnesses[number] >= 2 and number not in spoilt
+        found.append((own[0] if own and (settled[number] or complete) else None, is_sure))
     return found
 
 

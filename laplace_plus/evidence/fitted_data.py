@@ -100,7 +100,7 @@ def check_training_prior(precision: Any, weight_decay: Any) -> bool:
         raise ConfigurationError("Training has one of training_prior_precision and weight_decay.", got="both")
     number = isinstance(weight_decay, (int, float)) and not isinstance(weight_decay, bool)
     if weight_decay is not None and not (number and 0 <= weight_decay < math.inf):
-        raise ConfigurationError("weight_decay must be a non-negative number.", got=repr(weight_decay))
+        raise ConfigurationError("weight_decay is out of range.", expected="a number >= 0", got=repr(weight_decay))
     return precision is not None or bool(weight_decay)
 
 

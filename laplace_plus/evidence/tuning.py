@@ -94,7 +94,7 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
             raise UnsupportedError(f"{owner} cannot be tuned by {tuner!r}.", expected=f"{types}, or {known}")
         if given:
             what = f"Options belong to the tuner itself, lp.{type(tuner).__name__}(...)."
-            raise ConfigurationError(what, got=", ".join(given))
+            raise ConfigurationError(what, expected="no options besides a tuner", got=", ".join(given))
         return tuner
     tuner = given.pop("method", "auto") if tuner == "auto" else tuner
     name = tuner

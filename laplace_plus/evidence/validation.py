@@ -66,6 +66,9 @@ class Validation:
             fix = "Tune several precisions by marginal_likelihood."
             raise ConfigurationError("A grid of held-out losses searches one precision.", got=self.structure, fix=fix)
         check_counts(n_samples=self.n_samples)
+        if not (self.loss is None or callable(self.loss)):
+            expected = "loss(prediction, targets) -> losses, or None for the negative log-probability"
+            raise ConfigurationError("The loss is no function.", expected=expected, got=repr(self.loss))
         if self.grid is not None:
             checked_grid(self.grid)
 

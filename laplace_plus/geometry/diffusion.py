@@ -125,7 +125,11 @@ def diffuse(
         noise: Standard normal numbers, ``[k, T, P]``, for T steps of k samples.
         scheme: ``"euler_ito"`` or ``"heun"``.
         keep_path: Whether to return all points.
+
+    Raises:
+        ConfigurationError: Another scheme.
     """
+    require_choice("scheme", scheme, Scheme)
     ends, n_steps = [], noise.shape[1]
     path = torch.full_like(noise, float("nan")) if keep_path else None
     for sample, steps in enumerate(noise / n_steps**0.5):

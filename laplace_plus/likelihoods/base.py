@@ -164,7 +164,7 @@ class Likelihood(ABC):
             OutputError: If the network returned no floating tensor with the axis ``output_axis``.
         """
         if not isinstance(raw, Tensor) or not raw.is_floating_point():
-            raise OutputError("The network's output is not a floating tensor.", got=describe(raw))
+            raise OutputError("The network's output is not a floating tensor.", expected="reals", got=describe(raw))
         if raw.dim() == 1:
             return raw.unsqueeze(-1)
         if raw.dim() == 0 or not -raw.dim() <= self.output_axis < raw.dim() or self.output_axis in (0, -raw.dim()):
@@ -204,7 +204,8 @@ class Likelihood(ABC):
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
         """A copy with another observation noise; :class:`UnsupportedError` if there is none."""
-        raise UnsupportedError(f"{type(self).__name__} has no observation noise.", got=f"noise_std = {noise_std}")
+        what, got = f"{type(self).__name__} has no observation noise.", f"noise_std = {noise_std}"
+        raise UnsupportedError(what, expected="noise_std of lp.Gaussian alone", got=got)
 
     def curvature_weights(self, noise_std: float | Tensor | None = None) -> Tensor:
         """Factors ``[K]`` on the curvature at unit noise, ``float64``, at the given or the own noise."""

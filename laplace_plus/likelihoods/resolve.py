@@ -50,6 +50,10 @@ class LogDensity(Likelihood):
     def __init__(
         self, function: Density, distribution: Callable[[Tensor], Distribution] | None = None, *, output_axis: int = -1
     ):
+        for part in (function, distribution or function):
+            if not callable(part):
+                expected = "log_density(outputs [N, C], targets) -> [N]; distribution(outputs)"
+                raise ConfigurationError("A likelihood is made of functions.", expected=expected, got=repr(part))
         self._function, self._distribution, self.output_axis = function, distribution, output_axis
 
     def __repr__(self) -> str:

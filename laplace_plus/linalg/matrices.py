@@ -383,6 +383,8 @@ def as_operator(
     Raises:
         OperatorError: A bad shape, a symmetric operator that is not square, or an operator of another shape.
     """
+    if not isinstance(shape, int) and len(shape) != 2:  # noqa: PLR2004
+        raise OperatorError("An operator has two sizes.", expected="n, or (m, n)", got=repr(shape))
     rows, columns = (shape, shape) if isinstance(shape, int) else shape
     if min(rows, columns) < 0 or (symmetric and rows != columns):
         raise OperatorError(
@@ -415,7 +417,11 @@ def from_scipy(
     Raises:
         OperatorError: A complex matrix, or a symmetric one that is not square.
     """
-    known = scipy.sparse.linalg.aslinearoperator(matrix)
+    try:
+        known = scipy.sparse.linalg.aslinearoperator(matrix)
+    except TypeError as error:
+        expected, got = "a SciPy or NumPy matrix, or a LinearOperator", type(matrix).__name__
+        raise OperatorError("This is no matrix of SciPy's.", expected=expected, got=got) from error
     number = np.dtype(known.dtype if known.dtype is not None else np.float64)
     if number.kind == "c":
         raise OperatorError("The matrix is complex.", expected="real numbers", got=str(number))

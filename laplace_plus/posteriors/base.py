@@ -18,7 +18,7 @@ from laplace_plus._memory import budget, require_free
 from laplace_plus.batches import Batch, batch_size, can_be_cut, cut, inputs_of, iterate, signature_of
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.distributed import Distributed, Group, resolve_group
-from laplace_plus.errors import ConfigurationError, EmptyDataError, UnsupportedError, unknown_option
+from laplace_plus.errors import ConfigurationError, DataError, EmptyDataError, UnsupportedError, unknown_option
 from laplace_plus.evidence.tuning import Tuner, TuningResult, check_choice, check_counts, resolve_tuner
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.calls import Called
@@ -382,6 +382,8 @@ class Posterior(Called):
     def check_samples(self, n_samples: int, x: Any) -> None:
         """Raise :class:`ConfigurationError` unless samples of the outputs for x are a positive number, and fit."""
         check_counts(n_samples=n_samples)
+        if not batch_size(x):
+            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         size = n_samples * batch_size(x) * max(1, self.n_outputs) * self.network.dtype.itemsize
         what, fix = f"{n_samples} samples of the outputs", "Lower n_samples, or predict for fewer inputs at a time."
         require_free(size, what, self.network.device, fix)

@@ -45,7 +45,8 @@ def full_precision(method: Method) -> Method:
         if self.network.kept.get("inside") == get_ident():  # another public method of this thread
             return method(self, *args, **kwargs)
         if not isinstance(kwargs.get("generator"), (torch.Generator, type(None))):
-            raise ConfigurationError("The generator is no torch.Generator.", got=repr(kwargs["generator"]))
+            what, expected = "The generator is no torch.Generator.", "torch.Generator().manual_seed(0), say, or None"
+            raise ConfigurationError(what, expected=expected, got=repr(kwargs["generator"]))
         with exact_arithmetic(self.network, self._memory_budget):
             return method(self, *args, **kwargs)
 
@@ -84,10 +85,10 @@ def resolve_option(what: str, value: Any, known: Mapping[str, type[Option]]) -> 
     if not isinstance(name, str) or name not in known:
         classes = ", ".join(cls.__name__ for cls in known.values() if cls is not type(None))
         raise ConfigurationError(f"Unknown {what}.", expected=f"{', '.join(known)}, or {classes}", got=repr(value))
-    try:
-        return known[name](**options)
-    except TypeError as error:
-        raise ConfigurationError(f"Unknown option of the {what} {name!r}.", got=", ".join(options)) from error
+    own = {} if known[name] is type(None) else signature(known[name]).parameters
+    for option in options.keys() - own.keys():
+        raise unknown_option(f"The {what} {name!r}", str(option), own)
+    return known[name](**options)
 
 
 def option_config(value: Any, known: Mapping[str, type[Any]]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, check_positive
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.posteriors.configuration import Summary, full_precision
+from laplace_plus.posteriors.configuration import check_positive as positive
 from laplace_plus.posteriors.moments import Moments
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
@@ -280,7 +281,7 @@ class GaussianPosterior(Moments):
         """
         return self.laplace_model().log_marginal_likelihood(
             self._prior_precision if prior_precision is None else prior_precision,
-            self._temperature if temperature is None else temperature,
+            self._temperature if temperature is None else positive(temperature, "temperature"),
             noise_std,
         )
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 from laplace_plus.curvature import Backend, KroneckerStructure
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.linalg.arguments import require_count
 from laplace_plus.posteriors.configuration import common_arguments
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.selection import Selection
@@ -81,6 +82,7 @@ class KFAC(GaussianPosterior):
                 expected='output_factor="auto" or "dense" with eigenvalue_corrected=True',
                 got='"diagonal"',
             )
+        require_count("dense_limit", dense_limit, 0)
         self.structure = KroneckerStructure(weight_sharing, eigenvalue_corrected, dense_limit, output_factor)
         super().__init__(model, likelihood, **common_arguments(locals()))
 

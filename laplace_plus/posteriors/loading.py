@@ -99,8 +99,8 @@ def _restored(cls: Any, header: dict[str, Any], tensors: dict[str, Tensor], mode
         posterior.prior_groups = Groups(entry["name"], tuple(entry["names"]), tensors["groups.index"])
         posterior.prior_precision = precision
     network, posterior._function = posterior.network, header.get("function")
-    for name, (axis, innermost) in header.get("example_axes", {}).items():
-        network.example_axes[name] = ExampleAxis(int(axis), bool(innermost))
+    for name, known in header.get("example_axes", {}).items():
+        network.example_axes[name] = None if known is None else ExampleAxis(int(known[0]), bool(known[1]))
     posterior.n_data, posterior.n_outputs = int(header["n_data"]), int(header["n_outputs"])
     common, device = ("mask.", "hyper.", "groups.index"), posterior.network.device
     state = {name: value.to(device) for name, value in tensors.items() if not name.startswith(common)}

@@ -23,7 +23,7 @@ from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError
-from laplace_plus.evidence.tuning import check_counts
+from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
 from laplace_plus.linalg.probes import draw_probes
@@ -94,7 +94,8 @@ class LowRank(GaussianPosterior):
         check_counts(rank=rank, max_restarts=max_restarts, remainder_depth=remainder_depth)
         if remainder_probes != 0:
             check_counts(remainder_probes=remainder_probes)
-        if not 0 < tolerance < 1:
+        check_positive(tolerance=tolerance)
+        if not tolerance < 1:
             raise ConfigurationError(
                 "tolerance must lie between 0 and 1.", expected="0 < tolerance < 1", got=repr(tolerance)
             )
@@ -204,12 +205,8 @@ class LowRank(GaussianPosterior):
             return z - kernels.inner_products(z, vectors) @ vectors
 
         # Where the pairs are complete, the rest is rounding error and not even symmetric.
-        rest = lanczos(
-            lambda z: project(operator(project(z))),
-            project(probes),
-            min(self.remainder_depth, total),
-            check_symmetry=False,
-        )
+        depth = min(self.remainder_depth, total)
+        rest = lanczos(lambda z: project(operator(project(z))), project(probes), depth, check_symmetry=False)
         floor = rounding * float(values.amax()) if len(values) else 0.0
         return LowRankBlock(values, vectors, SampledSpectrum.of(rest.tridiagonal(), rest.scale, floor=floor))
 

@@ -81,8 +81,7 @@ class Stored(Configured):
         if backend_class(backend.name) is not type(backend):
             what, own = f"A backend {backend.name!r} would not be loaded as what it is.", type(backend).__name__
             fix = f"Give {own} a `name` of its own, and register it: lp.curvature.register_backend({own}.name, {own})."
-            expected = backend_class(backend.name).__name__
-            raise ConfigurationError(what, expected=expected, got=own, fix=fix)
+            raise ConfigurationError(what, expected=backend_class(backend.name).__name__, got=own, fix=fix)
         state, tensors = self.state()
         tensors = {"vector": self.mean, **tensors}
         header = {

@@ -68,7 +68,7 @@ class _Chained:
 
 def require_restartable(data: Iterable[Any], why: str) -> None:
     """Raise :class:`DataError` for an iterator, which can be passed over only once."""
-    if iter(data) is data:
+    if isinstance(data, Iterator):
         raise DataError(
             why,
             expected="an iterable that can be started again, such as a DataLoader",

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_plus._memory import budget, slices
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.errors import DataError
-from laplace_plus.likelihoods.base import check_outputs
+from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
 from laplace_plus.network import Network
 from laplace_plus.predictive.linearized import (
@@ -98,6 +98,7 @@ def moments(mean: Tensor, deviations: Tensor, *, joint: bool, outputs: Outputs) 
     Options and errors as for :func:`~laplace_plus.predictive.linearized.functional_posteriors`.
     """
     check_outputs(mean)
+    check_finite(deviations, "Samples of the functional posterior")
     variances = wants_variances(outputs, joint)
     if outputs is not None and not isinstance(outputs, str):
         chosen = output_indices(outputs, mean.shape).to(mean.device)

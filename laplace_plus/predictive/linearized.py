@@ -172,6 +172,8 @@ def functional_posteriors(
     results = []
     for covariance in covariances:
         found_one = covariance.reshape(final).to(mean.dtype)
+        if not math.isfinite(found_one.detach().sum()):
+            check_finite(found_one, "The functional covariance")
         found_one = found_one if centre is None else independent_variances(picked, found_one)
         results.append(FunctionalPosterior(picked, found_one))
     return results

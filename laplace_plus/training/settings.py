@@ -72,7 +72,7 @@ class Settings(SimpleNamespace):
     def make_optimizer(self, network: Network) -> optim.Optimizer:
         """The optimizer of all parameters that require gradients."""
         parameters = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
-        made = self.optimizer(parameters, **self.optimizer_options)
+        made = self.optimizer(parameters, **self.optimizer_options) if callable(self.optimizer) else self.optimizer
         if not isinstance(made, optim.Optimizer):
             raise ConfigurationError(
                 "The optimizer argument returned no optimizer.",

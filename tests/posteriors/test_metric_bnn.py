@@ -146,7 +146,8 @@ def test_minibatches_stay_near_the_whole(problem):
 def test_weight_decay_makes_the_trained_weights_stationary(problem):
     net, data = problem
     x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+    options = {"max_iter": 500, "tolerance_grad": 1e-12, "tolerance_change": 0.0, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(net.parameters(), **options)
 
     def closure():
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch import nn
 import laplace_plus as lp
 from laplace_plus import io
 from laplace_plus.curvature import register_backend
-from laplace_plus.errors import CheckpointError, ConfigurationError
+from laplace_plus.errors import CheckpointError, ConfigurationError, NonFiniteError
 
 KINDS = {
     "KFAC": (lp.KFAC, {}),
@@ -109,6 +109,40 @@ def test_a_backend_that_would_not_be_loaded_as_what_it_is_is_not_saved(tmp_path:
     loaded = lp.load(tmp_path / "it", net)
     assert type(loaded.backend) is Named
     assert_same(loaded, posterior)
+
+
+def test_another_activation_is_seen_by_a_subnetwork(tmp_path: Path) -> None:
+    """Whose data went through the posterior inside of it."""
+    net = network()
+    lp.Subnetwork(net, "classification", lp.LargestMagnitude(10)).fit(data(12)).save(tmp_path / "it")
+    assert lp.load(tmp_path / "it", net).n_parameters == 10
+    with pytest.raises(CheckpointError, match="another function"):
+        lp.load(tmp_path / "it", nn.Sequential(net[0], nn.ReLU(), net[2]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_malformed_input_teaches_nothing_about_the_network(value: float, tmp_path: Path) -> None:
+    """The first inputs of all show which axes run over examples, where the fit needs not know."""
+    net, ((x, y),) = network(), data(12)
+    posterior = lp.LowRank(net, "classification", rank=5).fit([(x, y)])
+    want = copy.deepcopy(posterior).functional_posterior(x)
+    odd = x.clone()
+    odd[0, 1] = value
+    with pytest.raises(NonFiniteError):
+        posterior.functional_posterior(odd)
+    assert None not in posterior.network.example_axes.values()
+    posterior.save(tmp_path / "it")
+    for each in (posterior, lp.load(tmp_path / "it", net)):
+        torch.testing.assert_close(each.functional_posterior(x), want, rtol=1e-10, atol=1e-12)
+
+
+def test_layers_without_an_axis_of_examples_are_stored(tmp_path: Path) -> None:
+    net = network()
+    posterior = lp.KFAC(net, "classification").fit(data(12))
+    name = next(iter(posterior.network.example_axes))
+    posterior.network.example_axes[name] = None
+    posterior.save(tmp_path / "it")
+    assert lp.load(tmp_path / "it", net).network.example_axes[name] is None
 
 
 def test_few_rows_take_little_room(tmp_path: Path) -> None:

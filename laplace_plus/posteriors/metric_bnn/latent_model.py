@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import ConfigurationError, NonFiniteError, unknown_option
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 
 Negatives = Literal["derangement", "shuffle"]
@@ -98,10 +99,10 @@ def resolve_latent(latent: LatentModel | dict[str, Any] | None) -> LatentModel:
     """Options from a dictionary, as they are, or the default ones."""
     if isinstance(latent, LatentModel):
         return latent
-    try:
-        return LatentModel(**(latent or {}))
-    except TypeError as error:
-        raise ConfigurationError("An unknown option of the latent model.", got=repr(latent)) from error
+    known = signature(LatentModel).parameters
+    for option in (latent or {}).keys() - known.keys():
+        raise unknown_option("The latent model", str(option), known)
+    return LatentModel(**(latent or {}))
 
 
 def distances(left: Tensor, right: Tensor) -> Tensor:

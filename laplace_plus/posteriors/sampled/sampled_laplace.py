@@ -21,7 +21,7 @@ from laplace_plus.batches import same_sum
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_counts, tunes_noise
 from laplace_plus.io import digest
@@ -142,6 +142,9 @@ class SampledLaplace(SampleBased, ResumableFit):
         self.prior()  # refuses a prior of another shape: the selection is final by now
         checkpoint = self._checkpoint(self._checkpoint_folder, problem)
         draws = self._drawn(problem, checkpoint, generator)
+        if not bool(torch.isfinite(draws.data.sum())):
+            what, fix = "The gradients of the data are not finite.", "Look for NaN and infinities in the data."
+            raise NonFiniteError(what, expected="finite activations and gradients", got="NaN or Inf", fix=fix)
         if not bool(draws.data.any()):
             raise self.zero_curvature()
         vector = self.network.vector()

@@ -78,8 +78,7 @@ class Selector(ABC):
         return {"name": type(self).__name__, **(asdict(self) if is_dataclass(self) else {})}
 
 
-def _count(size: float, total: int) -> int:
-    """Number of entries that an int, or a float as a fraction of ``total``, asks for."""
+def _check_size(size: float) -> None:
     fraction = isinstance(size, float)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0 or (fraction and size > 1):
         raise ConfigurationError(
@@ -87,6 +86,10 @@ def _count(size: float, total: int) -> int:
             expected="a number of entries (int), or a fraction of them between 0 and 1 (float)",
             got=repr(size),
         )
+
+
+def _count(size: float, total: int) -> int:
+    """Number of entries that an int, or a float as a fraction of ``total``, asks for."""
     if size > total:
         raise SelectionError(
             "The subnetwork is larger than what it is chosen from.",
@@ -94,7 +97,7 @@ def _count(size: float, total: int) -> int:
             got=f"{size:,}",
             fix="Ask for fewer entries, or name more candidates by parameters=.",
         )
-    return max(1, round(size * total)) if fraction else int(size)
+    return max(1, round(size * total)) if isinstance(size, float) else int(size)
 
 
 def _mask(index: Tensor, total: int) -> Tensor:
@@ -132,6 +135,7 @@ class LargestVariance(Selector):
     needs_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        _check_size(self.size)
         if isinstance(self.variances, Mapping):  # as a configuration has it
             object.__setattr__(self, "variances", DiagonalSWAG(**self.variances))
         if self.variances != "laplace" and not isinstance(self.variances, DiagonalSWAG):
@@ -174,6 +178,9 @@ class LargestMagnitude(Selector):
     size: int | float
     needs_prior = False
 
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+
     @override
     def choose(self, task: Task) -> Choice:
         return Choice(_largest(task.candidates.network.vector().abs(), self.size))
@@ -191,6 +198,9 @@ class Random(Selector):
     size: int | float
     seed: int | None = None
     needs_prior = False
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
 
     @override
     def choose(self, task: Task) -> Choice:

@@ -170,7 +170,8 @@ class Subnetwork(GaussianPosterior):
         inner.group, inner.noise_per_output = self.group, self.noise_per_output
         inner.fit_batches(data, update=update, progress=progress, generator=generator)
         self.network, self._prior_precision, self.likelihood = inner.network, precision, inner.likelihood
-        self._inner, self._choice, self._example = inner, choice, inner._example
+        self._inner, self._choice = inner, choice
+        self._example = self._example if inner._example is None else inner._example
         self.adopt(inner.sums, self.network.vector())
 
     def _choose(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> Choice:
