@@ -124,8 +124,7 @@ def reliability_curve(probabilities: Tensor, targets: Tensor, n_bins: int = 15) 
         LabelError: If the targets are not among the classes.
     """
     probabilities, targets = _check_classification(probabilities, targets)
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
-        raise ConfigurationError("The number of bins is wrong.", expected="an integer of at least 1", got=repr(n_bins))
+    _check_bins(n_bins)
     confidence, predicted = probabilities.max(dim=1)
     edges = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)
     bins = torch.bucketize(confidence, edges[1:-1])
@@ -158,6 +157,24 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: i
     return (gaps * curve.counts).sum() / curve.counts.sum()
 
 
+def adaptive_calibration_error(probabilities: Tensor, targets: Tensor, n_bins: int = 15) -> Tensor:
+    """Compute the mean distance of confidence and accuracy over bins of as many predictions each.
+
+    Bins are of neighbouring confidences, and differ by one prediction at most (Nguyen and O'Connor, 2015); predictions
+    of equal confidence share their accuracy. Arguments and errors as for :func:`expected_calibration_error`.
+
+    Returns:
+        A number in ``[0, 1]``.
+    """
+    probabilities, targets = _check_classification(probabilities, targets)
+    _check_bins(n_bins)
+    confidence, predicted = probabilities.max(dim=1)
+    right = _shared(confidence, (predicted == targets).to(confidence))
+    order = confidence.argsort()
+    gaps = [own.sum().abs() for own in (right - confidence)[order].tensor_split(min(n_bins, len(order)))]
+    return torch.stack(gaps).sum() / len(order)
+
+
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     """Compute the probability that an out-of-distribution input scores higher than one from the distribution.
 
@@ -179,18 +196,102 @@ def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         >>> ood_auroc(torch.tensor([0.1, 0.2]), torch.tensor([3.0, 0.15]))
         tensor(0.7500)
     """
-    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        if scores.ndim != 1 or scores.is_complex():
-            raise ConfigurationError(f"{name} is wrong.", expected="real numbers [N]", got=describe(scores))
-        if len(scores) == 0:
-            raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
-        if n_nan := int(scores.isnan().sum()):
-            raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
+    _check_scores(scores_in=scores_in, scores_out=scores_out)
     inside, outside = torch.cat([scores_in.detach(), scores_out.detach()]).split([len(scores_in), len(scores_out)])
     ordered = inside.sort().values
     # Half of those below with and half of those below without ties: a tie counts one half.
     below = torch.searchsorted(ordered, outside) + torch.searchsorted(ordered, outside, right=True)
     return below.double().mean().float() / (2 * len(inside))
+
+
+def false_positive_rate(scores_in: Tensor, scores_out: Tensor, true_positive_rate: float = 0.95) -> Tensor:
+    """Compute the share of inputs from the distribution that are taken for outliers where 95 % of these are found.
+
+    An input counts as an outlier from the largest threshold on that finds at least so many of them. Arguments and
+    errors as for :func:`ood_auroc`.
+
+    Args:
+        scores_in: ``[N]``.
+        scores_out: ``[M]``.
+        true_positive_rate: The share of outliers that are to be found, above 0 and at most 1.
+
+    Returns:
+        A number in ``[0, 1]``: 0 if they are told apart, about the rate itself by chance.
+
+    Example:
+        >>> false_positive_rate(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.35, 0.5]))
+        tensor(0.2500)
+    """
+    _check_scores(scores_in=scores_in, scores_out=scores_out)
+    if not 0 < true_positive_rate <= 1:
+        raise ConfigurationError("The rate is wrong.", expected="above 0, at most 1", got=repr(true_positive_rate))
+    found = math.ceil(true_positive_rate * len(scores_out) - 1e-9)
+    return (scores_in >= scores_out.sort(descending=True).values[found - 1].to(scores_in)).float().mean()
+
+
+# -- selective prediction ---------------------------------------------------------------------------------------------
+
+
+def area_under_risk_coverage(uncertainty: Tensor, losses: Tensor) -> Tensor:
+    """Compute ``1/N Σ_k r_k``, with the risk ``r_k``: the mean loss of the k predictions of least uncertainty (AURC).
+
+    Of equal uncertainties it is the mean over all orders.
+
+    Args:
+        uncertainty: ``[N]``, on any scale.
+        losses: ``[N]``: zeros and ones for right and wrong classes, squared errors, ….
+
+    Returns:
+        A number on the scale of the losses; smaller is better, and the mean loss by chance.
+
+    Raises:
+        ConfigurationError: If one is not one number for each prediction.
+        EmptyDataError: If there are none.
+        NonFiniteError: If one is NaN.
+
+    Example:
+        >>> area_under_risk_coverage(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 0.0, 1.0]))
+        tensor(0.1111)
+    """
+    return _risks(uncertainty, losses).mean().float()
+
+
+def coverage_at_risk(uncertainty: Tensor, losses: Tensor, risk: float) -> Tensor:
+    """Compute the largest share of the data that can be kept, by least uncertainty, at a mean loss of at most ``risk``.
+
+    Arguments and errors as for :func:`area_under_risk_coverage`.
+
+    Returns:
+        A number in ``[0, 1]``; 0 if no number of predictions has so small a risk.
+    """
+    kept = (_risks(uncertainty, losses) <= risk).nonzero()
+    return torch.tensor(0.0 if not len(kept) else (int(kept[-1]) + 1) / len(losses))
+
+
+def area_under_sparsification_error(uncertainty: Tensor, errors: Tensor) -> Tensor:
+    """Compute by how much the risk-coverage area exceeds that of an oracle who knows the order of the errors (AUSE).
+
+    Arguments and errors as for :func:`area_under_risk_coverage`.
+
+    Returns:
+        A number of at least 0, on the scale of the errors; 0 if uncertainties order them (Ilg et al., 2018).
+    """
+    return (_risks(uncertainty, errors) - _risks(errors, errors)).mean().float()
+
+
+def _risks(uncertainty: Tensor, losses: Tensor) -> Tensor:
+    """The risk at each coverage 1/N … 1, ``[N]`` float64."""
+    _check_scores(uncertainty=uncertainty, losses=losses)
+    _check_targets(uncertainty, losses)
+    order = uncertainty.argsort()
+    total = _shared(uncertainty, losses.double())[order].cumsum(0)
+    return total / torch.arange(1, len(total) + 1, device=total.device)
+
+
+def _shared(keys: Tensor, values: Tensor) -> Tensor:
+    """Of equal keys ``[N]`` the mean of their values ``[N]``."""
+    _, group, counts = keys.unique(return_inverse=True, return_counts=True)
+    return (values.new_zeros(len(counts)).index_add_(0, group, values) / counts)[group]
 
 
 # -- regression -------------------------------------------------------------------------------------------------------
@@ -259,7 +360,50 @@ def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
     return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).mean()
 
 
+def interval_coverage(low: Tensor, high: Tensor, targets: Tensor) -> Tensor:
+    """Compute the share of targets within their intervals, ends included (PICP).
+
+    Args:
+        low: Lower ends, ``[N]`` or ``[N, C]``.
+        high: Upper ends, of the same shape.
+        targets: Of the same shape.
+
+    Returns:
+        A number in ``[0, 1]``, to be compared with the level of the intervals.
+
+    Raises:
+        ConfigurationError: If the ends are no floating-point numbers, or in the wrong order.
+        LabelError: If shapes differ.
+    """
+    mean_interval_width(low, high)
+    _check_targets(low, targets)
+    return ((low <= targets) & (targets <= high)).float().mean()
+
+
+def mean_interval_width(low: Tensor, high: Tensor) -> Tensor:
+    """Compute the mean of ``high − low``, in the units of the targets (MPIW); as for :func:`interval_coverage`."""
+    low, high = _check_regression(low, high)
+    if not bool((high >= low).all()):  # so that NaN fails too
+        raise ConfigurationError("An interval ends before it begins.", expected="low <= high")
+    return (high - low).mean()
+
+
 # -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_bins(n_bins: int) -> None:
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int) or n_bins < 1:
+        raise ConfigurationError("The number of bins is wrong.", expected="an integer of at least 1", got=repr(n_bins))
+
+
+def _check_scores(**named: Tensor) -> None:
+    for name, scores in named.items():
+        if scores.ndim != 1 or scores.is_complex():
+            raise ConfigurationError(f"{name} is wrong.", expected="real numbers [N]", got=describe(scores))
+        if len(scores) == 0:
+            raise EmptyDataError(f"{name} is empty.", expected="at least one score", got="none")
+        if n_nan := int(scores.isnan().sum()):
+            raise NonFiniteError(f"{name} cannot be put in order.", expected="no NaN", got=f"{n_nan} NaN")
 
 
 def _check_classification(probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
