@@ -48,7 +48,7 @@ class GraphNetwork(nn.Module):
         self._names = None if "data" in parameters else tuple(parameters)
 
     def forward(self, **fields: Tensor) -> Tensor:
-        """Outputs ``[B, N, C]`` of the nodes, or of those in the mask, of B graphs of one size; of graphs ``[B, C]``."""
+        """Outputs ``[B, N, C]`` of nodes, or of those in the mask, for B graphs of one size; of graphs ``[B, C]``."""
         mask = fields.pop(MASK, None)
         each = [dict(zip(fields, own, strict=True)) for own in zip(*fields.values(), strict=True)]
         union = Batch.from_data_list([Data(**own) for own in each])
