@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,53 @@ def class_plane(axes: Axes, first: Tensor, second: Tensor, share: Tensor, inputs
         points: Any = {"marker": mark, "s": 26, "edgecolors": "white", "linewidths": 0.6, "label": f"class {k}"}
         axes.scatter(*inputs[labels == k].detach().cpu().T, color=color, **points)
     return field
+
+
+def curves(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor, Tensor]]) -> Figure:
+    """Draw predictions of one number from one, with bands of two standard deviations and the targets, a panel each.
+
+    Args:
+        predictions: By name, inputs ``[N]`` in any order, means, variances with noise, and targets, N values each.
+
+    Returns:
+        The figure; UnsupportedError if matplotlib is not installed.
+    """
+    panels = _panels(len(predictions))
+    for panel, (name, (inputs, *parts)) in zip(panels, predictions.items(), strict=True):
+        x, order = inputs.flatten().sort()
+        mean, variance, targets = (part.flatten()[order] for part in _plain(len(x), *parts))
+        panel.scatter(x, targets, color=_GREY, s=5, label="targets", zorder=1.5)  # above bands, below the mean
+        curve(panel, x, mean, variance.sqrt())
+        panel.set(title=name, xlabel="input")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("target")
+    panels[0].legend(loc="best", fontsize="x-small", frameon=False)
+    return panels[0].get_figure(root=True)  # type: ignore[return-value]
+
+
+def coverage_diagram(predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> Figure:
+    """Draw how many targets lie within central normal intervals, against the level of these: a line for each method.
+
+    Below the diagonal intervals are too narrow, above it too wide.
+
+    Args:
+        predictions: By name, means, variances with noise, and targets, of one shape.
+
+    Returns:
+        The figure; UnsupportedError if matplotlib is not installed.
+    """
+    (panel,) = _panels(1)
+    levels = torch.linspace(0, 1, 41, dtype=torch.float64)
+    panel.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
+    styles = itertools.cycle(itertools.product(("-", "--", ":"), (_BLUE, _ORANGE, _GREEN, _RED, _PINK)))
+    for (name, (mean, variance, targets)), (style, color) in zip(predictions.items(), styles, strict=False):
+        within = torch.special.erf((targets - mean).abs() / (2 * variance).sqrt()).flatten().sort().values
+        covered = torch.searchsorted(within, levels.to(within), right=True) / len(within)
+        panel.plot(levels, covered.cpu(), color=color, linestyle=style, label=name)
+    panel.set(xlabel="level of the interval", ylabel="share of targets within", xlim=(0, 1), ylim=(0, 1))
+    panel.legend(loc="lower right", fontsize="x-small", frameon=False)
+    panel.spines[["top", "right"]].set_visible(False)
+    return panel.get_figure(root=True)  # type: ignore[return-value]
 
 
 def _plain(size: int, *parts: Tensor) -> list[Tensor]:

@@ -50,13 +50,15 @@ class Classified:
 class Regressed:
     """Predicted numbers of N examples and their ``targets``, all ``[N, D]``; the variance includes observation noise.
 
-    ``log_density [N]`` is that of the targets under the predictive distribution.
+    ``log_density [N]`` is that of the targets under the predictive distribution. ``inputs [N]`` are given where one
+    number is predicted from one.
     """
 
     mean: Tensor
     variance: Tensor
     log_density: Tensor
     targets: Tensor
+    inputs: Tensor | None = None
 
     def scores(self) -> dict[str, float]:
         """Root mean squared error, mean negative log-likelihood, and CRPS of the Gaussian with these moments."""
@@ -195,6 +197,8 @@ def gather(predict: Predict, likelihood: Likelihood, data: Iterable[batches.Batc
             columns += (labels,)
         else:
             columns += _plain(prediction.log_prob(batch.target)).reshape(-1), _plain(targets).reshape(columns[0].shape)
+            if isinstance(batch.inputs, Tensor) and batch.inputs.numel() == columns[0].numel() == len(kept):
+                columns += (_plain(batch.inputs).flatten(),)
         found.append(tuple(column[kept] for column in columns))
     kind = Classified if likelihood.is_classifier else Regressed
     return kind(*(torch.cat(columns) for columns in zip(*found, strict=True)))

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from laplace_plus import plotting
 from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError
-from laplace_plus.experiments.comparison import Classified, Data, Outcome, compare
+from laplace_plus.experiments.comparison import Classified, Data, Outcome, Regressed, compare
 from laplace_plus.experiments.digits import load_digits, train_network
 from laplace_plus.experiments.settings import RunSettings, WrapSettings, folder_of, make, read_posteriors
 from laplace_plus.likelihoods import Categorical, resolve_likelihood
@@ -111,13 +111,7 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
         torch.manual_seed(settings.seed)
         name = settings.likelihood
         likelihood = resolve_likelihood(make(name, {}) if ":" in name else name)
-        model = make(settings.model, settings.model_kwargs)
-        if not isinstance(model, nn.Module):
-            what = f"{settings.model} returned no network."
-            raise ConfigurationError(what, expected="a torch.nn.Module", got=type(model).__name__)
-        if settings.checkpoint is not None:
-            _load_weights(model, Path(settings.checkpoint))
-        model.to(settings.device)
+        model = trained_model(settings)
         keys = {"train": "train", "test": "test", "validation": "validation", "out_of_distribution": "ood"}
         names = {part: getattr(settings, f"{key}_data") for part, key in keys.items()}
         keywords = {part: getattr(settings, f"{key}_data_kwargs") for part, key in keys.items()}
@@ -127,6 +121,17 @@ def wrap(settings: WrapSettings, *, progress: bool = False, say: Say) -> None:
     save_posteriors(Path(settings.output), outcomes, say=say)
     facts = {"experiment": "wrap", "seeds": [settings.seed]}
     write_report(settings, model, [outcomes], facts, started, say=say)
+
+
+def trained_model(settings: Any) -> nn.Module:
+    """The network of a configuration with `model`, `model_kwargs`, `checkpoint` and `device`; ConfigurationError."""
+    model = make(settings.model, settings.model_kwargs)
+    if not isinstance(model, nn.Module):
+        what = f"{settings.model} returned no network."
+        raise ConfigurationError(what, expected="a torch.nn.Module", got=type(model).__name__)
+    if settings.checkpoint is not None:
+        _load_weights(model, Path(settings.checkpoint))
+    return model.to(settings.device)
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
@@ -163,20 +168,31 @@ def save_posteriors(output: Path, outcomes: Mapping[str, Outcome], *, say: Say) 
 def write_report(
     settings: Any, model: nn.Module, repeats: Repeats, facts: Mapping[str, Any], started: float, *, say: Say
 ) -> None:
-    """Write metrics.json and reliability.png, over those of earlier runs; print a table.
+    """Write metrics.json and pictures, over those of earlier runs; print a table.
+
+    For classes, reliability.png. For numbers, coverage.png, and prediction.png where one number is predicted from one.
 
     ``model`` is the first repeat's network, ``facts`` is what metrics.json also holds, and ``started`` is
     `time.perf_counter()` at the start.
     """
     output = Path(settings.output)
     by_label = {label: [outcomes[label] for outcomes in repeats] for label in repeats[0]}
-    pooled = {}  # the test predictions of all repeats
+    pooled, numbers = {}, {}  # the test predictions of all repeats
     for label, outcomes in by_label.items():
         found = [one.predictions for one in outcomes if isinstance(one.predictions, Classified)]
         if found:
             pooled[label] = torch.cat([one.probabilities for one in found]), torch.cat([one.targets for one in found])
+        elif isinstance(outcomes[0].predictions, Regressed):
+            numbers[label] = outcomes[0].predictions
     if pooled:
         plotting.reliability_diagram(pooled, n_bins=_BINS).savefig(output / "reliability.png", dpi=150)
+    if numbers:
+        moments = {label: (one.mean, one.variance, one.targets) for label, one in numbers.items()}
+        plotting.coverage_diagram(moments).savefig(output / "coverage.png", dpi=150)
+        inputs = {label: one.inputs for label, one in numbers.items() if one.inputs is not None}
+        if inputs and len(moments) == len(inputs):
+            curves = {label: (inputs[label], *own) for label, own in moments.items()}
+            plotting.curves(curves).savefig(output / "prediction.png", dpi=150)
     methods = {label: summary(outcomes) for label, outcomes in by_label.items()}
     n_parameters, seconds = sum(p.numel() for p in model.parameters()), time.perf_counter() - started
     content = {**facts, "methods": methods, "parameters": n_parameters, "total_seconds": seconds}

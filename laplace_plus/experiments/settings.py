@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, unknown_option
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.registry import get_posterior, register
 
@@ -111,7 +111,7 @@ class WrapSettings:
         test_data_kwargs: Keyword arguments of the test data's function.
         validation_data_kwargs: Keyword arguments of the validation data's function.
         ood_data_kwargs: Keyword arguments of the out-of-distribution data's function.
-        output: Folder for metrics.json, reliability.png (classification) and the posteriors.
+        output: Folder for metrics.json, pictures and the posteriors.
         seed: Seeds the functions above and the sampling of predictions.
         device: Where to compute, e.g. cpu or cuda.
     """
@@ -130,6 +130,38 @@ class WrapSettings:
     validation_data_kwargs: dict[str, Any] = field(default_factory=dict)
     ood_data_kwargs: dict[str, Any] = field(default_factory=dict)
     output: str = "runs/wrap"
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class PredictSettings:
+    """Predictions of a saved posterior.
+
+    Attributes:
+        posterior: The folder that `laplace-plus wrap` or `posterior.save` wrote.
+        model: `module:function` that returns the network, trained unless a checkpoint is given.
+        inputs: A .npz file (one array, or named ones that the network takes by keyword), a CSV file of numbers with or
+            without a line of names, or a folder of images, which become floats in [0, 1], `[B, C, H, W]`.
+        likelihood: `module:function` that returns the likelihood, where it is one of your own.
+        checkpoint: Weights to load into the network: a safetensors file, or a state dict saved by torch.
+        model_kwargs: Keyword arguments of the model's function.
+        transform: `module:function` that a batch of inputs goes through first, such as a normalisation.
+        output: The .csv or .npz file to write.
+        batch_size: Number of inputs at a time.
+        seed: Seeds the function that makes the network, as for `wrap`, and sampled predictions.
+        device: Where to compute, e.g. cpu or cuda.
+    """
+
+    posterior: str
+    model: str
+    inputs: str
+    likelihood: str | None = None
+    checkpoint: str | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    transform: str | None = None
+    output: str = "predictions.csv"
+    batch_size: PositiveInt = 256
     seed: int = 0
     device: str = "cpu"
 
@@ -205,7 +237,9 @@ def _read_posterior(entry: dict[str, Any]) -> PosteriorSettings:
             what = f"{key} of {label} is not a mapping."
             raise ConfigurationError(what, expected="`key: value` pairs", got=str(value))
     call(partial(inspect.signature(posterior_class).bind, None, None), entry, what=name)
-    call(partial(inspect.signature(posterior_class.predictive).bind, None, None), predict, what=f"predict of {label}")
+    known = inspect.signature(posterior_class.predictive).parameters
+    for key in predict.keys() - known.keys():  # before a fit
+        raise unknown_option(f"predict of {label}", key, [*known][2:-1])
     return PosteriorSettings(label, posterior_class, entry, None if tune is False else dict(tune), dict(predict))
 
 
@@ -217,7 +251,8 @@ def call(function: Callable[..., Any], keywords: Mapping[str, Any], *, what: str
         refused = re.search(r"(?:unexpected keyword argument|multiple values for argument) '(\w+)'", str(error))
         if refused is None or refused[1] not in keywords:
             raise
-        raise ConfigurationError(f"{what} has no option {refused[1]!r}.") from error
+        known = inspect.signature(getattr(function, "func", function)).parameters
+        raise unknown_option(what, refused[1], known) from error
 
 
 def load_object(name: str) -> Any:
