@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,9 @@ DATA: Kinds = {
     "data: meta": lambda c: c.fit((c.x.to("meta"), c.y)),
     "data: meta target": lambda c: c.fit((c.x, c.y.to("meta"))),
     "data: sparse target": lambda c: c.fit((c.x, c.y.to_sparse())),
+    "data: an object": lambda c: c.fit(SimpleNamespace(x=c.x, y=c.y)),
+    "data: an object as inputs": lambda c: c.fit((SimpleNamespace(x=c.x), c.y)),
+    "data: nested lists": lambda c: c.fit((c.x.tolist(), c.y)),
     "data: strings": lambda c: c.fit((["a"] * N, c.y)),
     "data: wrong in the second batch": lambda c: c.fit((c.x, c.y), (c.x[:, :3], c.y)),
     "labels: too large": lambda c: c.fit((c.x, c.y + 1)),
