@@ -65,8 +65,11 @@ def main() -> None:
     """Print a table: mean and standard error of the best value, the median, seconds for each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=10, help="the first seed; some below 10 chose the defaults")
     parser.add_argument("--functions", nargs="+", default=["SixHumpCamel", "Hartmann"])
+    parser.add_argument("--surrogates", nargs="+", default=[*SURROGATES])
     arguments = parser.parse_args()
+    first = arguments.first
     torch.set_default_dtype(torch.float64)
     known = {"SixHumpCamel": SixHumpCamel, "Hartmann": Hartmann}
     sys.stdout.write(
@@ -74,8 +77,8 @@ def main() -> None:
     )
     for name in arguments.functions:
         problem = known[name](negate=True)
-        for surrogate, make in SURROGATES.items():
-            found = [best(problem, make, seed) for seed in range(arguments.seeds)]
+        for surrogate in arguments.surrogates:
+            found = [best(problem, SURROGATES[surrogate], seed) for seed in range(first, first + arguments.seeds)]
             values, seconds = map(torch.tensor, zip(*found, strict=True))
             gap = float((problem.optimal_value - values).median())
             error = float(values.std()) / len(values) ** 0.5

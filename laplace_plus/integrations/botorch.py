@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence.tangent import Tangent
 from laplace_plus.evidence.tuning import Tuner
-from laplace_plus.integrations.training import train
+from laplace_plus.integrations.training import Standardised, train
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors import Posterior, get_posterior
 
@@ -41,7 +41,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
         train_X: ``[n, d]``, and ``train_Y [n, m]``.
         train_Yvar: Refused: the noise is one level for each output, and is tuned.
         module: An ``nn.Module``, of which a copy is trained; a function ``(d, m) -> nn.Module``; or None for two hidden
-            layers of 50 tanh units, in the type of ``train_X``.
+            layers of 50 tanh units on standardised inputs, in the type of ``train_X``.
         posterior: The class of a Gaussian posterior, or its name.
         parameters: Those that are uncertain. The default is the last layer, whose features are bounded; the variance of
             all weights grows towards the corners of the domain, where the search then stays.
@@ -79,7 +79,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
         outcome_transform: OutcomeTransform | Literal["standardize"] | None = "standardize",
         epochs: int = 500,
         lr: float = 1e-2,
-        weight_decay: float = 1e-4,
+        weight_decay: float = 1e-3,
         batch_size: int = 64,
         generator: torch.Generator | None = None,
     ):
@@ -235,7 +235,7 @@ class LaplaceSurrogate(Model, FantasizeMixin):
 def _network(module: Any, X: Tensor, m: int) -> nn.Module:
     d = X.shape[-1]
     if module is None:
-        layers = nn.Linear(d, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, m)
+        layers = Standardised(X), nn.Linear(d, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, m)
         return nn.Sequential(*layers).to(X)
     network = copy.deepcopy(module) if isinstance(module, nn.Module) else module(d, m) if callable(module) else None
     if not isinstance(network, nn.Module):

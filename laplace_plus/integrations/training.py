@@ -12,6 +12,23 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from laplace_plus.posteriors import Posterior, get_posterior
 
 
+class Standardised(nn.Module):
+    """Inputs ``[*, d]`` at zero mean and unit variance, as some data ``[n, d]`` have them; nothing is trained."""
+
+    center: Tensor
+    scale: Tensor
+
+    def __init__(self, data: Tensor):
+        super().__init__()
+        scale = data.std(0, correction=0)
+        self.register_buffer("center", data.mean(0))
+        self.register_buffer("scale", torch.where(scale > 0, scale, torch.ones_like(scale)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``(x − center) / scale``."""
+        return (inputs - self.center) / self.scale
+
+
 def train(
     model: nn.Module,
     inputs: Tensor,
