@@ -32,7 +32,8 @@ from laplace_plus.batches import iterate
 from laplace_plus.calibration import CalibratedPosterior
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
-from laplace_plus.posteriors import Posterior
+from laplace_plus.io import digest
+from laplace_plus.posteriors import GaussianPosterior, Posterior
 from laplace_plus.posteriors.loading import WRAPPERS
 from laplace_plus.predictive import Prediction
 
@@ -238,7 +239,9 @@ def _number_scores(prediction: Prediction, values: Tensor, score: str, level: fl
 def _state(posterior: Any) -> dict[str, str]:
     inner = posterior.posterior if isinstance(posterior, CalibratedPosterior) else posterior
     inner.require_fit()
-    own = {name: str(getattr(inner, name)) for name in ("n_data", "link", "covariance_scale")}
+    own = {name: str(getattr(inner, name, None)) for name in ("n_data", "link", "covariance_scale", "predictive_mean")}
+    if isinstance(inner, GaussianPosterior):
+        own["data"] = digest(inner.sums.statistics)
     return {**inner.hyperparameter_digests(), **own}
 
 

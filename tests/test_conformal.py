@@ -171,7 +171,13 @@ def test_saved_and_loaded_thresholds_hold_for_the_posterior_as_it_was(likelihood
     for own, other in zip(getattr(made, call)(x), getattr(loaded, call)(x), strict=True):
         assert torch.equal(own, other)
     assert torch.equal(loaded.predictive(x).mean, posterior(x).mean)
-    posterior.prior_precision = 7.0
+    before = posterior.prior_precision
+    posterior.fit([(x[:30], y[:30].flip(0))])
+    with pytest.raises(ConfigurationError, match="another data"):
+        getattr(made, call)(x)
+    posterior.fit([(x[:30], y[:30])])
+    getattr(made, call)(x)
+    posterior.prior_precision = 7.0 * before
     with pytest.raises(ConfigurationError, match="conformalize again"):
         getattr(made, call)(x)
 
