@@ -17,7 +17,8 @@ import json, sys
 import laplace_plus as lp, torch
 from benchmarks import size
 def imported():
-    return sorted({"backpack", "curvlinops", "triton"} & set(sys.modules))
+    adapters = {"botorch", "lightning", "sklearn", "torch_geometric", "transformers"}
+    return sorted(({"backpack", "curvlinops", "triton"} | adapters) & set(sys.modules))
 found = {"entered": size.counts(size.first_calls())}
 dir(lp)
 found["libraries"] = [imported()]
