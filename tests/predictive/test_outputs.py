@@ -341,3 +341,21 @@ def test_indices_and_truth_values_do_not_mix() -> None:
     posterior = lp.Diagonal(nn.Linear(3, 2), "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)])
     with pytest.raises(lp.errors.ConfigurationError, match=r"\[True, 0\]"):
         posterior.functional_posterior(torch.zeros(1, 3), outputs=[True, 0])
+
+
+def test_predictions_keep_to_the_memory_budget_from_the_forward_pass_on():
+    """The graph of a whole batch would take more: what the fit has learnt of one example's tells so."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
+    small = lp.Diagonal(net, "classification", memory_budget="2 MiB").fit([(x, y)])
+    large = lp.Diagonal(net, "classification", memory_budget="2 GiB").fit([(x, y)])
+    want, sizes = large.functional_posterior(x), []
+    net.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    found = small.functional_posterior(x)
+    assert max(sizes) < 60 and sum(sizes) == 60
+    for mine, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    sizes.clear()
+    small.functional_posterior(x, joint=True)
+    assert sizes == [60]

@@ -1,0 +1,37 @@
+"""A memory budget holds: a fit and a prediction take no more than it, the network and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+
+CASES = [
+    ("transformer", "Diagonal", 64),
+    ("transformer", "Diagonal", 256),
+    ("transformer", "KFAC", 64),
+    ("transformer", "KFAC", 1024),
+    ("transformer", "last layer", 64),
+    ("ResNet-18", "Diagonal", 64),
+    ("ResNet-18", "last layer", 64),
+]
+
+
+@pytest.mark.parametrize(("network", "method", "budget"), CASES)
+def test_a_budget_holds(network: str, method: str, budget: int) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(Path(__file__).with_name("memory_case.py")), network, method, str(budget * MIB)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment, timeout=300)
+    found = json.loads(done.stdout)
+    assert found["fit"] <= 1.1 * (budget * MIB + found["network"] + found["state"])
+    # The first prediction makes factors of the size of the state, and keeps them.
+    assert found["predict"] <= 1.1 * (budget * MIB + found["network"] + found["state"] + found["prediction"])
