@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +24,37 @@ class Shared:
     might find another thread's setting and leave it behind. ``make`` returns the context that makes the setting.
     """
 
+    all: ClassVar[list[Shared]] = []
+
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
         self._make = make
         self._lock = threading.Lock()
-        self._inside = 0
+        self._inside: Counter[int] = Counter()  # by thread
         self._settings = ExitStack()
+        self.all.append(self)
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._inside == 0:
+            self._inside[threading.get_ident()] += 1
+            if self._inside.total() == 1:
                 self._settings.enter_context(self._make())
-            self._inside += 1
 
     def __exit__(self, *_: object) -> None:
+        self.leave(self.depth - 1)
+
+    @property
+    def depth(self) -> int:
+        """How many times this thread is inside."""
+        return self._inside[threading.get_ident()]
+
+    def leave(self, depth: int) -> None:
+        """Be inside so many times at most, also where an interrupt came before ``__exit__``."""
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._settings.close()
+            if self.depth > depth:
+                self._inside[threading.get_ident()] = depth
+                if not self._inside.total():
+                    self._inside.clear()
+                    self._settings.close()
 
 
 eager = Shared(partial(torch.compiler.set_stance, "force_eager"))

@@ -22,7 +22,7 @@ from torch.overrides import BaseTorchFunctionMode
 from laplace_plus import batches
 from laplace_plus._memory import memory_budget
 from laplace_plus.adapters import MERGED, adapter_state
-from laplace_plus.differentiability import differentiable_kernels, eager, refuse_checkpointing
+from laplace_plus.differentiability import Shared, differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
 from laplace_plus.errors import ConfigurationError, DataError, InputError, NonFiniteError, UnsupportedError
 from laplace_plus.example_gradients import per_example_gradients
@@ -67,6 +67,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             yield
             return
         try:
+            inside, differentiates = [(one, one.depth) for one in Shared.all], torch.is_grad_enabled()
             network.kept["inside"] = threading.get_ident()
             device = network.device
             kind = device.type
@@ -85,6 +86,9 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             network.ambient_autocast = None
             network.kept.clear()
             PRODUCTS.set(0.0)
+            torch.set_grad_enabled(differentiates)  # both left behind by an interrupt on the way in or out
+            for shared, depth in inside:
+                shared.leave(depth)
 
 
 class Held(NamedTuple):

@@ -70,7 +70,7 @@ def rebuilt(
                 _compare(posterior.network, posterior._function, header["network"].get("modules", ()))
         except (CheckpointError, UnsupportedError, torch.OutOfMemoryError):
             raise
-        except (*NETWORK_ERRORS, ArithmeticError, MemoryError) as error:
+        except (*NETWORK_ERRORS, ArithmeticError) as error:
             raise CheckpointError("The parts of the checkpoint do not fit together.", got=repr(error)) from error
         return posterior
 
