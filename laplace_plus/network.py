@@ -66,8 +66,8 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
         if network.ambient_autocast is not None:  # inside another public method of the same thread
             yield
             return
+        inside, differentiates = [(one, one.depth) for one in Shared.all], torch.is_grad_enabled()
         try:
-            inside, differentiates = [(one, one.depth) for one in Shared.all], torch.is_grad_enabled()
             network.kept["inside"] = threading.get_ident()
             device = network.device
             kind = device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -166,3 +167,31 @@ def test_settings_of_the_process_are_put_back_by_the_last_to_leave():
     assert history == ["made"]
     shared.__exit__(None, None, None)
     assert history == ["made", "put back"]
+
+
+def test_an_interrupt_leaves_no_setting_behind():
+    """Python handles signals where a function begins, also one that makes a setting or puts it back."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 3, generator=seeded(0), dtype=torch.float64), torch.arange(6) % 3
+    known = settings(), torch.is_grad_enabled()
+    number, interrupted = 0, True
+    fitted = lp.NullSpace(net, "classification", rows="loss", n_samples=2).fit([(x, y)])
+    while interrupted:
+        posterior = copy.copy(fitted)
+        seen, interrupted, number = 0, False, number + 1
+
+        def trace(frame, event, _, number=number):
+            nonlocal seen
+            seen += frame.f_code.co_filename.endswith(("grad_mode.py", "differentiability.py"))
+            if seen == number:
+                raise KeyboardInterrupt
+
+        sys.settrace(trace)
+        try:
+            posterior.functional_posterior(x)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        assert (settings(), torch.is_grad_enabled()) == known
+    assert number > 5

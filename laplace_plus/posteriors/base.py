@@ -463,7 +463,13 @@ class Posterior(Called):
         self.require_fit()
         options = {"structure": structure, "data": data, "tune_noise": tune_noise, **options}
         chosen = resolve_tuner(type(self).__name__, self.tuners, tuner, options)
-        self.apply_tuning(self.run_tuner(chosen, progress=progress, generator=generator))
+        result, before = self.run_tuner(chosen, progress=progress, generator=generator), dict(vars(self))
+        try:
+            self.apply_tuning(result)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
         return self
 
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:

@@ -24,6 +24,8 @@ MATRIX = torch.randn(N, N, generator=seeded(3), dtype=torch.float64)
 MATRIX = MATRIX @ MATRIX.T / N + torch.eye(N, dtype=torch.float64)
 STEEP = torch.linalg.qr(torch.randn(N, N, generator=seeded(4), dtype=torch.float64))[0]
 STEEP = (STEEP * torch.logspace(0, -6, N, dtype=torch.float64)) @ STEEP.T
+LARGE = torch.randn(400, 400, generator=seeded(6), dtype=torch.float64)  # more than ten probes of 30 steps
+LARGE = LARGE @ LARGE.T / 400 + torch.eye(400, dtype=torch.float64)
 Pairs = Iterable[tuple[Tensor, Tensor, int]]
 """For each seed the error, its standard error, and the number of independent samples behind it."""
 
@@ -49,14 +51,14 @@ def diagonals(method: str) -> Pairs:
 
 
 def log_determinants() -> Pairs:
-    options: dict[str, Any] = {"probes": 10, "depth": 25, "dtype": torch.float64}
-    return estimates(lambda g: slq_logdet(by(MATRIX), N, generator=g, **options), MATRIX.logdet())
+    options: dict[str, Any] = {"probes": 10, "depth": 30, "dtype": torch.float64}
+    return estimates(lambda g: slq_logdet(by(LARGE), 400, generator=g, **options), LARGE.logdet())
 
 
 def spectral_traces() -> Pairs:
-    options: dict[str, Any] = {"probes": 10, "depth": 25, "dtype": torch.float64}
-    exact = torch.linalg.eigvalsh(MATRIX).sqrt().sum()
-    return estimates(lambda g: slq_trace(by(MATRIX), torch.sqrt, N, generator=g, **options), exact)
+    options: dict[str, Any] = {"probes": 10, "depth": 30, "dtype": torch.float64}
+    exact = torch.linalg.eigvalsh(LARGE).sqrt().sum()
+    return estimates(lambda g: slq_trace(by(LARGE), torch.sqrt, 400, generator=g, **options), exact)
 
 
 def curvatures() -> Pairs:

@@ -268,6 +268,33 @@ def test_an_interrupt_at_any_line_leaves_the_model_as_it_was():
     assert line > 200
 
 
+def test_an_interrupted_tuning_sets_all_that_it_found_or_nothing():
+    posterior = lp.KFAC(net(), lp.Gaussian(2.0)).fit([(X, X.sin())])
+    line, interrupted = 0, True
+    while interrupted:
+        line, seen, interrupted = line + 1, 0, False
+
+        def trace(frame, event, _, line=line):
+            nonlocal seen
+            if frame.f_code.co_name != "apply_tuning":
+                return None
+            seen += event == "line"
+            if seen == line:
+                raise Interrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            posterior.fit_prior_precision("mackay")
+        except Interrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        found = float(posterior.prior_precision) != 1, float(posterior.noise_std) != 2, posterior.tuning is not None
+        assert found == (not interrupted,) * 3
+    assert line > 4
+
+
 # -- copies and hyperparameters ----------------------------------------------------------------------------------------
 
 
