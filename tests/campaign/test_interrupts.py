@@ -173,10 +173,6 @@ def is_free(model: nn.Module) -> bool:
     return got[0]
 
 
-def flags(model: nn.Module) -> list[Any]:
-    return [(module.training, len(module._forward_hooks), len(module._backward_hooks)) for module in model.modules()]
-
-
 # -- actions -----------------------------------------------------------------------------------------------------------
 
 Action = Callable[[Any, Path], Any]
