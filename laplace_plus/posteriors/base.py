@@ -260,8 +260,7 @@ class Posterior(Called):
             if network.mark() != self._mark:  # the forward pass writes to the weights
                 self.require_fit()
         except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__ = before
             network.example_axes.clear()
             network.example_axes.update(learnt)
             raise
@@ -447,8 +446,7 @@ class Posterior(Called):
                 ``lp.Tangent`` of the three by marginal likelihood.
 
         Returns:
-            The posterior itself, with ``prior_precision``, ``prior_groups`` and ``noise_std`` set, and what the tuner
-            did as ``tuning``.
+            The posterior, with ``prior_precision``, ``prior_groups``, ``noise_std`` and :attr:`tuning` set.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -467,8 +465,7 @@ class Posterior(Called):
         try:
             self.apply_tuning(result)
         except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__ = before
             raise
         return self
 
