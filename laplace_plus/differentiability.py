@@ -40,7 +40,7 @@ class Shared:
                 self._settings.enter_context(self._make())
 
     def __exit__(self, *_: object) -> None:
-        self.leave(self.depth - 1)
+        self.leave(max(0, self.depth - 1))
 
     @property
     def depth(self) -> int:

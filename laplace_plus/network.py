@@ -66,7 +66,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
         if network.ambient_autocast is not None:  # inside another public method of the same thread
             yield
             return
-        inside, differentiates = [(one, one.depth) for one in Shared.all], torch.is_grad_enabled()
+        differentiates = torch.is_grad_enabled()
         try:
             network.kept["inside"] = threading.get_ident()
             device = network.device
@@ -79,16 +79,17 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             plain = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             with plain, no_autocast, memory_budget(memory, device):
                 yield
-        except RuntimeError as error:
-            refuse_checkpointing(error)
+        except BaseException as error:
+            for shared in Shared.all:  # left behind by an interrupt on the way in or out
+                shared.leave(0)
+            if isinstance(error, RuntimeError):
+                refuse_checkpointing(error)
             raise
         finally:
             network.ambient_autocast = None
             network.kept.clear()
             PRODUCTS.set(0.0)
-            torch.set_grad_enabled(differentiates)  # both left behind by an interrupt on the way in or out
-            for shared, depth in inside:
-                shared.leave(depth)
+            torch.set_grad_enabled(differentiates)
 
 
 class Held(NamedTuple):
