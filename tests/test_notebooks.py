@@ -38,7 +38,7 @@ def test_notebook_runs(path, monkeypatch):
     cells = json.loads(path.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     namespace: dict = {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pyplot.rc_context():  # whose look is not for other tests
         warnings.simplefilter("error")
         for source in sources:
             exec(compile(source, str(path), "exec"), namespace)
