@@ -386,7 +386,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])
     assert exit_.value.code == 0
-    assert capsys.readouterr().out.split() == ["laplace-plus", "0.1.0"]
+    assert capsys.readouterr().out.split() == ["laplace-plus", lp.__version__]
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------
