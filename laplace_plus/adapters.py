@@ -67,7 +67,10 @@ def adapter_state(module: nn.Module) -> str:
 def _active(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """The modules that hold adapters: name, module and names of its active ones."""
     for prefix, module in model.named_modules():
-        if any(isinstance(getattr(module, kind, None), nn.Module) for kind in (*_PAIRS, *_FURTHER)):
+        held = [kind for kind in (*_PAIRS, *_FURTHER) if isinstance(getattr(module, kind, None), nn.Module)]
+        if held == ["modules_to_save"] and getattr(module, "disable_adapters", False) is True:
+            continue  # the active adapter has no copy of this module
+        if held:
             for state, fix in (("merged", "model.unmerge_adapter()"), ("disable_adapters", "model.enable_adapters()")):
                 if getattr(module, state, False) is True:
                     what = f"The adapter of {prefix!r} is not in use by itself: {state} is set."

@@ -450,7 +450,9 @@ def test_predictions_of_arrays(saved: Callable, tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", x=x.double().numpy())
     options = ["--inputs", str(tmp_path / "in.npz"), "--output", str(tmp_path / "out.npz")]
     assert main([*command, *options, "--transform", "saved_network:halved"]) == 0
-    found, prediction = np.load(tmp_path / "out.npz"), posterior(x / 2)
+    prediction = posterior(x / 2)
+    with np.load(tmp_path / "out.npz") as archive:
+        found = dict(archive)
     for name in ("mean", "std"):
         torch.testing.assert_close(torch.from_numpy(found[name]), getattr(prediction, name))
     torch.testing.assert_close(torch.from_numpy(found["entropy"]), prediction.entropy())
