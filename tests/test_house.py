@@ -104,7 +104,7 @@ def test_the_package_does_not_grow():
     core = [module for module in size.FILES if module not in ADAPTERS]
     assert size.lines_of(core) <= 38_600
     assert size.code_of(core) <= 24_600
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 15_700
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 15_750
 
 
 def test_adapters_are_thin():
