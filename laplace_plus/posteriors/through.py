@@ -87,7 +87,8 @@ def _predict(
     joint: bool = False,
     generator: torch.Generator | None = None,
 ) -> Prediction:
-    method, link = method or view.default_method, link or likelihood.links[0]
+    tuned = view.link if view.link in likelihood.links else likelihood.links[0]  # such as "network"
+    method, link = method or view.default_method, link or tuned
     check_choice("method", method, ("linearized", "sampled"))
     check_counts(n_samples=n_samples)
     with torch.no_grad():

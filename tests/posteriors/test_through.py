@@ -90,6 +90,9 @@ def test_another_likelihood_of_a_difference_of_outputs(model):
     posterior = lp.KFAC(model, "classification").fit([(x, torch.arange(10) % 2)])
     margin = posterior.through(lambda x: model(x)[:, 1:] - model(x)[:, :1], "binary")
     assert_close(margin.predictive(x).mean[:, 0], posterior.predictive(x).mean[:, 1], rtol=0, atol=1e-3)
+    posterior.link = "network"  # as the default tuning sets it where no posterior gains
+    assert torch.equal(posterior.through(model, "classification").predictive(x).mean, posterior.predictive(x).mean)
+    assert_close(margin.predictive(x).mean[:, 0], posterior.predictive(x).mean[:, 1], rtol=0, atol=1e-12)
     sampled = [one.predictive(x, method="sampled", generator=seeded(), n_samples=7).mean for one in (margin, posterior)]
     assert_close(sampled[0][:, 0], sampled[1][:, 1], rtol=0, atol=1e-12)
 
