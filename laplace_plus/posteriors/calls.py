@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
@@ -17,18 +16,14 @@ from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.freezing import FrozenPosterior, freeze
 from laplace_plus.posteriors.loading import rebuilt
-from laplace_plus.posteriors.storing import Stored
+from laplace_plus.posteriors.predicting import Predicting
 from laplace_plus.posteriors.through import Through
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import stacked
 
 
-class Called(Stored, ABC):
-    """Short calls; a subclass gives :meth:`predictive`."""
-
-    @abstractmethod
-    def predictive(self, x: Any = None, **options: Any) -> Prediction:
-        """The posterior predictive distribution of a batch's targets."""
+class Called(Predicting):
+    """Short calls of what every posterior has."""
 
     def __call__(self, x: Any = None, **options: Any) -> Prediction:
         """:meth:`predictive`."""

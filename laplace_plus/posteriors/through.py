@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus.errors import ConfigurationError, SelectionError
-from laplace_plus.evidence.tuning import check_choice, check_counts
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.posteriors.predicting import Predicting
 from laplace_plus.posteriors.storing import Stored
-from laplace_plus.predictive import Prediction, from_functional, from_samples
-from laplace_plus.predictive.deviations import MOST_SAMPLES
-from laplace_plus.predictive.linearized import MANY_OUTPUTS, FunctionalPosterior, outputs_for
+from laplace_plus.predictive import Prediction
+from laplace_plus.predictive.linearized import FunctionalPosterior
 
 
 class Through:
@@ -25,7 +24,7 @@ class Through:
     It reads the posterior as it is at each call, with the hyperparameters of then.
     """
 
-    def __init__(self, posterior: Any, function: Callable[..., Any], likelihood: Any = None):
+    def __init__(self, posterior: Predicting, function: Callable[..., Any], likelihood: Any = None):
         posterior.require_fit()
         if not callable(function):
             expected, got = "a module or a function of a batch's inputs", repr(function)
@@ -46,7 +45,7 @@ class Through:
         return self._view(x).functional_posterior(x, **options)
 
     def predictive(self, x: Any, **options: Any) -> Prediction:
-        """Predictions for a method, link, number of samples, joint and generator as of ``Posterior.predictive``.
+        """Predictions; options as of ``Posterior.predictive``.
 
         Raises:
             ConfigurationError: There is no likelihood of these outputs.
@@ -55,13 +54,13 @@ class Through:
         if self.likelihood is None:
             fix = "Write posterior.through(function, likelihood), or ask for functional_posterior(x)."
             raise ConfigurationError("A prediction needs a likelihood of these outputs.", got="none", fix=fix)
-        return _predict(self._view(x), self.likelihood, x, **options)
+        return self._view(x).predictive(x, **options)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """The posterior's own samples of the weights, ``[n, P]``."""
         return self.posterior.sample(n, generator=generator)
 
-    def _view(self, x: Any) -> Any:
+    def _view(self, x: Any) -> Predicting:
         """A copy of the posterior whose network is the function."""
         own = self.posterior
         own.require_fit()
@@ -70,35 +69,12 @@ class Through:
             likelihood = own.likelihood if self.likelihood is None else self.likelihood
             view.network = own.network.of(self.function, likelihood.arrange)
             self._network, self._n_outputs = view.network, _dependent_outputs(view, x)
+        view.other_likelihood = self.likelihood
+        if self.likelihood is not None and view.link not in self.likelihood.links:
+            view.link = None  # which the tuning chose for other outputs
         for one in (view, *(value for value in vars(view).values() if isinstance(value, Stored))):
             one.network, one.n_outputs = self._network, self._n_outputs
         return view
-
-
-@full_precision
-def _predict(
-    view: Any,
-    likelihood: Likelihood,
-    x: Any,
-    *,
-    method: str | None = None,
-    link: str | None = None,
-    n_samples: int = MOST_SAMPLES,
-    joint: bool = False,
-    generator: torch.Generator | None = None,
-) -> Prediction:
-    tuned = view.link if view.link in likelihood.links else likelihood.links[0]  # such as "network"
-    method, link = method or view.default_method, link or tuned
-    check_choice("method", method, ("linearized", "sampled"))
-    check_counts(n_samples=n_samples)
-    with torch.no_grad():
-        if method == "sampled":
-            drawn = torch.stack(list(view.sampled_outputs(x, n_samples, generator)))
-            return from_samples(likelihood, drawn, generator=generator, joint=joint)
-        needed = outputs_for(link, view.n_outputs) if view.n_outputs > MANY_OUTPUTS and not joint else None
-        options = {} if generator is None else {"generator": generator}
-        found = view.functional_posterior(x, joint=joint, outputs=needed, **options)
-        return from_functional(likelihood, *found, link=link, n_samples=n_samples, generator=generator, joint=joint)
 
 
 @full_precision

@@ -24,8 +24,9 @@ from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConvergenceWarning, SelectionError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
-from laplace_plus.posteriors.base import Method, Posterior
+from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.selection import Selection
 

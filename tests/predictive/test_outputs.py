@@ -14,7 +14,7 @@ import laplace_plus as lp
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.likelihoods.categorical import independent_variances
-from laplace_plus.posteriors import base
+from laplace_plus.posteriors import predicting
 from laplace_plus.predictive import linearized
 from laplace_plus.predictive.deviations import pushed
 
@@ -198,7 +198,7 @@ def test_many_outputs_are_predicted_as_few(kind, parameters, monkeypatch):
     posterior = HEADS[kind](net, "classification", parameters=parameters).fit([(x, torch.randint(0, 7, (9,)))])
     full = posterior.predictive(x)
     assert full.functional_covariance.shape == (9, 7, 7)
-    for module in (linearized, base):
+    for module in (linearized, predicting):
         monkeypatch.setattr(module, "MANY_OUTPUTS", 6)
     many = posterior.predictive(x)
     assert many.functional_covariance.shape == (9, 7)
@@ -212,7 +212,7 @@ def test_many_outputs_of_sampled_posteriors(monkeypatch):
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double(), torch.randn(9, 3).double()
     posterior = lp.SampledLaplace(net, "classification", n_samples=4).fit([(x, torch.randint(0, 7, (9,)))])
     full = posterior.predictive(x)
-    for module in (linearized, base):
+    for module in (linearized, predicting):
         monkeypatch.setattr(module, "MANY_OUTPUTS", 6)
     torch.testing.assert_close(posterior.predictive(x).mean, full.mean)
 
