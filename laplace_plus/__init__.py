@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import laplace_plus.posteriors as posteriors
 import laplace_plus.testing as testing
-from laplace_plus import curvature, distributed, errors, geometry, integrations, leave_one_out, linalg, structured
+from laplace_plus import (
+    curvature,
+    distributed,
+    errors,
+    evidence,
+    geometry,
+    integrations,
+    leave_one_out,
+    likelihoods,
+    linalg,
+    metrics,
+    plotting,
+    structured,
+)
 from laplace_plus._version import __version__
 from laplace_plus.calibration import CalibratedPosterior, calibrate
 from laplace_plus.conformal import ConformalPosterior, conformalize
@@ -61,12 +74,17 @@ __all__ = [
     "__version__",
     "calibrate",
     "conformalize",
+    "curvature",
     "distributed",
     "errors",
+    "evidence",
     "geometry",
     "integrations",
     "leave_one_out",
+    "likelihoods",
     "linalg",
+    "metrics",
+    "plotting",
     "structured",
     "testing",
     "train_marginal_likelihood",

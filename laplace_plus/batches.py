@@ -75,9 +75,9 @@ def split(item: Any) -> Batch:
         values, noise = target
         noise = noise.reshape(noise.shape + (1,) * (values.ndim - noise.ndim))
         target = torch.stack([values, noise.to(values).expand_as(values)], -1)
-    if not isinstance(target, Tensor) or (isinstance(inputs, dict) and not inputs):
+    if not isinstance(target, Tensor):
         raise DataError(
-            "A batch has no inputs, or no tensor as its target.",
+            "A batch has no tensor as its target.",
             expected=f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}",
             got=describe(item),
             fix="let the loader yield batches (a DataLoader collates examples), or rename the target's key",
@@ -89,7 +89,10 @@ def inputs_of(item: Any) -> Any:
     """The inputs of what a loader yields, with or without a target; the last of several entries is one."""
     if isinstance(item, Mapping):
         target = next((key for key in TARGET_KEYS if key in item), None)
-        return {name: value for name, value in item.items() if name != target}
+        inputs = {name: value for name, value in item.items() if name != target}
+        if not inputs:
+            raise DataError("There are no inputs.", expected="x, or entries besides the target", got=describe(item))
+        return inputs
     if isinstance(item, (tuple, list)) and not isinstance(item, PackedSequence) and item:
         return tuple(item[:-1]) if len(item) > 2 else item[0]  # noqa: PLR2004
     return item

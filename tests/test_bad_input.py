@@ -413,6 +413,15 @@ def test_calls_that_make_no_sense_are_refused(kind, fitted):
     assert says(error)
 
 
+@pytest.mark.parametrize("given", [{}, {"labels": torch.zeros(3)}], ids=["nothing", "labels alone"])
+def test_predictions_need_inputs(fitted, given):
+    with pytest.raises(DataError) as error:
+        fitted.predictive(**given)
+    assert says(error, "There are no inputs.")
+    with pytest.raises(DataError, match="There are no inputs"):
+        fitted.predict([given])
+
+
 def test_infinite_data_of_a_saturated_network_are_refused():
     """Its outputs are finite, and the gradients of its first layer are not."""
     x, y = batch()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import doctest
 import importlib
 import json
 import re
@@ -27,6 +30,9 @@ MODULES += ("structured", "training")
 LINK = re.compile(r"(?<!`)\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HIDDEN = re.compile(r"<!--.*?-->", re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GIVEN = re.compile(r"\bGiven [^.:]*[.:]")
 BRACKETED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
@@ -48,6 +54,30 @@ def anchors(page):
         slug = re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
         yield f"{slug}-{seen[slug]}" if seen[slug] else slug
         seen[slug] += 1
+
+
+def undefined(page):
+    """Names that visible code uses before it defines them, and that no sentence with "Given" introduces."""
+    text = HIDDEN.sub("", page.read_text())
+    known = set(dir(builtins)).union(*(re.findall(r"`([A-Za-z_]\w*)`", sentence) for sentence in GIVEN.findall(text)))
+    for block in PYTHON.findall(text):
+        parts = [example.source for example in doctest.DocTestParser().get_examples(block)] or [block]
+        nodes = list(ast.walk(ast.parse("".join(parts))))
+        for node in nodes:
+            if isinstance(node, ast.alias):
+                known.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                known.add(node.id)
+        yield from (node.id for node in nodes if isinstance(node, ast.Name) and node.id not in known)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.stem)
+def test_visible_code_can_be_copied(page):
+    assert sorted(set(undefined(page))) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+import laplace_plus as lp
+
 SCRIPT = """
 import json, sys
 import laplace_plus as lp, torch
 from benchmarks import size
 def imported():
     adapters = {"botorch", "lightning", "sklearn", "torch_geometric", "transformers"}
-    return sorted(({"backpack", "curvlinops", "triton"} | adapters) & set(sys.modules))
+    return sorted(({"backpack", "curvlinops", "matplotlib", "triton"} | adapters) & set(sys.modules))
 found = {"entered": size.counts(size.first_calls())}
-dir(lp)
+found["missing"] = sorted(set(dir(lp)) - {"BackPack", "Curvlinops"} - set(vars(lp)))
 found["libraries"] = [imported()]
 lp.Full(torch.nn.Linear(2, 1), "regression", backend="curvlinops")
 found["libraries"].append(imported())
@@ -41,6 +43,13 @@ def test_libraries_are_imported_when_they_are_wanted(found):
     assert before == []
     assert "curvlinops" in with_curvlinops
     assert "backpack" not in with_curvlinops
+
+
+def test_public_names_are_attributes(found):
+    assert found["missing"] == []
+    assert {"curvature", "evidence", "likelihoods", "metrics", "plotting"} <= set(
+        lp.__all__
+    )  # modules that pages mention
 
 
 def test_first_calls_enter_few_functions(found):

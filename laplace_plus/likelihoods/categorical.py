@@ -166,7 +166,7 @@ class Categorical(Likelihood):
                 expected=f"integers (torch.long) of shape {shape_text(outputs.shape[:-1])}",
                 got=describe(targets),
                 fix="Pass targets.long(), targets.float() for one-hot vectors, targets.squeeze(-1) for an extra axis; "
-                'use likelihood="regression" for real numbers.',
+                'use lp.Categorical(output_axis=1) for logits [B, C, H, W], likelihood="regression" for real numbers.',
             )
         labels = targets.long()
         wrong = ((labels < 0) | (labels >= n_classes)) & (labels != self.ignore_index)
