@@ -49,8 +49,9 @@ def differences(folder: Path, settings: Settings) -> Iterator[str]:
     tables = {}
     for name in results.names():
         section, rows = settings.section(name), results.rows(name)
-        if any(row["stamp"] != section.stamp_of(row["method"]) or not row["data"] for row in rows):
-            yield f"study-{name}: cells of other settings"
+        other = {r["method"] for r in rows if r["stamp"] != section.stamp_of(r["method"]) or not r["data"]}
+        if other:
+            yield f"study-{name}: cells of other settings: {', '.join(sorted(other))}"
         tables[name] = report.Table(rows, labels)
         page = folder / f"study-{name}.md"
         if page.exists() and not _same(page, tables[name].markdown(name)):

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from laplace_plus.errors import ConfigurationError, LabelError
 from laplace_plus.integrations.training import fitted, known_decay, train
+from laplace_plus.likelihoods.gaussian import Gaussian
 from laplace_plus.posteriors import Posterior
-from laplace_plus.predictive import Prediction
+from laplace_plus.predictive import Prediction, from_functional, from_samples
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
@@ -83,7 +84,7 @@ class LaplaceEstimator(BaseEstimator):
         self.random_state = random_state
 
     def predictive(self, X: Any) -> Prediction:
-        """The library's prediction, of the encoded classes ``0 … C − 1`` or of scaled targets, for ``X [N, D]``."""
+        """The library's prediction, of the encoded classes ``0 … C − 1`` or of targets ``[N, C]``, for ``X [N, D]``."""
         check_is_fitted(self)
         return self.posterior_.predictive(self._tensor(validate_data(self, X, reset=False)))
 
@@ -200,6 +201,16 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         self._center = np.zeros(1) if self.prefit else columns.mean(0)
         return self._fit(X, (columns - self._center) / self._scale, columns.shape[1], "regression", nn.MSELoss())
 
+    def predictive(self, X: Any) -> Prediction:
+        """The library's prediction of targets ``[N, C]``, in their own units: on the CPU, in double precision."""
+        found, scale, center = super().predictive(X), torch.as_tensor(self._scale), torch.as_tensor(self._center)
+        likelihood = Gaussian(self.posterior_.noise_std.cpu() * scale)
+        mean, covariance = found.functional_mean.cpu() * scale + center, found.functional_covariance
+        if covariance is None:
+            return from_samples(likelihood, found.functional_samples.cpu() * scale + center)
+        squares = scale.square() if covariance.ndim == mean.ndim else scale[:, None] * scale  # of variances only
+        return from_functional(likelihood, mean, covariance.cpu() * squares)
+
     @overload
     def predict(self, X: Any, return_std: Literal[False] = False) -> Array: ...
 
@@ -209,12 +220,9 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Means, shaped as ``y``; with ``return_std`` also the standard deviations of new targets, noise included."""
         prediction = self.predictive(X)
-        mean = prediction.mean.cpu().double().numpy() * self._scale + self._center
-        mean = mean[:, 0] if self._one else mean
-        if not return_std:
-            return mean
-        std = prediction.std.cpu().double().numpy() * self._scale
-        return mean, std[:, 0] if self._one else std
+        moments = (prediction.mean, prediction.std) if return_std else (prediction.mean,)
+        arrays = [(part[:, 0] if self._one else part).cpu().numpy() for part in moments]
+        return tuple(arrays) if return_std else arrays[0]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -70,7 +70,7 @@ def fitted(
     """A posterior, tuned by the library's default, which is told of a classifier's weight decay where it takes one."""
     cls = get_posterior(posterior) if isinstance(posterior, str) else posterior
     found = cls(model, likelihood, **options).fit(data, generator=generator)
-    known = weight_decay and "auto" in cls.tuners and found.likelihood.is_classifier
+    known = weight_decay and "auto" in found.tuners and found.likelihood.is_classifier
     tuning: dict[str, Any] = {"weight_decay": weight_decay} if known else {}
     return found.fit_prior_precision(generator=generator, **tuning)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -76,6 +77,23 @@ def test_several_targets_keep_their_shape_and_units():
     assert mean.shape == std.shape == (60, 2)
     assert own.score(x, y) > 0.99
     assert 100 < std[:, 1].mean() / std[:, 0].mean() < 10_000
+
+
+@pytest.mark.parametrize("options", [{}, {"posterior": "Riemannian", "posterior_options": {"n_samples": 3}}])
+def test_predictions_have_the_units_of_the_targets(options):
+    x, y = make_regression(40, 2, n_targets=2, noise=5.0, random_state=0)
+    y = y * [1.0, 100.0] + [0.0, 1e6]
+    own = LaplaceRegressor(lambda d, m: nn.Linear(d, m), epochs=50, lr=0.1, random_state=0, **options).fit(x, y)
+    found, scaled = own.predictive(x), own.posterior_.predictive(torch.as_tensor(x, dtype=torch.float32))
+    center, scale = torch.as_tensor(y.mean(0)), torch.as_tensor(y.std(0))
+    assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=0.0, check_dtype=False)
+    assert_close(found.epistemic, scaled.epistemic * scale**2)
+    assert_close(found.variance, scaled.variance * scale**2)
+    assert_close(found.mean - center, scaled.mean * scale, atol=1e-3)  # of 1e6 in double precision
+    if found.functional_covariance is not None:
+        assert_close(found.functional_covariance, scaled.functional_covariance * scale[:, None] * scale, atol=1e-6)
+        low, high = found.interval(0.9)
+        assert ((low.numpy() <= y) & (y <= high.numpy())).mean() > 0.7
 
 
 def test_pipelines_searches_and_clones():

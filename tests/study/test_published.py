@@ -1,10 +1,13 @@
 """Published numbers beside those of the study."""
 
 import json
+from pathlib import Path
 
+import pytest
 import yaml
 
-from benchmarks.study import published
+from benchmarks.study import check, published
+from benchmarks.study.settings import Settings
 
 PUBLISHED = yaml.safe_load("""
 sets: {mine: Mine, other: Other}
@@ -32,3 +35,9 @@ def test_the_published_table_is_complete():
     for row in table["rows"].values():
         assert row["nll"].keys() == table["sets"].keys()
         assert all(mean > 0 and error > 0 for mean, error in row["nll"].values())
+
+
+@pytest.mark.slow
+def test_committed_pages_are_those_of_cells_of_the_present_settings():
+    folder = Path(check.__file__).parents[1] / "results"
+    assert list(check.differences(folder, Settings.read(check.CONFIGURATION))) == []
