@@ -52,9 +52,9 @@ class Shared:
         with self._lock:
             if self.depth > depth:
                 self._inside[threading.get_ident()] = depth
-                if not self._inside.total():
-                    self._inside.clear()
-                    self._settings.close()
+            if not self._inside.total():  # also after an interrupt just here
+                self._inside.clear()
+                self._settings.close()
 
 
 eager = Shared(partial(torch.compiler.set_stance, "force_eager"))

@@ -11,8 +11,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import _GeneratorContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter, is_
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ _WHOLE, _SAMPLED = 4096, 512
 """Entries up to which each public method compares all of a tensor, and how many of a larger one."""
 
 _own_parameters, _own_buffers = attrgetter("_parameters"), attrgetter("_buffers")  # a module's, without its submodules'
+
+_CONTEXTLIB = [_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__]
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _registering = threading.Lock()
@@ -66,7 +69,7 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
         if network.ambient_autocast is not None:  # inside another public method of the same thread
             yield
             return
-        differentiates = torch.is_grad_enabled()
+        differentiates, modes = torch.is_grad_enabled(), torch.overrides._len_torch_function_stack()
         try:
             network.kept["inside"] = threading.get_ident()
             device = network.device
@@ -80,8 +83,13 @@ def exact_arithmetic(network: Network, memory: int | None = None) -> Iterator[No
             with plain, no_autocast, memory_budget(memory, device):
                 yield
         except BaseException as error:
+            for frame, _ in walk_tb(error.__traceback__):
+                if frame.f_code in _CONTEXTLIB:  # perhaps an interrupt came before it left a context
+                    frame.f_locals["self"].gen.close()
             for shared in Shared.all:  # left behind by an interrupt on the way in or out
                 shared.leave(0)
+            while torch.overrides._len_torch_function_stack() > modes:
+                torch.overrides._pop_mode()
             if isinstance(error, RuntimeError):
                 refuse_checkpointing(error)
             raise

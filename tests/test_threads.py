@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus._memory import budget, memory_budget
 from laplace_plus.differentiability import Shared
 from laplace_plus.network import turn
 from laplace_plus.testing import assert_untouched, snapshot
@@ -169,29 +170,42 @@ def test_settings_of_the_process_are_put_back_by_the_last_to_leave():
     assert history == ["made", "put back"]
 
 
-def test_an_interrupt_leaves_no_setting_behind():
-    """Python handles signals where a function begins, also one that makes a setting or puts it back."""
+@pytest.mark.parametrize("action", ["predict", "fit"])
+def test_an_interrupt_leaves_no_setting_behind(action):
+    """Python handles signals where a function begins, also one that enters a context or leaves it."""
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, y = torch.randn(6, 3, generator=seeded(0), dtype=torch.float64), torch.arange(6) % 3
-    known = settings(), torch.is_grad_enabled()
+    fitted = lp.NullSpace(net, "classification", rows="loss", n_samples=2, memory_budget=2**28).fit([(x, y)])
     number, interrupted = 0, True
-    fitted = lp.NullSpace(net, "classification", rows="loss", n_samples=2).fit([(x, y)])
-    while interrupted:
-        posterior = copy.copy(fitted)
-        seen, interrupted, number = 0, False, number + 1
+    with ThreadPoolExecutor(1) as pool, memory_budget(2**30):
+        known = process_settings()
+        while interrupted:
+            posterior = copy.copy(fitted)
+            seen, interrupted, number = 0, False, number + 1
 
-        def trace(frame, event, _, number=number):
-            nonlocal seen
-            seen += frame.f_code.co_filename.endswith(("grad_mode.py", "differentiability.py"))
-            if seen == number:
-                raise KeyboardInterrupt
+            def trace(frame, event, _, number=number):
+                nonlocal seen
+                caller = frame.f_back.f_code.co_filename
+                own = "laplace_plus" in caller  # torch's own contexts are torch's affair
+                entering = own and frame.f_code.co_name in ("__enter__", "__exit__")
+                seen += entering or caller.endswith("laplace_plus/differentiability.py")
+                if seen == number:
+                    raise KeyboardInterrupt
 
-        sys.settrace(trace)
-        try:
-            posterior.functional_posterior(x)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            sys.settrace(None)
-        assert (settings(), torch.is_grad_enabled()) == known
-    assert number > 5
+            sys.settrace(trace)
+            try:
+                posterior.functional_posterior(x) if action == "predict" else posterior.fit([(x, y)])
+            except KeyboardInterrupt:
+                interrupted = True
+                sys.settrace(None)
+                free = pool.submit(turn(net).acquire, timeout=1).result()  # while the traceback is alive
+                assert free
+                pool.submit(turn(net).release).result()
+            finally:
+                sys.settrace(None)
+            assert process_settings() == known
+    assert number > 20
+
+
+def process_settings():
+    return settings(), torch.is_grad_enabled(), torch.overrides._len_torch_function_stack(), budget()

@@ -189,7 +189,10 @@ class Auto:
             decay = training if known else None
             try:
                 end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach(), decay)
-            except (RuntimeError, LaplacePlusError) as failure:  # weights outside the selection may have no derivatives
+            except DataError:
+                raise
+            except (LaplacePlusError, torch.linalg.LinAlgError, torch.OutOfMemoryError) as failure:
+                # Weights outside the selection may have no derivatives, or too large a curvature.
                 failed = f" Only selected weights were displaced: {str(failure).splitlines()[0]}"
         leverages: Leverages = "full" if end and end.exact else "first_order"
         moving = {"share": share, "most": max(1, int(ENOUGH / (share * n_data))), "displacing": end and end.covariances}

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,9 @@ from torch import Tensor
 
 from laplace_plus.batches import iterate, thinned
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
-from laplace_plus.curvature.linearization import ADModes, Linearization
+from laplace_plus.curvature.gradients import evaluate
+from laplace_plus.curvature.linearization import ADModes, Linearization, Pullback
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.normalized_groups import REST, normalized_groups
 from laplace_plus.leave_one_out.leverages import Covariances, factor_covariances
@@ -85,7 +88,10 @@ def training_end(
     temperature: Tensor,
     decay: Tensor | None = None,
 ) -> TrainingEnd:
-    """Look at a share of each batch, scaled to all N data, in one pass with derivatives; ``decay`` is a known δ."""
+    """Look at a share of each batch, scaled to all N data, in one pass with derivatives; ``decay`` is a known δ.
+
+    UnsupportedError: torch has no derivatives in all weights, or not the memory. What the loader raises stays as it is.
+    """
     whole, likelihood, backend = network.selecting("all"), model.likelihood, Native()
     vector, modes, curvature = whole.vector(), ADModes(), None
     gradient, n_examples = torch.zeros_like(vector), 0
@@ -96,11 +102,18 @@ def training_end(
         if curvature is None:
             exact = exact and not _is_normalised(whole, batch.inputs)
         structure: Structure = FullStructure() if exact else KroneckerStructure()
-        curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
-        flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
-        n_examples += len(outputs)
-        slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
-        gradient += Linearization(whole, vector, batch.inputs, modes).pull.one(slope.to(outputs))
+        try:
+            curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
+            flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
+            n_examples += len(outputs)
+            slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
+            gradient += Linearization(whole, vector, batch.inputs, modes).pull.one(slope.to(outputs))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:  # torch has one type for a missing derivative and for whatever else goes wrong
+            if "DefaultCPUAllocator" not in str(failure) and _is_differentiable(whole, vector, batch.inputs):
+                raise
+            raise UnsupportedError(str(failure)) from failure
     assert curvature is not None
     mean = model.prior_mean if model.prior_mean.ndim == 0 else 0.0  # a tensor's is known for the selected weights alone
     away, scale = vector - mean, temperature.to(vector) * n_examples / n_data
@@ -128,6 +141,15 @@ def training_end(
         factors = blocks.factors(precision, scale)
     covariances = factor_covariances(whole, [factors], "position", model.n_outputs)
     return TrainingEnd(float(precision), stationary, float(decrement), covariances, exact)
+
+
+def _is_differentiable(network: Network, vector: Tensor, inputs: Any) -> bool:
+    """Whether torch can differentiate the outputs in all weights."""
+    with suppress(RuntimeError):
+        point, outputs = evaluate(network, vector, inputs)
+        Pullback(outputs, point, ADModes()).one(torch.ones_like(outputs))
+        return True
+    return False
 
 
 def _is_normalised(network: Network, inputs: Any) -> bool:

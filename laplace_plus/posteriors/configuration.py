@@ -47,8 +47,13 @@ def full_precision(method: Method) -> Method:
         if not isinstance(kwargs.get("generator"), (torch.Generator, type(None))):
             what, expected = "The generator is no torch.Generator.", "torch.Generator().manual_seed(0), say, or None"
             raise ConfigurationError(what, expected=expected, got=repr(kwargs["generator"]))
-        with exact_arithmetic(self.network, self._memory_budget):
-            return method(self, *args, **kwargs)
+        context = exact_arithmetic(self.network, self._memory_budget)
+        try:
+            with context:
+                return method(self, *args, **kwargs)
+        except BaseException:
+            context.gen.close()  # where an interrupt came before contextlib could leave it
+            raise
 
     return cast(Method, wrapped)
 

@@ -371,3 +371,55 @@ def test_a_datum_that_determines_a_weight_is_displaced_in_first_order(monkeypatc
         warnings.simplefilter("ignore", NoGainWarning)
         found = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
     assert seen == ["full", "first_order"] and found.losses.isfinite().all()
+
+
+class Failing(list):
+    """Batches, or a network's hook, that fail once, at the n-th use."""
+
+    at, count = 0, 0
+
+    def use(self, *_):
+        self.count += 1
+        if self.count == self.at:
+            raise RuntimeError("disk gone")
+
+    def __iter__(self):
+        for batch in list.__iter__(self):
+            self.use()
+            yield batch
+
+
+@pytest.mark.parametrize("where", ["loader", "network"])
+@pytest.mark.parametrize("cls", [lp.Full, lp.KFAC])
+def test_an_error_of_the_loader_or_the_network_is_not_taken_for_a_missing_derivative(cls, where):
+    _, x, y = linear_problem(classification=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = Failing(zip(x.split(15), y.split(15), strict=True))
+    failing = data if where == "loader" else Failing()
+    if where == "network":
+        net.register_forward_pre_hook(failing.use)
+    posterior = cls(net, "classification").fit(data)
+    before, weights = posterior.predictive(x).mean, copy.deepcopy(net.state_dict())
+    warnings.simplefilter("ignore", NoGainWarning)
+    failing.count = 0
+    expected = copy.copy(posterior).fit_prior_precision().tuning
+    raised, last = 0, failing.count
+    for at in range(1, last + 1):
+        one, error = copy.copy(posterior), ""
+        failing.at, failing.count = at, 0
+        try:
+            one.fit_prior_precision()
+        except RuntimeError as caught:
+            error = str(caught)
+        if error:
+            raised += 1
+            assert "disk gone" in error
+            assert one.tuning is None
+            torch.testing.assert_close(one.predictive(x).mean, before, rtol=0, atol=0)
+        else:  # another way to the same derivatives
+            assert where == "network"
+            assert one.tuning.why == expected.why
+            torch.testing.assert_close(one.tuning.losses, expected.losses)
+    assert raised == last if where == "loader" else raised > 0
+    assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
