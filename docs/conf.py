@@ -1,5 +1,6 @@
 """Sphinx builds the site from the repository's root: a link is then the same on the site and where the code is read."""
 
+import re
 from importlib.util import find_spec
 
 from docutils import nodes
@@ -70,6 +71,18 @@ def displayed_math(translator: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def tidy(app: Sphinx, name: str, source: list[str]) -> None:
+    """Without the empty line that ends doctests, and with numbers that keep to the line of their errors."""
+    source[0] = re.sub(r"^(```python\n.*?\n)\n```$", r"\1```", source[0], flags=re.MULTILINE | re.DOTALL)
+    source[0] = re.sub(
+        r"^\|.*",
+        lambda row: row[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"),
+        source[0],
+        flags=re.MULTILINE,
+    )
+
+
 def setup(app: Sphinx) -> None:
-    """Registers the way in which formulas are drawn."""
+    """Registers the way in which formulas are drawn, and what is done to pages first."""
     app.add_html_math_renderer("mathml", (inline_math, None), (displayed_math, None))
+    app.connect("source-read", tidy)

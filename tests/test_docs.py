@@ -80,6 +80,14 @@ def test_visible_code_can_be_copied(page):
     assert sorted(set(undefined(page))) == []
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs/index.md", *(ROOT / "docs/how-to").glob("*.md")], ids=lambda page: page.stem
+)
+def test_visible_code_fits_a_desktop(page):
+    lines = "".join(PYTHON.findall(HIDDEN.sub("", page.read_text()))).splitlines()
+    assert lines and [line for line in lines if len(line) > 92] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in LINK.findall(text_of(page)):
