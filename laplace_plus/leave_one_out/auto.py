@@ -171,7 +171,7 @@ class Auto:
                 why = "The training data are not at hand"
         if data is None:
             why = f"{why}, so that nothing was left out to compare with the network."
-            warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=5)
+            warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=6)
             found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
         training = precision
@@ -233,7 +233,7 @@ class Auto:
             why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed + (f" {error.problem}" if noisy and error.problem else "")
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
-            warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=5)
+            warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=6)
         noise = float(noises[best])
         return AutoTuning(
             method="auto",

@@ -192,7 +192,7 @@ class SampledLaplace(SampleBased, ResumableFit):
                 f"over the data (tolerance {self.solver.tolerance:.2g}). Allow for more of them, use a preconditioner, "
                 "or raise the tolerance."
             )
-            warnings.warn(what, ConvergenceWarning, stacklevel=5)
+            warnings.warn(what, ConvergenceWarning, stacklevel=7)
 
     def _hyperparameters(self) -> tuple[Tensor, ...]:
         precision = self._prior_precision.detach().clone()

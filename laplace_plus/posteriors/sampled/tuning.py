@@ -309,7 +309,7 @@ class Alternation:
             if state.residual >= options.tolerance:
                 why = f"the last of {len(state.steps)} steps found a residual of {state.residual:.2g} "
                 why += f"(tolerance {options.tolerance:.2g})"
-            warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=5)
+            warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=9)
         precision = state.precision[0] if scalar else state.precision
         around_tangent = options.predictive_mean == "tangent"
         return SampledTuningResult(
