@@ -121,12 +121,14 @@ class CalibratedPosterior:
     def __copy__(self) -> CalibratedPosterior:
         return replace(self, posterior=copy.copy(self.posterior))
 
-    def functional_posterior(self, x: Any, *, joint: bool = False, outputs: Outputs = None) -> FunctionalPosterior:
+    def functional_posterior(
+        self, x: Any, *, joint: bool = False, outputs: Outputs = None, generator: torch.Generator | None = None
+    ) -> FunctionalPosterior:
         """``N(f/T, s V/T²)`` and what weight and bias make of it; as of :meth:`Posterior.functional_posterior`.
 
         With a weight ``[C, C]``, ``outputs`` must be None.
         """
-        mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs)
+        mean, covariance = self.posterior.functional_posterior(x, joint=joint, outputs=outputs, generator=generator)
         scale = self.covariance_scale / self.temperature**2
         if self.weight is not None and outputs is not None and (self.weight.dim() > 1 or outputs != "diagonal"):
             what = "Scaled outputs need the covariances of all."
@@ -154,7 +156,7 @@ class CalibratedPosterior:
             covariance = mean.new_zeros(*mean.shape, *mean.shape) if joint else torch.zeros_like(mean)
         else:
             needed = None if joint or self.weight is not None else outputs_for(link, self.posterior.n_outputs)
-            mean, covariance = self.functional_posterior(x, joint=joint, outputs=needed)
+            mean, covariance = self.functional_posterior(x, joint=joint, outputs=needed, generator=generator)
         options: dict[str, Any] = {"link": link, "n_samples": n_samples, "generator": generator, "joint": joint}
         return from_functional(likelihood, mean.detach(), covariance.detach(), **options)
 

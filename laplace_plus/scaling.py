@@ -71,7 +71,7 @@ def fit_scaling(
         raise UnsupportedError(what, expected=f"at most {MANY_OUTPUTS} outputs", got=f"{size}", fix='Use "vector".')
     parts = []
     for batch in iterate(data, device=posterior.network.device, progress=progress, description=f"calibrate: {method}"):
-        mean, covariance = posterior.functional_posterior(batch.inputs)
+        mean, covariance = posterior.functional_posterior(batch.inputs, generator=generator)
         likelihood.validate(mean, batch.target)
         flat, targets, weight = likelihood.rows(mean.double(), batch.target)
         parts.append((flat, covariance.double().reshape(len(flat), flat.shape[1], -1), targets, weight))

@@ -108,6 +108,19 @@ def test_posteriors_of_samples_are_scaled():
     assert found.report.calibrated_nll < found.report.held_out_nll
 
 
+def test_randomness_is_that_of_the_generator():
+    posterior, x, y = problem()
+    drawn = lp.Riemannian(posterior.network.model, "classification", n_samples=2, prior_precision=300.0)
+    drawn.fit([(x[:40], y[:40])], generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_rng_state(), []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(1)
+        scaled = lp.calibrate(drawn, batches(x[:60], y[:60]), "temperature", generator=generator)
+        found.append(scaled.predictive(x[:5], generator=generator).mean)
+    assert_close(*found, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_cannot_be_scaled_is_refused():
     posterior, x, y = problem()
     data = batches(x, y)

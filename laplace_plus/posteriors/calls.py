@@ -135,8 +135,7 @@ class Called(Predicting):
                 what = f"The state is of a posterior with another {name}."
                 raise CheckpointError(what, expected=str(own), got=str(theirs[name]), fix="Use lp.load for saved ones.")
         found.memory_budget = self.memory_budget
-        vars(self).clear()
-        vars(self).update(vars(found))
+        self.__dict__ = dict(vars(found))  # at once
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Self:

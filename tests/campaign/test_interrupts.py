@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib.util
 import os
 import pickle
 import random
@@ -124,12 +125,23 @@ def planted(way: str, at: int, kind: type[BaseException]) -> Iterator[Bomb]:
         bomb.armed = False
 
 
-def network() -> nn.Module:
+def network(name: str) -> nn.Module:
     net = plain_network()
-    return nn.Sequential(*net[:3], Fuse(), *net[3:])  # modes as they are
+    net = nn.Sequential(*net[:3], Fuse(), *net[3:])  # modes as they are
+    if name != ADAPTED:
+        return net
+    peft = importlib.import_module("peft")
+    net = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "5"])).double()
+    for parameter_name, parameter in net.named_parameters():
+        if "lora_" in parameter_name:
+            nn.init.normal_(parameter, std=0.5, generator=seeded())
+    return net
 
 
 LOADER = Loader(DATA)
+ADAPTED = "TrainingFreeLoRA"
+NAMES = [*CLASSES, *([ADAPTED] if importlib.util.find_spec("peft") else [])]
+CLASSES[ADAPTED] = lambda net, likelihood: lp.TrainingFreeLoRA(net, likelihood, n_samples=2, halvings=3)
 
 
 # -- what must not change ----------------------------------------------------------------------------------------------
@@ -193,8 +205,39 @@ def save(posterior: Any, path: Path) -> Any:
     return lp.load(path / "saved", posterior.network.model)
 
 
-def actions(name: str, posterior: Any) -> dict[str, Action]:
-    drawn = {"generator": seeded} if name in ("MetricBNN", "Riemannian") else {}  # others have their samples
+def training(net: nn.Module) -> Action:
+    """Trains a copy of a network, which ends with what it had after some whole epoch, and its own modes and hooks."""
+    net = copy.deepcopy(net)
+    net[4] = nn.Identity()  # in place of the dropout, which draws from torch's global generator
+    options = {"posterior": lp.KFAC, "frequency": 1, "hyper_steps": 2, "early_stopping": False}
+    good = [copy.deepcopy(net) for _ in range(3)]
+    for epochs, one in enumerate(good):
+        if epochs:
+            lp.train_marginal_likelihood(one, LOADER, epochs=epochs, **options)
+
+    def vector(one: nn.Module) -> Tensor:
+        return torch.cat([x.detach().double().flatten() for x in one.state_dict().values()])
+
+    def train(_: Any, path: Path) -> Tensor:
+        mine = copy.deepcopy(net)
+        try:
+            lp.train_marginal_likelihood(mine, LOADER, epochs=2, checkpoint=path / "training", resume=True, **options)
+        finally:
+            assert any(torch.equal(vector(mine), vector(one)) for one in good), "weights in the middle of an epoch"
+            assert [m.training for m in mine.modules()] == [m.training for m in net.modules()], "modes"
+            assert all(
+                x.grad is None and x.requires_grad == y.requires_grad
+                for x, y in zip(mine.parameters(), net.parameters(), strict=True)
+            ), "gradients"
+            hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+            assert not any(vars(module)[kind] for module in mine.modules() for kind in hooks), "hooks"
+        return vector(mine)
+
+    return train
+
+
+def actions(name: str, posterior: Any, saved: Path) -> dict[str, Action]:
+    drawn = {"generator": seeded} if name in ("MetricBNN", "Riemannian", ADAPTED) else {}  # others have their samples
 
     def functional(p: Any, **options: Any) -> Any:
         return p.functional_posterior(X[:3], **options, **{key: make() for key, make in drawn.items()})
@@ -213,7 +256,18 @@ def actions(name: str, posterior: Any) -> dict[str, Action]:
         "copy": lambda p, _: copy.copy(p),
         "deep copy": lambda p, _: copy.deepcopy(p),
         "pickle": lambda p, _: pickle.loads(pickle.dumps(p)),
+        "load": lambda p, _: lp.load(saved, p.network.model),
+        "state": lambda p, _: p.load_state_dict(p.state_dict()),
+        "through": lambda p, _: functional(p.through(lambda x: p.network.model(x)[:, :2])),
+        "conformal": lambda p, _: lp.conformalize(p, LOADER, generator=seeded()).predict_set(X[:3], generator=seeded()),
     }
+    posterior.save(saved)
+    for method in ("temperature", "vector", "matrix"):
+        found[f"scaling, {method}"] = lambda p, _, method=method: lp.calibrate(
+            p, LOADER, method, generator=seeded()
+        ).predictive(X[:3], generator=seeded())
+    if name == "KFAC":
+        found["training"] = training(posterior.network.model)
     for link in posterior.likelihood.links:
         found[f"link {link}"] = lambda p, _, link=link: p.predictive(X[:3], link=link, generator=seeded())
     for tuner in posterior.tuners:
@@ -249,12 +303,12 @@ def run(name: str, folder: str, seed: int) -> Tally:
     warnings.simplefilter("ignore")
     sys.addaudithook(audit)
     sys.unraisablehook = lambda what: FINALISED.append(type(what.exc_value))
-    net = network()
+    net = network(name)
     posterior = fitted(name, net, data=LOADER)
     found = Tally()
     path = Path(folder) / name
     draw = random.Random(f"{seed} {name}")
-    for title, action in actions(name, posterior).items():
+    for title, action in actions(name, posterior, Path(folder) / f"{name}, saved").items():
         counts = {}
         for way in BOMBS:
             shutil.rmtree(path, ignore_errors=True)
@@ -337,7 +391,7 @@ def attempt(
 def test_interrupts(tmp_path: Path) -> None:
     found, seed = Tally(), int(os.environ.get("CAMPAIGN_SEED", "0"))
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for part in pool.map(run, CLASSES, [str(tmp_path)] * len(CLASSES), [seed] * len(CLASSES)):
+        for part in pool.map(run, NAMES, [str(tmp_path)] * len(NAMES), [seed] * len(NAMES)):
             found += part
             sys.stdout.write(f"\ninterrupts: {found.counts.total()} so far; {part.violations}\n")
             sys.stdout.flush()
