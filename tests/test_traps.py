@@ -10,7 +10,7 @@ from problems import relative_error
 from torch import nn
 
 import laplace_plus as lp
-from laplace_plus.errors import LabelError, OutputError, SelectionError
+from laplace_plus.errors import ConvergenceWarning, LabelError, NoGainWarning, OutputError, SelectionError
 
 EXACT = 1e-11  # float64, small networks
 
@@ -317,3 +317,23 @@ def test_evidence_for_probabilities():
     assert lp.Bernoulli().evidence_for_probabilities(p, y) == pytest.approx(excess, rel=1e-6)
     assert lp.Bernoulli().evidence_for_probabilities(p + 0.2, y) == -torch.inf
     assert lp.Poisson().evidence_for_probabilities(p, y) == -torch.inf
+
+
+def test_warnings_point_at_the_line_that_called():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    data = [(x, (x[:, 0] > 0).long())]
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    posterior, once = lp.KFAC(model, "classification").fit(data), {"name": "cg", "max_iterations": 1}
+    calls = [
+        posterior.fit_prior_precision,
+        lambda: posterior.fit_prior_precision("mackay", max_iterations=1),
+        lambda: posterior.fit_prior_precision("tangent", max_iterations=1),
+        lambda: posterior.fit_prior_precision("validation", data=data, grid=torch.logspace(-6, -3, 4)),
+        lambda: lp.SampledLaplace(model, "classification", n_samples=4, solver=once).fit(data),
+        lambda: lp.SampledLaplace(model, "classification", n_samples=4).fit(data).fit_prior_precision(max_steps=1),
+    ]
+    for call in calls:
+        with pytest.warns((ConvergenceWarning, NoGainWarning)) as caught:
+            call()
+        assert {warning.filename for warning in caught} == {__file__}

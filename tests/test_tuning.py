@@ -30,7 +30,6 @@ from laplace_plus.errors import (
     ConvergenceWarning,
     DataError,
     EmptyDataError,
-    NoGainWarning,
     NonFiniteError,
     NotPositiveDefiniteError,
     UnsupportedError,
@@ -581,23 +580,3 @@ def test_weights_of_any_size(size):
     for factor in (0.5, 2.0):
         assert posterior.log_marginal_likelihood(posterior.prior_precision * factor) < posterior.tuning.value + 1e-6
         assert posterior.log_marginal_likelihood(noise_std=posterior.noise_std * factor) < posterior.tuning.value + 1e-6
-
-
-def test_warnings_point_at_the_line_that_called():
-    torch.manual_seed(0)
-    x = torch.randn(60, 2)
-    data = [(x, (x[:, 0] > 0).long())]
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
-    posterior, once = lp.KFAC(model, "classification").fit(data), {"name": "cg", "max_iterations": 1}
-    calls = [
-        posterior.fit_prior_precision,
-        lambda: posterior.fit_prior_precision("mackay", max_iterations=1),
-        lambda: posterior.fit_prior_precision("tangent", max_iterations=1),
-        lambda: posterior.fit_prior_precision("validation", data=data, grid=torch.logspace(-6, -3, 4)),
-        lambda: lp.SampledLaplace(model, "classification", n_samples=4, solver=once).fit(data),
-        lambda: lp.SampledLaplace(model, "classification", n_samples=4).fit(data).fit_prior_precision(max_steps=1),
-    ]
-    for call in calls:
-        with pytest.warns((ConvergenceWarning, NoGainWarning)) as caught:
-            call()
-        assert {warning.filename for warning in caught} == {__file__}
