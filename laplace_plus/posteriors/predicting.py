@@ -140,8 +140,6 @@ class Predicting(Stored, ABC):
         """
         self.require_fit()
         if x is None:
-            if not batch:
-                raise DataError("There is nothing to predict.", expected="a batch's inputs", got="no argument")
             x = inputs_of(batch)
         elif batch:
             options_known = [*signature_of(Predicting.predictive).parameters][2:-1]
