@@ -26,12 +26,13 @@ def progress_bar(
     """
     if not enabled:
         return iterable
-    return tqdm(iterable, desc=description, total=_length(iterable) if total is None else total)
+    return tqdm(iterable, desc=description, total=length(iterable) if total is None else total)
 
 
-def _length(iterable: object) -> float:
-    # Infinity means an unknown length to tqdm; with None, tqdm would call len() itself. The length of an iterable
-    # dataset is not reliable, and its DataLoader warns if len() was called and wrong.
+def length(iterable: object) -> float:
+    """The length, or infinity where it is unknown."""
+    # With None, tqdm would call len() itself. The length of an iterable dataset is not reliable, and its DataLoader
+    # warns if len() was called and wrong.
     if isinstance(iterable, IterableDataset) or isinstance(getattr(iterable, "dataset", None), IterableDataset):
         return math.inf
     with suppress(TypeError, NotImplementedError):

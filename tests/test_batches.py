@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+import laplace_plus as lp
 from laplace_plus import batches
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import Batch
@@ -536,3 +539,15 @@ def test_a_hugging_face_network_and_its_batches():
     torch.testing.assert_close(batches.output_tensor(batches.call(model, batch.inputs)), expected)
     with pytest.raises(DataError, match="one batch"):
         collect(item)
+
+
+def test_data_without_an_end_are_said_to_be_such(monkeypatch):
+    monkeypatch.setattr(batches, "MANY_BATCHES", 20)
+    batch = torch.zeros(2, 3), torch.tensor([0, 1])
+    posterior = lp.Diagonal(torch.nn.Linear(3, 2), "classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"no length, and yielded 20 batches.*progress=True.*islice"):
+            posterior.fit(itertools.repeat(batch))
+        posterior.fit([batch] * 30)
+        posterior.fit(itertools.repeat(batch, 20))

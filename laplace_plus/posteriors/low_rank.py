@@ -113,9 +113,10 @@ class LowRank(GaussianPosterior):
     def remainder(self) -> Estimate:
         """The correction of the evidence's log-determinant for the rest, ``tr log(I + H_rest/(T δ))``.
 
-        Half of it is subtracted from the log evidence. Its standard error is over the random vectors; ``converged``
-        says whether the last quarter of the Lanczos steps changed it by less than that. With ``remainder_probes=0`` or
-        a Hessian nothing is estimated, and the value is zero.
+        Half of it is subtracted from the log evidence. Its standard error is that of a normal distribution, from the
+        spectrum as the random vectors saw it, and rather too large in small networks; ``converged`` says whether the
+        last quarter of the Lanczos steps changed it by less than that. With ``remainder_probes=0`` or a Hessian nothing
+        is estimated, and the value is zero.
 
         Raises:
             NotFittedError: Before :meth:`fit`.

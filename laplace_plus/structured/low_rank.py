@@ -15,7 +15,6 @@ from typing_extensions import override
 from laplace_plus._memory import chunk_bytes, slices
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.kernels import symmetric_eigen
-from laplace_plus.linalg.results import standard_error
 from laplace_plus.structured.blocks import Block, CoordinateMap, Factor, register_block
 from laplace_plus.structured.gradients import DenseGradients, DerivedGradients, ExampleGradients
 from laplace_plus.structured.log_determinants import require_positive
@@ -72,15 +71,23 @@ class SampledSpectrum:
         """K."""
         return self.nodes.shape[2]
 
-    def trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """``tr f(H)``, differentiable in what f depends on; m must be positive.
+    def trace(self, f: Callable[[Tensor], Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``tr f(H)`` for H ``[n, n]``, differentiable in what f depends on; m must be positive.
+
+        With signs as entries the variance for one vector is ``2 (‖f(H)‖² − Σ f(H)_ii²)``, at most ``2 (‖f(H)‖² −
+        tr² f(H)/n)``. The same vectors estimate that better than the few values tell their variance, whose
+        distribution is skewed: intervals are those of a normal distribution.
 
         Returns:
-            0-d float64 each: the estimate, its standard error over the vectors (infinite for a single one), and the
-            change by the last quarter of the Lanczos steps.
+            0-d float64 each: the estimate, its standard error (infinite for a single vector), and the change by the
+            last quarter of the Lanczos steps.
         """
-        full, earlier = (self.weights * f(self.nodes)).sum(-1)
-        return full.mean(), standard_error(full), (full - earlier).detach().mean().abs()
+        values = f(self.nodes)
+        full, earlier = (self.weights * values).sum(-1)
+        squares, value = (self.weights[0] * values[0].square()).sum(-1).mean(), full.mean()
+        sem = (2 / len(full) * (squares - value.square() / n)).clamp(min=0).sqrt().detach()
+        sem = sem if len(full) > 1 else torch.full_like(sem, torch.inf)
+        return value, sem, (full - earlier).detach().mean().abs()
 
     def plus(self, other: SampledSpectrum) -> SampledSpectrum:
         """The quadratures of a sum of traces. Where one has fewer vectors, each of them has a larger weight."""
@@ -311,7 +318,7 @@ class LowRankBlock(Block):
             got = f"one precision for each of {diagonal.numel()} parameters"
             raise UnsupportedError(what, expected='structure="scalar"', got=got, fix=fix)
         ratio = weights[0].double() / diagonal.double()
-        return self.rest.trace(lambda nodes: torch.log1p(nodes * ratio))
+        return self.rest.trace(lambda nodes: torch.log1p(nodes * ratio), self.vectors.shape[1])
 
     @override
     def log_determinant(self, weights: Tensor, diagonal: Tensor) -> Tensor:
