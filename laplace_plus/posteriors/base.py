@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from inspect import Parameter, signature
+from os import PathLike
 from typing import Any, ClassVar, Self
 
 import torch
@@ -64,6 +65,11 @@ class Posterior(Called):
         UnsupportedError: A network that cannot be treated as a function of single examples.
     """
 
+    is_resumable: bool = False
+    """Whether :meth:`fit` takes a checkpoint."""
+
+    _checkpoint_folder: str | PathLike[str] | None = None
+
     over_ranks: bool = False
     """Whether :meth:`fit_batches` sums over the ranks in ``group``; a class that does not is refused several."""
 
@@ -98,6 +104,7 @@ class Posterior(Called):
         progress: bool = False,
         generator: torch.Generator | None = None,
         distributed: Distributed = None,
+        checkpoint: str | PathLike[str] | None = None,
     ) -> Self:
         """Fit to data in one pass (or what the method needs), forgetting any earlier fit.
 
@@ -107,8 +114,11 @@ class Posterior(Called):
             generator: Source of randomness, for methods that use any; of several ranks, that of rank 0 counts.
             distributed: Which ranks of ``torch.distributed`` share the data, each with a loader of its own: None for
                 all there are, False for this process alone, or a process group. Every one of them makes the same call.
+            checkpoint: A folder for what is finished, of one process. A fit that finds some there continues from it, to
+                the posterior that an uninterrupted one would have given. The loader's order must be the same.
 
         Raises:
+            CheckpointError: The checkpoint is of another network, other data, another order of them, or other settings.
             DistributedError: Another rank failed, or disagrees on the network or on settings.
             EmptyDataError: No data came.
             DataError: A batch of a form that cannot be used.
@@ -120,11 +130,18 @@ class Posterior(Called):
         """
         is_alone = distributed is None and not (dist.is_available() and dist.is_initialized())
         group = None if is_alone else resolve_group(distributed)
+        if checkpoint is not None and (group is not None or not self.is_resumable):
+            expected, got = "checkpoint=None", type(self).__name__ if group is None else f"{group.size} processes"
+            raise UnsupportedError("This fit cannot continue from a checkpoint.", expected=expected, got=got)
         with nullcontext() if group is None else group.together():
             if self.network.sharded is not None:
                 self.network.refresh()
             self.network.check_finite()
-            self.run_fit(data, group, progress=progress, generator=generator)
+            self._checkpoint_folder = checkpoint
+            try:
+                self.run_fit(data, group, progress=progress, generator=generator)
+            finally:
+                self._checkpoint_folder = None
         return self
 
     @full_precision

@@ -57,19 +57,24 @@ NEARLY = 0.9
 """Share of the parameters that are effective from which :meth:`GaussianPosterior.summary` says so."""
 
 
+PASSES: list[Any] = []
+"""How a fit is kept in a checkpoint; :mod:`laplace_plus.posteriors.resuming` adds its class."""
+
+
 class GaussianPosterior(Moments):
     """A Gaussian whose precision is a structured curvature plus the prior precision.
 
     A subclass only sets :attr:`structure`; evidence, tuning, sampling and the linearised predictive come with it.
     """
 
-    over_ranks = True
+    over_ranks = is_resumable = True
 
     structure: Structure
     """The structure that this posterior asks a backend for."""
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = GAUSSIAN_TUNERS
 
+    _passes: Any = None
     _sums: FitSums | None = None
     _factor_cache: tuple[tuple[Any, ...], dict[str, Factor]] | None = None
     _model_cache: tuple[tuple[Any, ...], LaplaceModel] | None = None
@@ -86,6 +91,9 @@ class GaussianPosterior(Moments):
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
         before = self.sums if update else None
+        if self._checkpoint_folder is not None:
+            self._passes = PASSES[0](self, self._checkpoint_folder, generator)
+            generator = self._passes.generator
         if before is not None:
             require_owners(self.group, owned_sums(before.curvature))
         sums, seen = self._total(data, before, progress=progress, generator=generator)
@@ -103,10 +111,8 @@ class GaussianPosterior(Moments):
                 totals.append(float(part.sum()))
                 if math.isfinite(totals[-1]):  # NaNs and infinities reach the sum
                     continue
-                what, expected = (
-                    f"The curvature of {', '.join(layout.names)} is not finite.",
-                    "finite activations and gradients",
-                )
+                what = f"The curvature of {', '.join(layout.names)} is not finite."
+                expected = "finite activations and gradients"
                 fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
                 raise NonFiniteError(what, expected=expected, got="NaN or Inf", fix=fix)
             may_be_zero = may_be_zero and 0 in totals
@@ -114,6 +120,7 @@ class GaussianPosterior(Moments):
             diagonalise_over_ranks(self.group, sums.curvature, self._component_weights())
         if may_be_zero and all(block.is_zero() for _, block in sums.curvature):
             raise self.zero_curvature()
+        self._passes = None
         self.adopt(sums, self.network.vector())
 
     def _total(
@@ -132,7 +139,15 @@ class GaussianPosterior(Moments):
         sums: FitSums | None = None
         doubt, separate = 0.0, accumulate is None and before is None
         accumulate = self.backend.accumulate if accumulate is None else accumulate
-        for batch in self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature"):
+        batches = self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature")
+
+        def take(*found: Any) -> None:
+            nonlocal sums, doubt
+            sums, doubt = found
+
+        if self._passes is not None:
+            batches = self._passes.curvature(batches, lambda: (sums, doubt), take)
+        for batch in batches:
             if separate and sums is None and self.noise_per_output and getattr(batch.target, "ndim", 1) > 1:
                 self._separate_noise(self.network.forward(batch.inputs).shape[-1])
             total = None if sums is None else sums.curvature
@@ -145,10 +160,8 @@ class GaussianPosterior(Moments):
             n_data, n_outputs = outputs.shape[0], outputs.shape[-1]
             if sums is not None:
                 if sums.n_outputs != n_outputs:
-                    what, fix = (
-                        "The number of outputs changes from batch to batch.",
-                        "Let the loader yield inputs of one kind.",
-                    )
+                    what = "The number of outputs changes from batch to batch."
+                    fix = "Let the loader yield inputs of one kind."
                     raise DataError(what, expected=f"{sums.n_outputs} outputs", got=f"{n_outputs}", fix=fix)
                 statistics, n_data = sums.statistics + statistics, sums.n_data + n_data
             sums = FitSums(curvature, statistics, n_data, n_outputs)
@@ -185,21 +198,23 @@ class GaussianPosterior(Moments):
         self, data: Iterable[Any], curvature: Curvature, seen: int, *, progress: bool, generator: torch.Generator | None
     ) -> None:
         """Add the data to the corrected eigenvalues, in place."""
-        group, again = self.group, 0
+        group = self.group
         if group is not None:
             diagonalise_over_ranks(group, curvature, self._component_weights())
             if group.rank > 0:  # what was there before counts once
                 for values in corrected_eigenvalues(curvature):
                     values.zero_()
         name = f"{type(self).__name__}: eigenvalues"
-        for batch in self.batches(data, progress=progress, description=name) if seen else ():
+        batches = self.batches(data, progress=progress, description=name) if seen else iter(())
+        again = torch.zeros((), dtype=torch.long)
+        if self._passes is not None:
+            batches = self._passes.eigenvalues(batches, [again, *corrected_eigenvalues(curvature)])
+        for batch in batches:
             again += self.backend.correct(self.network, self.likelihood, batch, curvature, generator=generator)
         if again != seen:
-            what, fix = (
-                "The data changed from one pass to the other.",
-                "Pass a loader that yields the same data each time.",
-            )
-            raise DataError(what, expected=f"{seen} examples again", got=f"{again}", fix=fix)
+            what = "The data changed from one pass to the other."
+            fix = "Pass a loader that yields the same data each time."
+            raise DataError(what, expected=f"{seen} examples again", got=f"{int(again)}", fix=fix)
         if group is not None:
             sum_(group, corrected_eigenvalues(curvature))
 

@@ -73,6 +73,7 @@ class LowRank(GaussianPosterior):
     """
 
     structure = LowRankStructure()
+    is_resumable = False
 
     def __init__(
         self,

@@ -1,84 +1,26 @@
-"""Fits that pass over the data many times, and continue from a checkpoint after an interruption."""
+"""Fits that continue from a checkpoint after an interruption: passes that add up, and stages of many passes."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from textwrap import shorten
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from laplace_plus import io
-from laplace_plus.batches import DataSums
-from laplace_plus.distributed import Distributed
-from laplace_plus.errors import CheckpointError
+from laplace_plus.batches import Batch, DataSums
+from laplace_plus.curvature import Curvature
+from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, identity, kept
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.storing import with_prefix
+from laplace_plus.posteriors.gaussian import PASSES
+from laplace_plus.posteriors.storing import curvature_state, restored_curvature, with_prefix
+from laplace_plus.posteriors.sums import FitSums
 from laplace_plus.posteriors.training_data import require_restartable
-
-Stage = tuple[dict[str, Any], dict[str, Tensor]]
-"""A JSON-able header, and tensors."""
-
-
-class Part(dict[str, Any]):
-    """A part of a checkpoint, which may be one that somebody has edited."""
-
-    def __init__(self, content: Any):
-        if not isinstance(content, Mapping):
-            raise CheckpointError("The checkpoint is of another kind.", expected="a dictionary", got=repr(content))
-        super().__init__(content)
-
-    def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"The checkpoint has no {key!r}.", expected=key, got=", ".join(self))
-
-
-class Checkpoint:
-    """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings.
-
-    Without a folder nothing is written or found.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]):
-        self._folder, self._identity = None if folder is None else Path(folder), dict(identity)
-        if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
-            raise CheckpointError("Checkpoints go to a folder.", expected="a folder", got=f"the file {folder}")
-
-    def write(self, stage: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Replace a stage; an interruption leaves either the old or the new one."""
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        io.write(self._folder / stage, {"identity": self._identity, "stage": dict(header)}, dict(tensors))
-
-    def read(self, stage: str, device: Any = "cpu") -> Stage | None:
-        """The header and tensors of a stage, or None; CheckpointError if damaged, or of another computation."""
-        if self._folder is None or not (self._folder / stage).exists():
-            return None
-        header, tensors = map(Part, io.read(self._folder / stage, device))
-        saved = Part(header["identity"])
-        for name, own in self._identity.items():
-            if saved.get(name) != own:
-                raise CheckpointError(
-                    f"The checkpoint {self._folder / stage} is of another computation: its {name} differs.",
-                    expected=shorten(repr(own), 200),
-                    got=shorten(repr(saved.get(name)), 200),
-                    fix="Pass a new folder, or the network, data and settings that the checkpoint was written with.",
-                )
-        return Part(header["stage"]), tensors
-
-    def stage(self, name: str, compute: Callable[[], Stage], device: Any = "cpu") -> Stage:
-        """A stage as :meth:`read` finds it, or computed and written."""
-        found = self.read(name, device)
-        if found is None:
-            found = compute()
-            self.write(name, *found)
-        return found
+from laplace_plus.structured import Block
+from laplace_plus.structured.gram_sum import GramSum
 
 
 class FitStart(NamedTuple):
@@ -94,37 +36,7 @@ class FitStart(NamedTuple):
 class ResumableFit(Posterior):
     """A posterior whose fit passes over the data many times."""
 
-    _checkpoint_folder: str | os.PathLike[str] | None = None
-
-    @override
-    def fit(
-        self,
-        data: Iterable[Any],
-        *,
-        progress: bool = False,
-        generator: torch.Generator | None = None,
-        distributed: Distributed = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-    ) -> Self:
-        """Fit to data, forgetting any earlier fit; the class says what raises and warns besides.
-
-        Args:
-            data: An iterable of the same batches, in the same order, each time.
-            progress: Whether to show progress bars.
-            generator: Source of randomness.
-            distributed: As for :class:`Posterior`; this class is fitted by one process.
-            checkpoint: A folder to which finished stages of the fit are written. A fit that finds some there continues
-                from them, to the posterior that an uninterrupted one would have given.
-
-        Raises:
-            CheckpointError: The checkpoint is of another network, other data or settings.
-            DataError: Data that can be run over only once, besides what :class:`Posterior` raises.
-        """
-        self._checkpoint_folder = checkpoint
-        try:
-            return super().fit(data, progress=progress, generator=generator, distributed=distributed)
-        finally:
-            self._checkpoint_folder = None
+    is_resumable = True
 
     def _start(self, data: Iterable[Any], generator: torch.Generator | None, why: str, **settings: Tensor) -> FitStart:
         """Survey the data, open the checkpoint (identified by the settings, too) and choose the seed."""
@@ -138,10 +50,70 @@ class ResumableFit(Posterior):
         return FitStart(n_data, n_outputs, sums, checkpoint, int(seed))
 
 
-def identity(posterior: Posterior, n_data: int) -> dict[str, Any]:
-    """What identifies a posterior's computation on so many examples, as JSON."""
-    weights = io.fingerprint(posterior.network.model)["sha256"]
-    return {**posterior.settings(), "network": weights, "number of data": n_data}
+class KeptPasses:
+    """The passes of a fit that adds up, kept in a checkpoint together with the state of the random numbers."""
+
+    def __init__(self, posterior: Posterior, folder: Any, generator: torch.Generator | None):
+        self._checkpoint, self._device = Checkpoint(folder, identity(posterior)), posterior.network.device
+        self.generator = torch.Generator().manual_seed(draw_seed(None)) if generator is None else generator
+
+    def curvature(
+        self, batches: Iterable[Batch], now: Callable[[], tuple[Any, float]], take: Callable[[FitSums, float], None]
+    ) -> Iterator[Batch]:
+        """The first pass; ``now`` gives its sums, ``take`` sets them."""
+
+        def save() -> Stage:
+            sums, doubt = now()
+            aside = {name: (one, one.set_aside()) for name, (one, formed) in _sums(sums.curvature).items() if formed}
+            blocks, tensors = curvature_state(sums.curvature)
+            for name, (one, rows) in aside.items():
+                for part in rows:
+                    one.add_rows(part)
+                tensors |= {name: torch.cat(rows, 1)} if rows else {}
+            tensors |= {"statistics": sums.statistics, "doubt": torch.tensor(doubt, dtype=torch.float64)}
+            tensors["random"] = self.generator.get_state()
+            return {"blocks": blocks, "n_data": sums.n_data, "n_outputs": sums.n_outputs}, tensors
+
+        def restore(found: Stage) -> None:
+            header, tensors = found[0], Part(found[1])
+            curvature = restored_curvature(header["blocks"], tensors)
+            for name, (one, _) in _sums(curvature).items():
+                if name in tensors:
+                    one.add_rows(tensors[name])
+            self.generator.set_state(tensors["random"].cpu())
+            sums = FitSums(curvature, tensors["statistics"].cpu(), int(header["n_data"]), int(header["n_outputs"]))
+            take(sums, float(tensors["doubt"]))
+
+        return kept(self._checkpoint, "curvature", batches, save, restore, self._device)
+
+    def eigenvalues(self, batches: Iterable[Batch], sums: list[Tensor]) -> Iterator[Batch]:
+        """The second pass, which adds to tensors in place."""
+
+        def save() -> Stage:
+            return {}, {**{str(n): own for n, own in enumerate(sums)}, "random": self.generator.get_state()}
+
+        def restore(found: Stage) -> None:
+            tensors = Part(found[1])
+            for number, own in enumerate(sums):
+                own.copy_(tensors[str(number)])
+            self.generator.set_state(tensors["random"].cpu())
+
+        return kept(self._checkpoint, "eigenvalues", batches, save, restore, self._device)
+
+
+PASSES.append(KeptPasses)
+
+
+def _sums(curvature: Curvature) -> dict[str, tuple[GramSum, bool]]:
+    """Each sum of outer products, and whether it is stored as a matrix: as soon as one of those beside it is formed."""
+    found: dict[str, tuple[GramSum, bool]] = {}
+    for place, block in enumerate(block for _, block in curvature):
+        inner = [block, *(own for own in vars(block).values() if isinstance(own, Block))]
+        for value in (value for one in inner for value in vars(one).values()):
+            group = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, GramSum)]
+            formed = any(one.is_formed for one in group)
+            found |= {f"waiting.{place}.{len(found) + number}": (one, formed) for number, one in enumerate(group)}
+    return found
 
 
 def survey(posterior: Posterior, data: Iterable[Any]) -> tuple[int, int, list[str]]:

@@ -86,10 +86,8 @@ def _dependent_outputs(view: Any, x: Any) -> int:
         outputs = network(inputs, network.substitute(vector))
         found = torch.autograd.grad(outputs.sum(), vector, allow_unused=True) if outputs.requires_grad else (None,)
     if found[0] is None:
-        expected, fix = (
-            "a function that calls the posterior's own model",
-            "Call the model that was wrapped, not a copy.",
-        )
+        expected = "a function that calls the posterior's own model"
+        fix = "Call the model that was wrapped, not a copy."
         raise SelectionError("These outputs do not depend on the posterior's weights.", expected=expected, fix=fix)
     return outputs.shape[-1]
 

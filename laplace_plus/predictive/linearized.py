@@ -315,10 +315,8 @@ def outputs_for(link: str, n_outputs: int) -> Outputs:
 def require_outputs(shape: torch.Size, expected: int, inputs: Any) -> None:
     """Raise :class:`DataError` for inputs with another number of outputs, e.g. an example without a batch axis."""
     if shape[-1] != expected:
-        what, fix = (
-            "The network gives another number of outputs than while fitting.",
-            "Pass a batch: x[None] for one input.",
-        )
+        what = "The network gives another number of outputs than while fitting."
+        fix = "Pass a batch: x[None] for one input."
         got = f"outputs of shape {tuple(shape)} for inputs {batches.describe(inputs)}"
         raise DataError(what, expected=f"{expected} outputs for each example", got=got, fix=fix)
 

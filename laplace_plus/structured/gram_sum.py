@@ -92,10 +92,15 @@ class GramSum:
             kernels.symmetric_update(self._lower(), rows)
             return
         if count:
-            self._rows.append(rows.detach().to(self.dtype, copy=True))
+            self._rows.append(rows.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format))
             self._n_rows += count
         if self._n_rows >= self.size:
             self._multiply()
+
+    def set_aside(self) -> list[Tensor]:
+        """Take out the rows that are not multiplied yet."""
+        rows, self._rows, self._n_rows = self._rows, [], 0
+        return rows
 
     def add_products(self, add: Callable[[Tensor], None]) -> None:
         """Let a function add to the lower triangles of the matrices ``[G, d, d]`` itself."""
@@ -209,7 +214,8 @@ def stored(sums: Sequence[GramSum], name: str) -> dict[str, Tensor]:
 def restored(tensors: Mapping[str, Tensor], name: str) -> list[GramSum]:
     """The sums from what :func:`stored` returned."""
     if name in tensors:
-        return [GramSum.of(matrix) for matrix in tensors[name]]
+        # In memory of its own, as it was added up: how a product is rounded depends on where its factors lie.
+        return [GramSum.of(matrix.clone()) for matrix in tensors[name]]
     count = sum(key.startswith(f"{name}_rows.") for key in tensors)
     return [GramSum.of_rows(tensors[f"{name}_rows.{number}"]) for number in range(count)]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import laplace_plus as lp
 from laplace_plus import io
+from laplace_plus.io import checkpoints
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,8 +76,9 @@ def in_child(action: Callable[[int], None], *, kill_after: float | None = None) 
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Children of a process with several threads have none of them."""
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Children of a process with several threads have none of them; passes are saved after each batch."""
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -150,6 +152,20 @@ def viking(path: Path | None) -> Tensor:
     return posterior.fit(DATA, generator=seeded(), checkpoint=path).samples
 
 
+def one_pass(path: Path | None) -> Tensor:
+    posterior = lp.KFAC(network(), "classification", backend=lp.curvature.Native(kind="ggn_mc"))
+    return answer(posterior.fit(DATA, generator=seeded(), checkpoint=path))
+
+
+def two_passes(path: Path | None) -> Tensor:
+    posterior = lp.KFAC(network(), "classification", eigenvalue_corrected=True)
+    return answer(posterior.fit(DATA, generator=seeded(), checkpoint=path))
+
+
+def dense(path: Path | None) -> Tensor:
+    return answer(lp.Full(network(), "classification").fit(DATA, checkpoint=path))
+
+
 def metric_bnn(path: Path | None) -> Tensor:
     latent = lp.LatentModel(dimension=2, hidden=(4,), epochs=25, tolerance=10.0)
     options = {"n_particles": 2, "n_steps": 6, "n_refinements": 1}
@@ -195,23 +211,36 @@ def training(path: Path | None) -> Tensor:
     return torch.cat([answer(result.posterior).flatten(), torch.tensor(result.losses)])
 
 
-WORK = [null_space, viking, metric_bnn, conjugate_gradients, descent, tuning, drawing, diffusion, training]
+WORK = [
+    one_pass,
+    two_passes,
+    dense,
+    null_space,
+    viking,
+    metric_bnn,
+    conjugate_gradients,
+    descent,
+    tuning,
+    drawing,
+    diffusion,
+    training,
+]
 
 
 @contextmanager
 def writes(told: Callable[[str], None]) -> Iterator[None]:
     """Tells of every checkpoint that is written, after it is."""
-    write = io.write
+    write, kept = io.write, checkpoints.write
 
     def telling(path: Any, header: Any, tensors: Any) -> None:
         write(path, header, tensors)
         told(f"{Path(path).name} {len(tensors)}")
 
-    io.write = telling
+    io.write = checkpoints.write = telling
     try:
         yield
     finally:
-        io.write = write
+        io.write, checkpoints.write = write, kept
 
 
 def continued(

@@ -15,6 +15,7 @@ from laplace_plus.errors import (
     NonFiniteError,
     UnsupportedError,
 )
+from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg.null_space import (
     AlternatingProjection,
     LSMRProjection,
@@ -22,7 +23,6 @@ from laplace_plus.linalg.null_space import (
 )
 from laplace_plus.posteriors.projection.noise import project_noise
 from laplace_plus.posteriors.projection.rows import NullSpaceRows
-from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.testing import PosteriorConformance
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     Coordinates,
@@ -23,7 +24,7 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
     reconstruction_loss,
     repulsion_loss,
 )
-from laplace_plus.posteriors.resuming import Checkpoint, optimizer_tensors, restore_optimizer, stage_generator
+from laplace_plus.posteriors.resuming import optimizer_tensors, restore_optimizer, stage_generator
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.structured.blocks import check_forms
 

@@ -18,13 +18,14 @@ from laplace_plus import kernels
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.tuning import check_counts
+from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg import Estimate
 from laplace_plus.linalg.null_space import PROJECTORS, ProjectionMethod
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import option_config, resolve_option
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows, check_rows
-from laplace_plus.posteriors.resuming import Checkpoint, FitStart, ResumableFit, stage_generator
+from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_generator
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.structured.blocks import check_forms
 

@@ -28,6 +28,7 @@ from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import LossLandscape, PathStatus
 from laplace_plus.geometry.integration import failures
 from laplace_plus.geometry.loss import warn_of_kinks
+from laplace_plus.io.checkpoints import Checkpoint, identity
 from laplace_plus.likelihoods import resolve_likelihood
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.network import unwrap
@@ -35,7 +36,7 @@ from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.posteriors.registry import get_posterior, name_of
-from laplace_plus.posteriors.resuming import Checkpoint, identity, survey
+from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.riemannian.drawing import METHODS, Drawn, ExponentialMap, PathReport, draw
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.posteriors.training_data import require_restartable, require_same_data
@@ -104,6 +105,7 @@ class Riemannian(Posterior):
     """
 
     default_method = "sampled"
+    is_resumable = True
     tangent: Posterior
     data_sum: float | None = None
 
@@ -228,7 +230,9 @@ class Riemannian(Posterior):
             if isinstance(tangent, GaussianPosterior):
                 fitted_data.survey(tangent.laplace_model(), tangent.network, data, tangent.n_data)
         else:
-            tangent.fit(data, progress=progress, generator=generator, distributed=False)
+            tangent.fit(
+                data, progress=progress, generator=generator, distributed=False, checkpoint=self._checkpoint_folder
+            )
         self._share()
         self._vector, self._drawn, self.data_sum = tangent.mean, None, data_sum
         self.n_data, self.n_outputs = tangent.n_data, tangent.n_outputs

@@ -25,9 +25,10 @@ from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, U
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_counts, tunes_noise
 from laplace_plus.io import digest
+from laplace_plus.io.checkpoints import Checkpoint, identity
 from laplace_plus.linalg.probes import draw_probes
 from laplace_plus.posteriors.configuration import common_arguments, full_precision, option_config, resolve_option
-from laplace_plus.posteriors.resuming import Checkpoint, ResumableFit, identity
+from laplace_plus.posteriors.resuming import ResumableFit
 from laplace_plus.posteriors.sample_based import SampleBased
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,

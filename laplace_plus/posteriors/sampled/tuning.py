@@ -33,8 +33,8 @@ from laplace_plus.evidence.objective import updated_noise
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
+from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.likelihoods import Likelihood
-from laplace_plus.posteriors.resuming import Checkpoint
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
     SampledMethod,

@@ -27,13 +27,14 @@ from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.loss import MovedNetwork
+from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network import Network
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
-from laplace_plus.posteriors.resuming import Checkpoint, optimizer_tensors, restore_optimizer, stage_generator
+from laplace_plus.posteriors.resuming import optimizer_tensors, restore_optimizer, stage_generator
 from laplace_plus.posteriors.viking.elbo import (
     ELBO,
     ELBOTerms,

@@ -1,0 +1,145 @@
+"""Fits in one pass that are interrupted go on to the bits of an uninterrupted fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import CheckpointError, UnsupportedError
+from laplace_plus.io import checkpoints
+
+
+class Stopped(Exception):
+    pass
+
+
+class Until:
+    """Batches of which a pass, counted over all passes, ends with an exception."""
+
+    def __init__(self, batches, most):
+        self.batches, self.left, self.seen = batches, most, 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            if not self.left:
+                raise Stopped
+            self.left -= 1
+            yield batch
+
+
+@pytest.fixture(autouse=True)
+def _saved_after_each_batch(monkeypatch):
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
+
+
+def network(scale=1.0):
+    torch.manual_seed(0)
+    parts = [nn.Conv1d(1, 3, 3), nn.Flatten(), nn.Linear(12, 9), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 3)]
+    net = nn.Sequential(*parts)
+    with torch.no_grad():
+        net[0].weight *= scale
+    return net
+
+
+def batches(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (5, 2, 7, 3, 9, 4)  # some factors hold rows that wait to be multiplied when a save comes
+    return [(torch.randn(n, 1, 6, generator=generator), torch.arange(n) % 3) for n in sizes]
+
+
+MAKERS = {
+    "KFAC": lambda net: lp.KFAC(net, "classification"),
+    "EKFAC": lambda net: lp.KFAC(net, "classification", eigenvalue_corrected=True),
+    "Full": lambda net: lp.Full(net, "classification"),
+    "Diagonal": lambda net: lp.Diagonal(net, "classification"),
+    "last layer": lambda net: lp.Full(net, "classification", parameters="last_layer"),
+    "drawn targets": lambda net: lp.KFAC(
+        net, "classification", backend=lp.curvature.Native(kind="ggn_mc"), eigenvalue_corrected=True
+    ),
+    "Subnetwork": lambda net: lp.Subnetwork(net, "classification", lp.LargestMagnitude(20)),
+    "regression": lambda net: lp.KFAC(net, "regression"),
+}
+
+
+def data_of(name):
+    return [(x, x[:, 0, :3]) for x, _ in batches()] if name == "regression" else batches()
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_interrupted_fit_goes_on_to_the_same_bits(name, tmp_path):
+    data, generator = data_of(name), seeded()
+    whole = MAKERS[name](network()).fit(data, generator=generator)
+    passes = 2 if getattr(whole.structure, "eigenvalue_corrected", False) else 1
+    expected = whole.description()[1]
+    for stop in (1, 3, 4, 5) if passes == 1 else (4, 8, 11):
+        folder, other = tmp_path / str(stop), seeded()
+        with pytest.raises(Stopped):
+            MAKERS[name](network()).fit(Until(data, stop), generator=seeded(), checkpoint=folder)
+        found = MAKERS[name](network()).fit(data, generator=other, checkpoint=folder)
+        tensors = found.description()[1]
+        assert tensors.keys() == expected.keys() and found.n_data == whole.n_data
+        assert all(torch.equal(tensors[key], expected[key]) for key in expected), stop
+        assert torch.equal(other.get_state(), generator.get_state())
+
+
+def test_what_is_finished_is_not_computed_again(tmp_path, monkeypatch):
+    net, computed = network(), []
+    accumulate = lp.curvature.Native.accumulate
+
+    def counted(self, *args, **kwargs):
+        computed.append(1)
+        return accumulate(self, *args, **kwargs)
+
+    monkeypatch.setattr(lp.curvature.Native, "accumulate", counted)
+    with pytest.raises(Stopped):
+        lp.KFAC(net, "classification").fit(Until(batches(), 4), checkpoint=tmp_path / "fit")
+    computed.clear()
+    lp.KFAC(net, "classification").fit(batches(), checkpoint=tmp_path / "fit")
+    assert len(computed) == 1 + 2  # the first, which shapes the sums, and those that are missing
+    computed.clear()
+    again = lp.KFAC(net, "classification").fit(batches(), checkpoint=tmp_path / "fit")
+    assert len(computed) == 1 and again.n_data == 30
+
+
+def test_a_tangent_is_continued(tmp_path):
+    def posterior():
+        return lp.Riemannian(network(), "classification", n_samples=2)
+
+    with pytest.raises(Stopped):  # two batches and a pass that surveys come first
+        posterior().fit(Until(batches(), 1 + 6 + 3), checkpoint=tmp_path / "fit")
+    found = posterior().fit(batches(), checkpoint=tmp_path / "fit")
+    assert torch.equal(found.tangent.variance(), posterior().fit(batches()).tangent.variance())
+    assert (tmp_path / "fit" / "curvature").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("made", "data"),
+    [
+        (lambda: lp.KFAC(network(1.5), "classification"), batches()),  # another network
+        (lambda: lp.Diagonal(network(), "classification"), batches()),
+        (lambda: lp.KFAC(network(), "classification", weight_sharing="reduce"), batches()),
+        (lambda: lp.KFAC(network(), "classification"), batches(seed=2)),
+        (lambda: lp.KFAC(network(), "classification"), [*batches()[1:3], batches()[0], *batches()[3:]]),
+        (lambda: lp.KFAC(network(), "classification"), batches()[:2]),
+    ],
+    ids=["network", "class", "settings", "data", "order", "fewer"],
+)
+def test_the_checkpoint_of_another_fit_is_refused(made, data, tmp_path):
+    folder = tmp_path / "fit"
+    with pytest.raises(Stopped):
+        lp.KFAC(network(), "classification").fit(Until(batches(), 5), checkpoint=folder)
+    with pytest.raises(CheckpointError, match="another computation"):
+        made().fit(data, checkpoint=folder)
+    lp.KFAC(network(), "classification").fit(batches(), checkpoint=folder)  # which is as it was
+
+
+def test_what_cannot_continue_says_so(tmp_path):
+    with pytest.raises(UnsupportedError, match="cannot continue"):
+        lp.LowRank(network(), "classification").fit(batches(), checkpoint=tmp_path / "fit")
+    assert not (tmp_path / "fit").exists()
