@@ -154,12 +154,9 @@ def iterate(
         structure = str(inputs.dtype) if isinstance(inputs, Tensor) else _structure(inputs)
         first = structure if first is None else first
         if structure != first:
-            raise DataError(
-                f"The inputs of batch {index} have another structure than those before.",
-                expected=first.replace("torch.", ""),
-                got=structure.replace("torch.", ""),
-                fix="let the loader yield the same number, names and dtypes of inputs every time",
-            )
+            what = f"The inputs of batch {index} have another structure than those before."
+            fix = "let the loader yield the same number, names and dtypes of inputs every time"
+            raise DataError(what, expected=first.replace("torch.", ""), got=structure.replace("torch.", ""), fix=fix)
         if repeated >= 0 and isinstance(inputs, Mapping) and "input_ids" in inputs:
             repeated += _repeated_tokens(inputs, target)
             if repeated >= _ENOUGH_REPEATED:

@@ -184,12 +184,9 @@ def register_backend(name: str, backend: type[Backend] | Callable[[], type[Backe
 def backend_class(name: str) -> type[Backend]:
     """The registered backend of that name; :class:`ConfigurationError` if there is none."""
     if name not in _backends:
-        raise ConfigurationError(
-            "Unknown backend.",
-            expected=", ".join(_backends),
-            got=repr(name),
-            fix="Register it with laplace_plus.curvature.register_backend(name, cls).",
-        )
+        what = "Unknown backend."
+        fix = "Register it with laplace_plus.curvature.register_backend(name, cls)."
+        raise ConfigurationError(what, expected=", ".join(_backends), got=repr(name), fix=fix)
     backend = _backends[name]
     return backend if isinstance(backend, type) else backend()
 

@@ -213,9 +213,6 @@ def _compare(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> N
     for name in {**first, **other}:
         mine, theirs = first.get(name, "none"), other.get(name, "none")
         if mine != theirs:
-            raise DistributedError(
-                f"Rank {rank} disagrees with rank 0 on {name}.",
-                expected=f"{mine} (rank 0)",
-                got=f"{theirs} (rank {rank})",
-                fix="Give every rank the same network, settings and calls; only the data of a fit differ.",
-            )
+            what = f"Rank {rank} disagrees with rank 0 on {name}."
+            fix = "Give every rank the same network, settings and calls; only the data of a fit differ."
+            raise DistributedError(what, expected=f"{mine} (rank 0)", got=f"{theirs} (rank {rank})", fix=fix)

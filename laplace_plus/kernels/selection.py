@@ -56,12 +56,9 @@ def mode() -> Mode:
     """The choice in force: the innermost :func:`use`, else ``LAPLACE_PLUS_KERNELS``, else ``"auto"``."""
     value = _mode.get() or os.environ.get("LAPLACE_PLUS_KERNELS", "auto")
     if value not in get_args(Mode):
-        raise ConfigurationError(
-            "Unknown choice of kernels.",
-            expected=" or ".join(map(repr, get_args(Mode))),
-            got=repr(value),
-            fix="Pass one of them to use(), or set LAPLACE_PLUS_KERNELS to it.",
-        )
+        what = "Unknown choice of kernels."
+        fix = "Pass one of them to use(), or set LAPLACE_PLUS_KERNELS to it."
+        raise ConfigurationError(what, expected=" or ".join(map(repr, get_args(Mode))), got=repr(value), fix=fix)
     return cast(Mode, value)
 
 

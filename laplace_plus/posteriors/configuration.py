@@ -288,12 +288,9 @@ class Configured:
         if self._vector is not None and changed.noise_std is not None and changed.noise_std.ndim == 0 and several > 1:
             changed = changed.with_noise(changed.noise_std.expand(several))
         if self._vector is not None and changed.n_noise != self.likelihood.n_noise:
-            raise ConfigurationError(
-                "The curvature was fitted with another number of noise levels.",
-                expected=f"{self.likelihood.n_noise}",
-                got=f"{changed.n_noise}",
-                fix="Fit a posterior with lp.Gaussian(noise_std=...) of that shape.",
-            )
+            what = "The curvature was fitted with another number of noise levels."
+            fix = "Fit a posterior with lp.Gaussian(noise_std=...) of that shape."
+            raise ConfigurationError(what, expected=f"{self.likelihood.n_noise}", got=f"{changed.n_noise}", fix=fix)
         self.likelihood, self.noise_per_output = changed, False
 
     def share_hyperparameters(self, other: Configured) -> None:

@@ -144,12 +144,9 @@ def _likelihood(stored: Mapping[str, Any], given: Any) -> Likelihood:
     if isinstance(given, str) and isinstance(own, list) and noise is not None:  # "regression" with several outputs
         likelihood = likelihood.with_noise(noise.expand(len(own)))
     if stored.get("name") != "custom" and _without_noise(likelihood.config()) != _without_noise(stored):
-        raise CheckpointError(
-            "The posterior was fitted with another likelihood.",
-            expected=repr(likelihood_from_config(stored)),
-            got=repr(likelihood),
-            fix="Leave likelihood out, or fit a posterior with this one.",
-        )
+        what = "The posterior was fitted with another likelihood."
+        fix = "Leave likelihood out, or fit a posterior with this one."
+        raise CheckpointError(what, expected=repr(likelihood_from_config(stored)), got=repr(likelihood), fix=fix)
     return likelihood
 
 

@@ -49,12 +49,9 @@ def get_posterior(name: str) -> type[Any]:
     if name in points:
         register(name, points[name].load())
     if name not in _registered:
-        raise ConfigurationError(
-            f"No posterior is called {name!r}.",
-            expected=", ".join(sorted({*_registered, *points})),
-            got=repr(name),
-            fix="Register it with laplace_plus.register(name, cls), or install the package that brings it.",
-        )
+        what = f"No posterior is called {name!r}."
+        fix = "Register it with laplace_plus.register(name, cls), or install the package that brings it."
+        raise ConfigurationError(what, expected=", ".join(sorted({*_registered, *points})), got=repr(name), fix=fix)
     return _registered[name]
 
 
