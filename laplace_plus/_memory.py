@@ -34,6 +34,7 @@ _ARRAYS = 4
 _looked_up = [0.0, 0.0]  # when a CPU's free memory was, and the share of it; for so small a time it may be out of date
 
 _ceiling: ContextVar[int | None] = ContextVar("memory_budget", default=None)
+_given: ContextVar[bool] = ContextVar("memory_budget_given", default=False)  # rather than a part of what is free
 
 
 def parse_bytes(value: int | str) -> int:
@@ -71,9 +72,11 @@ def in_words(n_bytes: int) -> str:
 def memory_budget(n_bytes: int | None, device: torch.device | None = None) -> Iterator[None]:
     """Set the budget for what runs inside; None keeps the one in force."""
     token = _ceiling.set(budget(device) if n_bytes is None else n_bytes)
+    given = _given.set(n_bytes is not None or _given.get())
     try:
         yield
     finally:
+        _given.reset(given)
         _ceiling.reset(token)
 
 
@@ -120,13 +123,16 @@ def require_free(n_bytes: int, what: str, device: torch.device, fix: str) -> Non
         raise ConfigurationError(f"{what} would not fit into memory.", expected=expected, got=got, fix=fix)
 
 
-def require_room(n_bytes: int, what: str, device: torch.device) -> None:
-    """Raise :class:`ConfigurationError` unless the memory budget holds an array that cannot be cut any further."""
+def require_room(n_bytes: int, what: str, device: torch.device, *, if_given: bool = False) -> None:
+    """Raise :class:`ConfigurationError` unless the memory budget holds an array that cannot be cut any further.
+
+    With ``if_given`` the default budget, which is a part of the free memory, refuses nothing.
+    """
     available = budget(device)
-    if n_bytes > available:
+    if n_bytes > available and (_given.get() or not if_given):
         raise ConfigurationError(
             f"The memory budget does not hold {what}.",
             expected=f"memory_budget of at least {in_words(n_bytes)}",
             got=in_words(available),
-            fix="Raise memory_budget, or ask for fewer outputs.",
+            fix="Raise memory_budget, or select fewer outputs or parameters.",
         )

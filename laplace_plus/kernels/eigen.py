@@ -21,6 +21,7 @@ import scipy
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import CACHE_BYTES, require_room
 from laplace_plus.errors import ConfigurationError, NonFiniteError
 from laplace_plus.kernels.selection import REFERENCE, choose, size_class
 from laplace_plus.kernels.symmetric_update import all_finite, is_serial
@@ -42,7 +43,7 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
         as columns, ``[..., n, n]``. They have the matrix's type, at least float32.
 
     Raises:
-        ConfigurationError: Not square matrices of a floating type.
+        ConfigurationError: Not square floating matrices; or a given budget that does not hold the solver's 3 or 4 more.
         NonFiniteError: The matrix has NaN or infinite entries.
 
     Example:
@@ -59,21 +60,33 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
     n, dtype = matrix.shape[-1], torch.promote_types(matrix.dtype, torch.float32)
     if matrix.numel() == 0:
         return matrix.new_empty(matrix.shape[:-1], dtype=dtype), matrix.new_empty(matrix.shape, dtype=dtype)
-    lower = matrix.detach().double().reshape(-1, n, n).tril()
+    batch, serial = matrix.numel() // n**2, n >= _SCIPY_FROM and is_serial() and not matrix.is_cuda
+    room = (8 * (batch + 2 if serial else 2 * batch + 2) - batch * dtype.itemsize) * n**2
+    if room > 16 * CACHE_BYTES:
+        require_room(room, f"the eigendecomposition of a factor with {n:,} rows", matrix.device, if_given=True)
+    lower = _lower(matrix)
     require_finite(lower)
     used = (lower != 0).any(0)
     alive = used.any(0) | used.any(1)
     keep, zeros = alive.nonzero()[:, 0], (~alive).nonzero()[:, 0]
-    if len(keep) == n or len(zeros) == n:
+    if part := 0 < len(zeros) < n:
+        lower = lower[:, keep[:, None], keep]
+    try:
         values, vectors = _decompose(lower)
-    else:
-        values, vectors = lower.new_zeros(lower.shape[:2]), torch.zeros_like(lower)
+    except np.linalg.LinAlgError:  # after it has overwritten the matrices
+        lower = _lower(matrix)
+        values, vectors = _by_scipy(lower[:, keep[:, None], keep] if part else lower, "ev")
+    if part:
+        found, values, vectors = (values, vectors), lower.new_zeros(batch, n), lower.new_zeros(batch, n, n)
         vectors[:, zeros, torch.arange(len(zeros), device=zeros.device)] = 1
-        found = _decompose(lower[:, keep[:, None], keep])
         values[:, len(zeros) :], vectors[:, keep, len(zeros) :] = found
     # Row by row, as a checkpoint holds them: products of a loaded posterior are rounded alike.
     rows = vectors.to(dtype, memory_format=torch.contiguous_format).contiguous()
     return values.to(dtype).reshape(matrix.shape[:-1]), rows.reshape(matrix.shape)
+
+
+def _lower(matrix: Tensor) -> Tensor:
+    return matrix.detach().to(torch.float64, copy=True).reshape(-1, *matrix.shape[-2:]).tril_()
 
 
 def require_finite(matrix: Tensor) -> None:
@@ -88,7 +101,7 @@ def require_finite(matrix: Tensor) -> None:
 
 
 def _decompose(matrices: Tensor) -> Eigen:
-    """Decompose finite ``[B, n, n]`` of float64."""
+    """Decompose finite ``[B, n, n]`` of float64, which may be overwritten."""
     batch, n, _ = matrices.shape
     if not matrices.is_cuda:
         return _by_scipy(matrices, "evd") if n >= _SCIPY_FROM and is_serial() else _by_torch(matrices)
@@ -113,15 +126,13 @@ def _by_torch(matrices: Tensor) -> Eigen:
 
 
 def _by_scipy(matrices: Tensor, driver: str) -> Eigen:
-    """LAPACK's divide and conquer (``"evd"``) or, where that fails, QR iterations (``"ev"``), one after the other."""
-    pairs = []
+    """LAPACK's divide and conquer (``"evd"``) or QR iterations (``"ev"``), one after the other and in place."""
+    values = []
     for matrix in matrices.numpy():
-        try:
-            pair = scipy.linalg.eigh(matrix.T, lower=False, driver=driver, check_finite=False)
-        except np.linalg.LinAlgError:
-            pair = scipy.linalg.eigh(matrix.T, lower=False, driver="ev", check_finite=False)
-        pairs.append((torch.from_numpy(pair[0]), torch.from_numpy(pair[1])))
-    return _stack(pairs)
+        own, vectors = scipy.linalg.eigh(matrix.T, lower=False, driver=driver, check_finite=False, overwrite_a=True)
+        np.copyto(matrix.T, vectors)  # where they lie already
+        values.append(torch.from_numpy(own))
+    return torch.stack(values), matrices.mT
 
 
 def _stack(pairs: list[Eigen]) -> Eigen:

@@ -48,8 +48,9 @@ class ThinEigenPairs(EigenPairs):
         """Orthogonal eigenvectors ``[G, d, d]``: ``Xᵀ [G, d, n]`` times the combinations ``[G, n, r]``, completed."""
         leading = (self.rows.double().mT @ self.combinations).to(self.rows.dtype)
         groups, size = self.values.shape
-        identity = torch.eye(size, dtype=leading.dtype, device=leading.device).expand(groups, size, size)
-        return torch.ormqr(*torch.geqrf(leading), identity).contiguous()
+        rows = leading.new_zeros(groups, size, size)  # transposed, as LAPACK goes by columns: it works in place
+        rows.diagonal(dim1=1, dim2=2).fill_(1)
+        return torch.ormqr(*torch.geqrf(leading), rows.mT, transpose=True, out=rows.mT).mT
 
 
 class GramSum:
