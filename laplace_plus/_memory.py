@@ -124,10 +124,7 @@ def require_free(n_bytes: int, what: str, device: torch.device, fix: str) -> Non
 
 
 def require_room(n_bytes: int, what: str, device: torch.device, *, if_given: bool = False) -> None:
-    """Raise :class:`ConfigurationError` unless the memory budget holds an array that cannot be cut any further.
-
-    With ``if_given`` the default budget, which is a part of the free memory, refuses nothing.
-    """
+    """Raise :class:`ConfigurationError` unless the budget (``if_given``: only a given one) holds what cannot be cut."""
     available = budget(device)
     if n_bytes > available and (_given.get() or not if_given):
         raise ConfigurationError(

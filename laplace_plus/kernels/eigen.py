@@ -1,11 +1,10 @@
 """Symmetric eigendecompositions of factors: batched for equal sizes, and by the fastest solver on a GPU.
 
 On CUDA, the time of ``torch.linalg.eigh`` varies by a factor of a hundred with the size, the batch and the solver's
-version. A batch of 500 matrices of 100 × 100 has been reported to take 914 ms instead of 8 ms (pytorch#174674), with a
-step between n = 32 and 33 (pytorch#175585). Therefore the batched call, one call for each matrix and LAPACK on the CPU
-are timed once for each size. The CPU uses LAPACK, on one thread SciPy's and otherwise torch's. On one core of an EPYC
-(Zen 4), SciPy's divide and conquer takes 1.4 times less time than torch's at n = 1025. Where it does not converge,
-slower QR iterations take over.
+version (pytorch#174674, pytorch#175585). Therefore the batched call, one call for each matrix and LAPACK on the CPU are
+timed once for each size. The CPU uses LAPACK, on one thread SciPy's and otherwise torch's. On one core of an EPYC
+(Zen 4), SciPy's divide and conquer takes 1.4 times less time than torch's at n = 1025, and slower QR iterations take
+over where it does not converge.
 
 Sums of outer products are often rank-deficient, with rows of exact zeros (padding, dead units). Their small eigenvalues
 are rounding errors of the largest one, so all is computed in float64. Rows and columns that are exactly zero are
@@ -15,6 +14,7 @@ removed first, because their unit vectors are eigenvectors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import scipy
@@ -32,11 +32,12 @@ _SCIPY_FROM = 64
 """Size from which SciPy's solver repays its overhead for each call."""
 
 
-def symmetric_eigen(matrix: Tensor) -> Eigen:
+def symmetric_eigen(matrix: Tensor, driver: str = "evd") -> Eigen:
     """Eigenvalues and eigenvectors of symmetric matrices, ``A = V diag(λ) Vᵀ``, computed in float64.
 
     Args:
         matrix: A, ``[..., n, n]``; only the lower triangles are read.
+        driver: SciPy's, where that is the solver: ``"evd"``, or ``"ev"``, which takes over where that fails.
 
     Returns:
         λ, ``[..., n]``: first a zero for each row of zeros, then the others in ascending order; and V with eigenvectors
@@ -45,11 +46,6 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
     Raises:
         ConfigurationError: Not square floating matrices; or a given budget that does not hold the solver's 3 or 4 more.
         NonFiniteError: The matrix has NaN or infinite entries.
-
-    Example:
-        >>> values, vectors = symmetric_eigen(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-        >>> values
-        tensor([1., 3.])
     """
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.is_floating_point():
         raise ConfigurationError(
@@ -64,7 +60,7 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
     room = (8 * (batch + 2 if serial else 2 * batch + 2) - batch * dtype.itemsize) * n**2
     if room > 16 * CACHE_BYTES:
         require_room(room, f"the eigendecomposition of a factor with {n:,} rows", matrix.device, if_given=True)
-    lower = _lower(matrix)
+    lower = matrix.detach().to(torch.float64, copy=True).reshape(-1, n, n).tril_()
     require_finite(lower)
     used = (lower != 0).any(0)
     alive = used.any(0) | used.any(1)
@@ -72,10 +68,11 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
     if part := 0 < len(zeros) < n:
         lower = lower[:, keep[:, None], keep]
     try:
-        values, vectors = _decompose(lower)
+        values, vectors = _decompose(lower, driver)
     except np.linalg.LinAlgError:  # after it has overwritten the matrices
-        lower = _lower(matrix)
-        values, vectors = _by_scipy(lower[:, keep[:, None], keep] if part else lower, "ev")
+        if driver == "ev":
+            raise
+        return symmetric_eigen(matrix, "ev")
     if part:
         found, values, vectors = (values, vectors), lower.new_zeros(batch, n), lower.new_zeros(batch, n, n)
         vectors[:, zeros, torch.arange(len(zeros), device=zeros.device)] = 1
@@ -83,10 +80,6 @@ def symmetric_eigen(matrix: Tensor) -> Eigen:
     # Row by row, as a checkpoint holds them: products of a loaded posterior are rounded alike.
     rows = vectors.to(dtype, memory_format=torch.contiguous_format).contiguous()
     return values.to(dtype).reshape(matrix.shape[:-1]), rows.reshape(matrix.shape)
-
-
-def _lower(matrix: Tensor) -> Tensor:
-    return matrix.detach().to(torch.float64, copy=True).reshape(-1, *matrix.shape[-2:]).tril_()
 
 
 def require_finite(matrix: Tensor) -> None:
@@ -100,14 +93,16 @@ def require_finite(matrix: Tensor) -> None:
         )
 
 
-def _decompose(matrices: Tensor) -> Eigen:
+def _decompose(matrices: Tensor, driver: str) -> Eigen:
     """Decompose finite ``[B, n, n]`` of float64, which may be overwritten."""
     batch, n, _ = matrices.shape
     if not matrices.is_cuda:
-        return _by_scipy(matrices, "evd") if n >= _SCIPY_FROM and is_serial() else _by_torch(matrices)
+        return _by_scipy(matrices, driver) if n >= _SCIPY_FROM and is_serial() else _by_torch(matrices)
     candidates: dict[str, Callable[[], Eigen]] = {
         REFERENCE: lambda: _by_torch(matrices),
-        "torch, one by one": lambda: _stack([torch.linalg.eigh(matrix) for matrix in matrices]),
+        "torch, one by one": lambda: cast(
+            Eigen, tuple(map(torch.stack, zip(*map(torch.linalg.eigh, matrices), strict=True)))
+        ),
         "LAPACK on the CPU": lambda: _by_torch(matrices.cpu()),
     }
     key = ("symmetric_eigen", matrices.device, n, *size_class(batch))
@@ -133,8 +128,3 @@ def _by_scipy(matrices: Tensor, driver: str) -> Eigen:
         np.copyto(matrix.T, vectors)  # where they lie already
         values.append(torch.from_numpy(own))
     return torch.stack(values), matrices.mT
-
-
-def _stack(pairs: list[Eigen]) -> Eigen:
-    values, vectors = zip(*pairs, strict=True)
-    return torch.stack(values), torch.stack(vectors)
