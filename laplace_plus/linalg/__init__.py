@@ -22,6 +22,7 @@ Estimates come as an :class:`Estimate` with a standard error, solutions as a :cl
 """
 
 from laplace_plus.linalg.arnoldi import ArnoldiDecomposition, LanczosDecomposition, arnoldi, lanczos
+from laplace_plus.linalg.arnoldi_functions import arnoldi_function, of_eigenvalues, phi
 from laplace_plus.linalg.bidiagonalization import Bidiagonalization, bidiagonalize
 from laplace_plus.linalg.block_lanczos import BlockLanczosDecomposition, block_lanczos
 from laplace_plus.linalg.cg import CGSolution, cg
@@ -65,6 +66,9 @@ __all__ = [
     "Diagonal",
     "Estimate",
     "FunctionValue",
+    "arnoldi_function",
+    "of_eigenvalues",
+    "phi",
     "Identity",
     "Kronecker",
     "LanczosDecomposition",

@@ -69,7 +69,7 @@ def matrix_function(
 
     Costs one product (of the stack) per step and memory for K vectors each. Exact once K reaches the number of distinct
     eigenvalues, and for polynomials of degree below K. Otherwise the error is at most 2‖v‖ times that of the best
-    polynomial of degree K − 1 on the spectrum. Operators that are not symmetric are refused.
+    polynomial of degree K − 1 on the spectrum. Other operators: :func:`~laplace_plus.linalg.arnoldi_function`.
 
     The value is differentiable in v, in the tensors that A depends on, and in those that f depends on.
     ``gradient="krylov"``: for a cotangent u, ``f(A) u`` on the Krylov space of u is the gradient in v, and the
