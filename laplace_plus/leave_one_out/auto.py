@@ -9,9 +9,10 @@ helps predictions. The default therefore scales the covariance by its leave-one-
    selection, at the precision that training acted with; see :mod:`laplace_plus.leave_one_out.training_end`. Of few
    weights without normalisation the exact matrix gives ``f₋ₙ = f + V₋ₙ g``.
 3. Of the covariance's scales from 1 (10 for a part of the weights) to 10⁻⁶, the least one is taken that keeps 85
-   percent of what the best would gain over the network. A scale leaves the order of inputs by their uncertainty, which
-   a larger precision would not. Where none gains, the link ``"network"`` leaves the network's own probabilities, and
-   the posterior at scale 1 still says how unsure they are.
+   percent of what the best would gain over the network; or that of the least mean of this loss and the loss at
+   midpoints of neighbouring data, if that is wider, see :mod:`laplace_plus.leave_one_out.midpoints`. A scale leaves the
+   order of inputs by their uncertainty, which a larger precision would not. Where none gains, the link ``"network"``
+   leaves the network's own probabilities, and the posterior at scale 1 still says how unsure they are.
 
 In regression outputs are displaced so that residuals grow to what
 :func:`~laplace_plus.evidence.noise_from_residuals` finds for new data. The noise then has the closed form of
@@ -42,6 +43,7 @@ from laplace_plus.evidence.noise import noise_from_residuals, trained_size
 from laplace_plus.evidence.tuning import Tunable, TuningResult, tunes_noise
 from laplace_plus.evidence.validation import Validation
 from laplace_plus.leave_one_out.leverages import Leverages
+from laplace_plus.leave_one_out.midpoints import midpoints
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Deletions
 from laplace_plus.leave_one_out.training_end import DECAY_RATIO, training_end
 from laplace_plus.leave_one_out.tuning import LeaveOneOut
@@ -72,7 +74,7 @@ UNFINISHED = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class AutoTuning(TuningResult):
-    """What the default tuning chose; ``value`` is minus the mean leave-one-out (or held-out) loss in nats.
+    """What the default tuning chose; ``value`` is minus the mean loss in nats, left out (and at midpoints) or held out.
 
     Attributes:
         chosen: ``"marginal_likelihood"``, ``"leave_one_out"`` (another scale), ``"network"`` (predictions are
@@ -83,6 +85,7 @@ class AutoTuning(TuningResult):
         evidence: The tuning by the marginal likelihood; None for ``"validation"``.
         scales: Factors on the covariance that were compared, G of them.
         losses: The mean leave-one-out loss of each, ``[G]``.
+        midpoint_losses: The mean loss of each at midpoints of neighbouring data, ``[G]``; None where there are none.
     """
 
     chosen: str
@@ -92,6 +95,7 @@ class AutoTuning(TuningResult):
     evidence: TuningResult | None = None
     scales: tuple[float, ...] = ()
     losses: Tensor | None = None
+    midpoint_losses: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -205,17 +209,34 @@ class Auto:
         tuner = LeaveOneOut(1.0, link=self.link, n_samples=self.n_samples)
         part = size < trained_size(posterior.network) and (noisy or end is not None)
         scales = SCALES if part else SCALES[SCALES.index(1.0) :]
-        search = partial(tuner._search, deletions, precision, torch.ones(1, device="cpu"), scales)
+        ones = torch.ones(1, device="cpu")
+        search = partial(tuner._search, base=precision, levels=ones, scales=scales, seed=seed, progress=progress)
         try:
-            losses, noises, _, _ = search(seed=seed, noisy=noisy, progress=progress)
+            losses, noises, _, _ = search(deletions, noisy=noisy)
         except NotPositiveDefiniteError:  # a datum that determines a weight alone, within rounding
             deletions.leverages = "first_order"
-            losses, noises, _, _ = search(seed=seed, noisy=noisy, progress=progress)
-        least, last = float(losses.min()), float(losses[-1])
-        own = not noisy and self.link is None and "network" in model.likelihood.links and last - least <= NEGLIGIBLE
-        enough = losses <= least + (TOLERANCE if noisy else SHARE * (last - least))
-        best = 0 if own else int(enough.nonzero()[0 if noisy else -1])
-        value = last if own else float(losses[best])
+            losses, noises, _, _ = search(deletions, noisy=noisy)
+        between = None
+        if model.likelihood.is_classifier and rows == n_data:
+            try:
+                undisplaced = midpoints(posterior, data, precision, int(min(ENOUGH, room)))
+                between = None if undisplaced is None else search(undisplaced, noisy=False)[0]
+            except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
+                failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
+        between = between if between is not None and bool(between.isfinite().all()) else None
+        # Each is blind to some of the loss at new data: of two scales the wider one is taken.
+        both = [(losses, SHARE)] if between is None else [(losses, SHARE), ((losses + between) / 2, 0.0)]
+        may_step_back = not noisy and self.link is None and "network" in model.likelihood.links
+        at: list[int] = []
+        for one, part_given_up in both:
+            gain = float(one[-1] - one.min())
+            enough = one <= one.min() + (TOLERANCE if noisy else part_given_up * gain)
+            own = may_step_back and gain <= NEGLIGIBLE
+            at.append(len(scales) if own else int(enough.nonzero()[0 if noisy else -1]))
+        best = min(at)
+        compared, own = both[at.index(best)][0], best == len(scales)
+        best, last = 0 if own else best, float(compared[-1])
+        value = last if own else float(compared[best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
             chosen = "network"
@@ -252,4 +273,5 @@ class Auto:
             evidence=evidence,
             scales=scales,
             losses=losses,
+            midpoint_losses=between,
         )

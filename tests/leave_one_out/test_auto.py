@@ -13,6 +13,7 @@ import laplace_plus as lp
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.evidence import noise_from_residuals
 from laplace_plus.leave_one_out import auto
+from laplace_plus.leave_one_out import midpoints as midpoints_module
 from laplace_plus.leave_one_out import training_end as end_module
 from laplace_plus.leave_one_out.predictions import Deletions
 from laplace_plus.leave_one_out.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
@@ -124,6 +125,87 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch
     assert found.expected_gain == pytest.approx(float(wanted[-1] - min(wanted)), abs=1e-7)
 
 
+@pytest.mark.parametrize("kept", [1e8, 30 * 30 / 2])
+@pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal])
+def test_losses_at_midpoints_are_those_of_dense_formulas(cls, kept, monkeypatch):
+    """Of an over-confident network, and with every second example alone where not all are kept."""
+    monkeypatch.setattr(midpoints_module, "KEPT", kept)
+    net, x, y = linear_problem(classification=True)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter *= 10
+    data = [(x[:12], y[:12]), (x[12:], y[12:])]
+    posterior = cls(net, "classification").fit(data)
+    posterior.fit_prior_precision(lp.Auto(link="probit", training_prior_precision=3.0))
+    found = posterior.tuning
+    if kept < 1e8:
+        chosen = torch.cat([torch.linspace(0, 11, 6), 12 + torch.linspace(0, 17, 9)]).round().long()
+        x, y = x[chosen], y[chosen]
+    ends = [
+        (own, other)
+        for own in range(len(x))
+        for other in sorted(range(len(x)), key=lambda k: float((x[k] - x[own]).norm()))[1:6]
+    ]
+    between = torch.stack([(x[own] + x[other]) / 2 for own, other in ends])
+    labels = torch.stack([y[own] for own, _ in ends])
+    wanted = []
+    for scale in found.scales:
+        one = copy.copy(posterior)
+        one.covariance_scale = scale
+        wanted.append(-one.predictive(between, link="probit").log_prob(labels).mean())
+    torch.testing.assert_close(found.midpoint_losses, torch.stack(wanted).detach(), rtol=1e-6, atol=1e-9)
+    both = (found.losses + found.midpoint_losses) / 2
+    least, last = float(found.losses.min()), float(found.losses[-1])
+    narrow = int((found.losses <= least + auto.SHARE * (last - least)).nonzero()[-1])
+    best = min(narrow, int(both.argmin()))
+    compared = found.losses if best == narrow else both
+    assert posterior.covariance_scale == found.scales[best]
+    assert found.expected_gain == pytest.approx(float(compared[-1] - compared[best]), rel=1e-9)
+    assert found.expected_gain > 0.1
+
+
+class Coupled(nn.Linear):
+    """Each example's outputs depend on the others'."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_where_there_are_no_midpoints_leaving_out_decides_alone():
+    net, x, y = linear_problem(classification=True)
+    tokens = torch.arange(30) % 3
+    coupled = Coupled(3, 2).double()
+    embedding = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)).double()
+    positions = x.view(5, 6, 3), y.view(5, 6)
+    cases = {
+        "tokens": (embedding, [(tokens, y)]),
+        "coupled": (coupled, [(x, y)]),
+        "positions": (net, [positions]),
+        "few": (net, [(x[:5], y[:5])]),
+    }
+    for name, (network, data) in cases.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoGainWarning)
+            found = lp.Diagonal(network, "classification").fit(data).fit_prior_precision().tuning
+        assert found.midpoint_losses is None and found.losses.isfinite().all(), name
+        assert ("Midpoints were not compared: " in found.why) == (name == "coupled")
+
+
+def test_a_network_may_refuse_midpoints():
+    class Codes(nn.Linear):
+        def forward(self, x):
+            if not torch.equal(x, x.round()):
+                raise ValueError("codes are whole numbers")
+            return super().forward(x)
+
+    _, x, y = linear_problem(classification=True)
+    posterior = lp.Diagonal(Codes(3, 2).double(), "classification").fit([((4 * x).round(), y)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGainWarning)
+        found = posterior.fit_prior_precision().tuning
+    assert found.midpoint_losses is None and "Midpoints were not compared: " in found.why
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("exact", [True, False])
 def test_where_training_ended(share, exact, monkeypatch):
@@ -196,6 +278,7 @@ def test_where_no_posterior_gains_the_network_predicts(likelihood, monkeypatch, 
     found = posterior.tuning
     assert (found.chosen, found.expected_gain, posterior.link) == ("network", 0.0, "network")
     assert found.value == -float(found.losses[-1]) and found.prior_precision == found.evidence.prior_precision
+    assert found.midpoint_losses is not None
     probabilities = net(x).softmax(-1) if likelihood == "classification" else net(x).sigmoid()
     posterior.save(tmp_path / "saved")
     for one in (posterior, lp.load(tmp_path / "saved", net), copy.copy(posterior)):
@@ -370,7 +453,7 @@ def test_a_datum_that_determines_a_weight_is_displaced_in_first_order(monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGainWarning)
         found = lp.KFAC(net, "classification").fit([(x, y)]).fit_prior_precision().tuning
-    assert seen == ["full", "first_order"] and found.losses.isfinite().all()
+    assert seen == ["full", "first_order", "first_order"] and found.losses.isfinite().all()
 
 
 class Failing(list):
@@ -419,7 +502,7 @@ def test_an_error_of_the_loader_or_the_network_is_not_taken_for_a_missing_deriva
             torch.testing.assert_close(one.predictive(x).mean, before, rtol=0, atol=0)
         else:  # another way to the same derivatives
             assert where == "network"
-            assert one.tuning.why == expected.why
+            assert one.tuning.why == expected.why or "Midpoints were not compared: " in one.tuning.why
             torch.testing.assert_close(one.tuning.losses, expected.losses)
     assert raised == last if where == "loader" else raised > 0
     assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
