@@ -355,13 +355,22 @@ def cut(inputs: Any, examples: slice | list[int]) -> Any:
     return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
-def thinned(batch: Batch, share: float) -> Batch:
-    """Evenly spread examples of a batch; the whole batch where it cannot be cut, or all are wanted."""
-    size = len(batch.target)
-    if share == 1 or not can_be_cut(batch.inputs, size):
-        return batch
-    chosen = torch.linspace(0, size - 1, max(1, round(share * size))).round().long().tolist()
-    return Batch(cut(batch.inputs, chosen), batch.target[chosen])
+def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
+    """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
+    owed = 1.0
+    for batch in batches:
+        size = len(batch.target)
+        if share == 1 or not can_be_cut(batch.inputs, size):
+            yield batch
+            continue
+        count = round(share * size)
+        if not count:  # of many small batches, some give one example
+            owed += share * size
+            if owed < 1:
+                continue
+            owed, count = owed - 1, 1
+        chosen = torch.linspace(0, size - 1, count).round().long().tolist()
+        yield Batch(cut(batch.inputs, chosen), batch.target[chosen])
 
 
 def describe(tree: Any) -> str:

@@ -219,7 +219,7 @@ class Auto:
         between = None
         if model.likelihood.is_classifier and rows == n_data:
             try:
-                undisplaced = midpoints(posterior, data, precision, int(min(ENOUGH, room)))
+                undisplaced = midpoints(posterior, data, first, precision, int(min(ENOUGH, room)))
                 between = None if undisplaced is None else search(undisplaced, noisy=False)[0]
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"

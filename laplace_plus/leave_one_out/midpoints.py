@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import iterate, thinned
+from laplace_plus.batches import Batch, iterate, thinned
 from laplace_plus.curvature.gradients import runs_apart
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.evidence.tuning import Tunable
@@ -28,29 +28,26 @@ KEPT = 1e8
 """Numbers of the inputs among which neighbours are searched, and of distances; of more, evenly spread examples."""
 
 
-def midpoints(posterior: Tunable, data: Iterable[Any], precision: Tensor, most: int) -> Deletions | None:
+def midpoints(posterior: Tunable, data: Iterable[Any], first: Batch, precision: Tensor, most: int) -> Deletions | None:
     """At most so many midpoints, each with the label of its first end, as data that are left out: undisplaced.
 
-    One pass over the data. None where inputs are no single floating tensor of one shape, or are too few.
+    One pass over the data, of which ``first`` is the first batch. None where inputs are no single floating tensor of
+    one shape, or are too few.
 
     Raises:
         UnsupportedError: The network does not run on each example alone.
     """
-    network, n_data = posterior.network, posterior.n_data
-    parts: list[tuple[Tensor, Tensor]] = []
-    count, size, share = n_data, 0, 1.0
-    for batch in iterate(data, device=network.device):
-        x = batch.inputs
-        if not (isinstance(x, Tensor) and x.is_floating_point()) or parts and x.shape[1:] != parts[0][0].shape[1:]:
-            return None
-        if not parts:
-            if runs_apart(network, batch) is False:
-                raise UnsupportedError("An example's outputs depend on the others.")
-            count = min(count, int(min(most, KEPT / x[0].numel())) // NEIGHBOURS)
-            size, share = len(x), min(1.0, KEPT / (n_data * max(x[0].numel(), count)))
-        some = thinned(batch, share)
-        parts.append((some.inputs, some.target))
-    x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+    network, n_data, x = posterior.network, posterior.n_data, first.inputs
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return None
+    if runs_apart(network, first) is False:
+        raise UnsupportedError("An example's outputs depend on the others.")
+    count = min(n_data, int(min(most, KEPT / x[0].numel())) // NEIGHBOURS)
+    share = min(1.0, KEPT / (n_data * max(x[0].numel(), count)))
+    parts = list(thinned(iterate(data, device=network.device), share))
+    if any(part.inputs.shape[1:] != x.shape[1:] for part in parts):
+        return None
+    size, x, y = len(x), torch.cat([part.inputs for part in parts]), torch.cat([part.target for part in parts])
     if len(x) <= NEIGHBOURS or not count:
         return None
     chosen = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().to(x.device)

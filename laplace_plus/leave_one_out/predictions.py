@@ -318,8 +318,7 @@ class Deletions:
         sets = model.factor_sets(wanted, self.temperature)
         own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
-        for number, whole in enumerate(loader):
-            batch = thinned(whole, self.share)
+        for number, batch in enumerate(thinned(loader, self.share)):
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
             fitted.add(raw, batch.target)

@@ -97,8 +97,7 @@ def training_end(
     gradient, n_examples = torch.zeros_like(vector), 0
     n_numbers = share * n_data * model.n_outputs
     exact = len(vector) <= max(FEW, min(MANY, DETERMINED * n_numbers)) and n_numbers * len(vector) ** 2 <= OPERATIONS
-    for entire in iterate(data, device=network.device):
-        batch = thinned(entire, share)
+    for batch in thinned(iterate(data, device=network.device), share):
         if curvature is None:
             exact = exact and not _is_normalised(whole, batch.inputs)
         structure: Structure = FullStructure() if exact else KroneckerStructure()
