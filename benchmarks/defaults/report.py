@@ -192,14 +192,16 @@ Seconds of processor time are those of KFAC's fit and default tuning.
 def page(rows: Rows) -> str:
     """The page of all rows."""
     pairs = pairs_of(rows)
-    held = [pair for pair in pairs if not CELLS[pair.cell].development]
-    known = [pair for pair in pairs if CELLS[pair.cell].development]
-    counts = [len({pair.cell for pair in part}) for part in (known, held)]
+    parts = {}
+    for kind, development in (("development", True), ("held-out", False)):
+        part = [pair for pair in pairs if CELLS[pair.cell].development is development]
+        if part:
+            parts[f"{len({pair.cell for pair in part})} {kind} cells"] = part
     n_seeds = len({row["seed"] for row in rows if DEFAULT in row})
     lines = ["# The default tuning, cell by cell", "", INTRODUCTION.strip(), "", "## Bars", ""]
     lines += [f"Means over {n_seeds} seeds. Shares are of pairs of a cell and a class of posteriors.", ""]
-    lines += markdown_rule(["", "asked", f"{counts[0]} development cells", f"{counts[1]} held-out cells"])
-    lines += [markdown_line([title, asked, figure(known), figure(held)]) for title, asked, figure in _bars()]
+    lines += markdown_rule(["", "asked", *parts])
+    lines += [markdown_line([title, asked, *map(figure, parts.values())]) for title, asked, figure in _bars()]
     chosen = Counter(row["chosen"] for pair in pairs for row in pair.rows)
     lines += ["", "The default chose " + ", ".join(f"{key} {n} times" for key, n in chosen.most_common()) + ".", ""]
     lines += ["## NLL", "", TABLES.strip(), "", *_nll(pairs), "", "## Other scores", "", SCORES.strip(), ""]
