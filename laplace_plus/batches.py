@@ -355,24 +355,6 @@ def cut(inputs: Any, examples: slice | list[int]) -> Any:
     return _map(lambda leaf: cut(leaf, examples) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
-def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
-    """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
-    owed = 1.0
-    for batch in batches:
-        size = len(batch.target)
-        if share == 1 or not can_be_cut(batch.inputs, size):
-            yield batch
-            continue
-        count = round(share * size)
-        if not count:  # of many small batches, some give one example
-            owed += share * size
-            if owed < 1:
-                continue
-            owed, count = owed - 1, 1
-        chosen = torch.linspace(0, size - 1, count).round().long().tolist()
-        yield Batch(cut(batch.inputs, chosen), batch.target[chosen])
-
-
 def describe(tree: Any) -> str:
     """A tree's dtypes and shapes, as one line for an error message.
 

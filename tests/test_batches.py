@@ -551,16 +551,3 @@ def test_data_without_an_end_are_said_to_be_such(monkeypatch):
             posterior.fit(itertools.repeat(batch))
         posterior.fit([batch] * 30)
         posterior.fit(itertools.repeat(batch, 20))
-
-
-THINNED = [([1] * 100, 0.05, 6), ([3, 2] * 20, 0.1, 11), ([40, 60], 0.1, 10)]
-
-
-@pytest.mark.parametrize(("sizes", "share", "counts"), THINNED)
-def test_small_batches_are_thinned_to_a_share_of_all(sizes, share, counts):
-    numbers = torch.arange(sum(sizes))
-    found = list(batches.thinned((batches.Batch(part, part) for part in numbers.split(sizes)), share))
-    assert len(found[0].target) > 0
-    assert sum(len(part.target) for part in found) == counts
-    kept = torch.cat([part.target for part in found])
-    assert float(kept.double().mean()) == pytest.approx(sum(sizes) / 2, rel=0.1)  # evenly spread

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, in_words
-from laplace_plus.batches import iterate, thinned
+from laplace_plus.batches import Batch, can_be_cut, cut, iterate
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.tuning import Tunable, check_positive
@@ -378,6 +378,23 @@ class Deletions:
                 got=f"a largest leverage of {float(values.max()):.3g}",
                 fix=fix,
             )
+
+
+def thinned(batches: Iterable[Batch], share: float) -> Iterator[Batch]:
+    """Evenly spread examples of each batch, of the first one at least; batches that cannot be cut stay whole."""
+    owed = 1.0
+    for batch in batches:
+        size = len(batch.target)
+        count = round(share * size)
+        if not count:  # of many small batches, some give one example
+            owed += share * size
+            count = int(owed)
+            owed -= count
+        if share == 1 or not can_be_cut(batch.inputs, size):
+            yield batch
+        elif count:
+            chosen = torch.linspace(0, size - 1, count).round().long().tolist()
+            yield Batch(cut(batch.inputs, chosen), batch.target[chosen])
 
 
 def check_choices(leverages: Any, unit: Any) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.batches import iterate, thinned
+from laplace_plus.batches import iterate
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
 from laplace_plus.curvature.gradients import evaluate
 from laplace_plus.curvature.linearization import ADModes, Linearization, Pullback
@@ -37,6 +37,7 @@ from laplace_plus.errors import UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.normalized_groups import REST, normalized_groups
 from laplace_plus.leave_one_out.leverages import Covariances, factor_covariances
+from laplace_plus.leave_one_out.predictions import thinned
 from laplace_plus.network import Network
 
 LOSS_RATIO, BLOCKS_RATIO = 35.0, 45.0

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError, NoGainWarning
 from laplace_plus.evidence import noise_from_residuals
 from laplace_plus.leave_one_out import auto
 from laplace_plus.leave_one_out import midpoints as midpoints_module
 from laplace_plus.leave_one_out import training_end as end_module
-from laplace_plus.leave_one_out.predictions import Deletions
+from laplace_plus.leave_one_out.predictions import Deletions, thinned
 from laplace_plus.leave_one_out.training_end import BLOCKS_RATIO, DECAY_RATIO, LOSS_RATIO, training_end
 
 
@@ -506,3 +507,16 @@ def test_an_error_of_the_loader_or_the_network_is_not_taken_for_a_missing_deriva
             torch.testing.assert_close(one.tuning.losses, expected.losses)
     assert raised == last if where == "loader" else raised > 0
     assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
+
+
+THINNED = [([1] * 100, 0.05, 6), ([3, 2] * 20, 0.1, 11), ([40, 60], 0.1, 10)]
+
+
+@pytest.mark.parametrize(("sizes", "share", "counts"), THINNED)
+def test_small_batches_are_thinned_to_a_share_of_all(sizes, share, counts):
+    numbers = torch.arange(sum(sizes))
+    found = list(thinned((Batch(part, part) for part in numbers.split(sizes)), share))
+    assert len(found[0].target) > 0
+    assert sum(len(part.target) for part in found) == counts
+    kept = torch.cat([part.target for part in found])
+    assert float(kept.double().mean()) == pytest.approx(sum(sizes) / 2, rel=0.1)  # evenly spread
