@@ -4,7 +4,7 @@
 
 The texts are documentation strings of installed packages. A small transformer is pre-trained by guessing masked words
 in all of them. It is then adapted by LoRA, without weight decay, to a few labelled texts of eight packages.
-Unfamiliar texts are from packages without a label. It takes about ten minutes on one core.
+Unfamiliar texts are from packages without a label. Five seeds take about half an hour on one core.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ transformer of two layers and 64 units, pre-trained on masked words of documenta
 {train} labelled texts which of {classes} packages a text is from: rank 8 on all linear layers, and a classifier.
 Package names are masked. Scores are on {test} other texts. OOD AUROC is against texts of six packages without a label,
 by the entropy of the prediction, and by the mutual information. The temperature is fitted to {held} held-out texts,
-which no other row sees. Posteriors have their defaults; `lp.TrainingFreeLoRA` takes the training texts
-as anchors. Means over seeds, ± the standard error of the difference to the adapted network.
+which no other row sees. Posteriors have their defaults; `lp.TrainingFreeLoRA` takes the training texts as anchors.
+Means over seeds, ± the standard error of the difference to the adapted network.
 """
 
 
