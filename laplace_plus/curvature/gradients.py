@@ -298,6 +298,17 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
         yield part, Gradients(network, capture_batch(network, part))
 
 
+def pieces(network: Network, inputs: Any, bytes_each: int, allowed: int) -> list[Any]:
+    """A batch's inputs, in parts of ``allowed`` bytes where they take more and examples do not depend on each other."""
+    size = batches.batch_size(inputs) if bytes_each else 0
+    if bytes_each * size <= allowed or size == 1 or not batches.can_be_cut(inputs, size):
+        return [inputs]
+    if network.can_cut is None:
+        network.can_cut = runs_apart(network, Batch(inputs, torch.empty(size)))
+    parts = _memory.slices(size, bytes_each, allowed if network.can_cut else bytes_each * size)
+    return [batches.cut(inputs, part) for part in parts]
+
+
 def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> bool | None:
     """Whether an example's outputs do not depend on the others; None where the batch does not tell.
 

@@ -5,18 +5,19 @@ Products of operators over a data loader would otherwise come from different mat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from laplace_plus import batches
 from laplace_plus._memory import budget, slices
 from laplace_plus.batches import Batch, DataSums, same_sum
 from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.gradients import runs_apart
-from laplace_plus.curvature.linearization import ADModes, Linearization
+from laplace_plus.curvature.gradients import pieces, runs_apart
+from laplace_plus.curvature.linearization import ADModes, Linearization, Pullback
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network import Network
@@ -107,11 +108,12 @@ class Stream:
         """One more pass, with the network linearised on each batch; arguments and errors as for :meth:`batches`."""
         vector = self.network.vector()
         for batch in self.batches(name, ordered=ordered, join=join):
-            yield batch, Linearization(self.network, vector, batch.inputs, self.ad_modes)
+            yield batch, linearize(self.network, vector, batch.inputs, self.ad_modes)
 
     def chunks(self, total: int) -> Iterator[slice]:
-        """Slices of ``chunk_size`` of so many vectors."""
-        return slices(total, 1, self.chunk_size)
+        """Slices of so many vectors, of ``chunk_size`` where the budget holds the activations of one example."""
+        each = (self.network.bytes_per_example or 0) // 4
+        return slices(total, 1, max(1, min(self.chunk_size, budget(self.network.device) // max(1, each))))
 
     def _iterate(self, description: str) -> Iterator[Batch]:
         return batches.iterate(self.data, device=self.network.device, progress=self.progress, description=description)
@@ -124,6 +126,37 @@ class Stream:
             got=got,
             fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
         )
+
+
+class _Pieces(Linearization, Pullback):
+    """A batch in parts as large as the first, whose graphs do not outlive a product."""
+
+    def __init__(self, lines: Callable[[], Iterator[Linearization]], first: Any, point: Tensor, outputs: Tensor):
+        self._lines, self._first, self._point, self._known, self.pull = lines, first, point, outputs, self
+
+    @override
+    def push(self, vectors: Tensor) -> Tensor:
+        return torch.cat([line.push(vectors) for line in self._lines()], 1)
+
+    @override
+    def add_to(self, total: Tensor, cotangents: Tensor) -> Tensor:
+        for line, own in zip(self._lines(), cotangents.split(batches.batch_size(self._first), 1), strict=True):
+            line.pull.add_to(total, own)
+        return total
+
+    @override
+    def one(self, cotangent: Tensor) -> Tensor:
+        return self(cotangent[None])[0]
+
+
+@torch.no_grad()
+def linearize(network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes) -> Linearization:
+    """The linearised network on a batch, in parts where both modes' graphs exceed the memory budget."""
+    parts = pieces(network, inputs, 4 * (network.bytes_per_example or 0), budget(network.device))
+    if len(parts) == 1:
+        return Linearization(network, vector, inputs, ad_modes)
+    outputs = network(inputs, network.substitute(vector)).to(vector)
+    return _Pieces(lambda: (Linearization(network, vector, x, ad_modes) for x in parts), parts[0], vector, outputs)
 
 
 def _joined(data: Iterable[Batch], most: int) -> Iterator[Batch]:

@@ -26,7 +26,7 @@ from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.linearization import Linearization
 from laplace_plus.curvature.operators import GGNOperator
-from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
+from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream, linearize
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
@@ -199,7 +199,7 @@ class LossLandscape(Landscape):
             return [_Tangent(self._tangent(batch), len(self.vector), self._stream.chunk_size) for batch in self._kept]
 
     def _tangent(self, batch: Batch) -> Linearization:
-        return Linearization(self.network, self.vector, batch.inputs, self._stream.ad_modes)
+        return linearize(self.network, self.vector, batch.inputs, self._stream.ad_modes)
 
     # -- values and derivatives ----------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from torch import Tensor
 from laplace_plus.batches import iterate
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
 from laplace_plus.curvature.gradients import evaluate
-from laplace_plus.curvature.linearization import ADModes, Linearization, Pullback
+from laplace_plus.curvature.linearization import ADModes, Pullback
+from laplace_plus.curvature.streaming import linearize
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.normalized_groups import REST, normalized_groups
@@ -107,7 +108,7 @@ def training_end(
             flat, targets, weight = likelihood.rows(outputs.double(), batch.target)
             n_examples += len(outputs)
             slope = (likelihood.gradient(flat, targets) * weight[:, None]).view_as(outputs)
-            gradient += Linearization(whole, vector, batch.inputs, modes).pull.one(slope.to(outputs))
+            gradient += linearize(whole, vector, batch.inputs, modes).pull.one(slope.to(outputs))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as failure:  # torch has one type for a missing derivative and for whatever else goes wrong

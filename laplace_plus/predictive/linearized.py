@@ -20,7 +20,7 @@ from torch import Tensor
 from laplace_plus import batches
 from laplace_plus._memory import budget, chunk_bytes, require_free, require_room, slices
 from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import Gradients, runs_apart, same_outputs
+from laplace_plus.curvature.gradients import Gradients, pieces, same_outputs
 from laplace_plus.curvature.native import output_layer_gradients
 from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
@@ -104,17 +104,10 @@ def functional_posteriors(
     """
     again = partial(functional_posteriors, network, factor_sets, differentiable=differentiable, layouts=layouts)
     graph, shared = network.bytes_per_example or 0, outputs is None or isinstance(outputs, (str, slice))
-    if graph > _SMALL_GRAPH and apart and shared and not joint:  # of one example, as the fit has learnt
-        size, allowed = batches.batch_size(inputs), budget(network.device) // 2
-        if graph * size > allowed and size > 1 and batches.can_be_cut(inputs, size):
-            if network.can_cut is None:
-                network.can_cut = runs_apart(network, batches.Batch(inputs, torch.empty(size)))
-            if network.can_cut:
-                parts = [batches.cut(inputs, part) for part in slices(size, graph, allowed)]
-                every = [again(part, outputs=outputs, expected_outputs=expected_outputs) for part in parts]
-                return [
-                    FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*every, strict=True)
-                ]
+    cuts = graph > _SMALL_GRAPH and apart and shared and not joint  # graph of one example, as the fit has learnt
+    if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) > 1:
+        every = [again(part, outputs=outputs, expected_outputs=expected_outputs) for part in parts]
+        return [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*every, strict=True)]
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
     if not shape.numel():

@@ -1,16 +1,20 @@
-"""One fit and one prediction within a memory budget, in a process of its own; prints bytes as JSON.
+"""Calls within a memory budget, in a process of their own; prints bytes as JSON, call by call.
 
-Peaks are those of the process's resident memory above what it had before the call. Freed memory goes back to the
-system, so that nothing that was freed hides what was asked for.
+Peaks are those of the process's resident memory above what it had before the call; what is left is what it has more
+afterwards. Freed memory goes back to the system, so that nothing that was freed hides what was asked for.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import resource
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,9 @@ from torch import Tensor, nn
 
 import laplace_plus as lp
 from benchmarks.limits.measuring import keep_freed_memory, peak_memory
+from benchmarks.limits.models import UNet, resnet18
+
+Data = list[tuple[Tensor, Tensor]]
 
 
 class Transformer(nn.Module):
@@ -34,57 +41,105 @@ class Transformer(nn.Module):
         return self.head(self.layers(hidden).mean(1))
 
 
-def resnet() -> nn.Module:
-    from torchvision.models import resnet18  # noqa: PLC0415  -- only here
-
-    return resnet18(num_classes=10)
-
-
-def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    """A network, two batches' inputs and targets, and the likelihood."""
+def problem(name: str) -> tuple[nn.Module, Data, Any]:
+    """A network, two batches, and the likelihood."""
+    if name == "U-Net":
+        batches = [(torch.randn(2, 3, 256, 256), torch.randint(3, (2, 256, 256))) for _ in range(2)]
+        return UNet(3), batches, lp.Categorical(output_axis=-1)
     if name == "ResNet-18":
-        return resnet(), torch.randn(16, 3, 64, 64), torch.arange(16) % 10, "classification"
-    return Transformer(), torch.randint(1000, (16, 128)), torch.arange(16) % 2, "classification"
+        return resnet18(10), [(torch.randn(8, 3, 64, 64), torch.arange(8) % 10) for _ in range(2)], "classification"
+    return Transformer(), [(torch.randint(1000, (8, 128)), torch.arange(8) % 2) for _ in range(2)], "classification"
 
 
 METHODS: dict[str, Callable[..., Any]] = {
-    "KFAC": lp.KFAC,
     "Diagonal": lp.Diagonal,
+    "KFAC": lp.KFAC,
+    "EKFAC": lambda *args, **options: lp.KFAC(*args, eigenvalue_corrected=True, **options),
     "last layer": lambda *args, **options: lp.Full(*args, parameters="last_layer", **options),
+    "LowRank": lambda *args, **o: lp.LowRank(*args, rank=2, max_restarts=1, remainder_probes=1, remainder_depth=2, **o),
+    "Subnetwork": lambda *args, **options: lp.Subnetwork(*args, lp.LargestMagnitude(50), **options),
+    "SampledLaplace": lambda *args, **o: lp.SampledLaplace(
+        *args, n_samples=2, solver={"name": "cg", "max_iterations": 2}, **o
+    ),
+    "NullSpace": lambda *args, **options: lp.NullSpace(*args, rows="loss", n_samples=2, **options),
+    "VIKING": lambda *args, **options: lp.VIKING(*args, rows="loss", n_samples=2, **options),
+    "Riemannian": lambda *args, **o: lp.Riemannian(*args, tangent="Diagonal", n_samples=1, **o),
+    "MetricBNN": lambda *args, **o: lp.MetricBNN(
+        *args,
+        n_particles=2,
+        n_steps=2,
+        n_refinements=1,
+        latent=lp.LatentModel(dimension=1, hidden=(4,), epochs=2, tolerance=1e9),
+        **o,
+    ),
 }
 
 
-def live() -> dict[int, int]:
-    """Bytes of all tensors' memory that is alive, by address."""
-    storages = [item.untyped_storage() for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+def resident() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def main(name: str, method: str, budget: int) -> dict[str, float]:
+def calls(posterior: Any, data: Data) -> dict[str, Callable[[], Any]]:
+    """What is called, in turn."""
+    x = data[0][0]
+    return {
+        "fit": lambda: posterior.fit(data, generator=torch.Generator().manual_seed(0)) and None,
+        "first prediction": lambda: posterior.predictive(x),
+        "prediction": lambda: posterior.predictive(x),
+        "sampled": lambda: posterior.predictive(x, method="sampled", n_samples=2),
+        "sample": lambda: posterior.sample(2),
+        "tuning": lambda: posterior.fit_prior_precision() and None,
+    }
+
+
+def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    model, x, y, likelihood = problem(name)
     small = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # imports, and buffers that libraries keep
-    METHODS[method](small, "classification").fit([(torch.randn(4, 3), torch.arange(4) % 2)]).predictive(
-        torch.ones(2, 3)
-    )
+    few = [(torch.randn(4, 3), torch.arange(4) % 2)]
+    warm = METHODS[method](small, "classification") if method != "Subnetwork" else lp.Diagonal(small, "classification")
+    for call, function in calls(warm, few).items():
+        try:
+            if wanted == "all" or call in wanted.split(","):
+                function()
+        except lp.LaplaceError:
+            pass
+    model, data, likelihood = problem(name)
+    model.eval()
     with torch.no_grad():
-        model.eval()(x[:1])
+        model(data[0][0][:1])
     keep_freed_memory(False)
+
+    def one_pass() -> None:
+        model.zero_grad()
+        model(data[0][0][:1]).square().sum().backward()
+        model.zero_grad()
+
+    one_pass()
+    found: dict[str, Any] = {"network": sum(p.nbytes for p in model.parameters()), "pass": 1e6 * peak_memory(one_pass)}
     posterior = METHODS[method](model, likelihood, memory_budget=budget)
-    found: list[Any] = []
-    half = len(x) // 2
-    result = {"network": sum(p.nbytes for p in model.parameters())}
-    result["fit"] = 1e6 * peak_memory(lambda: posterior.fit([(x[:half], y[:half]), (x[half:], y[half:])]))
-    gc.collect()
-    held = {id(t): t.nbytes for t in posterior.state()[1].values()}
-    result["state"] = sum(held.values())
-    before = live()
-    result["predict"] = 1e6 * peak_memory(lambda: found.append(posterior.predictive(x[:half])))
-    gc.collect()
-    result["kept"] = sum(size for address, size in live().items() if before.get(address) != size)
-    return result
+    for call, function in calls(posterior, data).items():
+        if wanted != "all" and call not in wanted.split(","):
+            continue
+        before, start = resident(), time.perf_counter()
+        kept: list[Any] = []
+
+        def run(function: Any = function, kept: list[Any] = kept) -> None:
+            kept.append(function())
+
+        try:
+            peak = 1e6 * peak_memory(run)
+        except (lp.LaplaceError, NotImplementedError) as error:
+            found[call] = {"failed": f"{type(error).__name__}: {error}"[:200]}
+            if call == "fit":
+                break
+            continue
+        found[call] = {"peak": peak, "left": max(0, resident() - before), "seconds": time.perf_counter() - start}
+        kept.clear()
+    return found
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    sys.stdout.write(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), (*sys.argv, "all")[4])))

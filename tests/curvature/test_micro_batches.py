@@ -10,6 +10,7 @@ import laplace_plus as lp
 from laplace_plus._memory import budget, memory_budget, parse_bytes
 from laplace_plus.batches import Batch, can_be_cut, cut
 from laplace_plus.curvature.gradients import micro_batches
+from laplace_plus.curvature.operators import GGNOperator, JacobianOperator
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.network import Network
 
@@ -70,6 +71,22 @@ def test_smaller_budgets_make_more_micro_batches() -> None:
     assert sum(sizes(2**16)) == 20
     assert len(sizes(2**14)) > len(sizes(2**16)) > 1
     assert max(sizes(2**14)) < max(sizes(2**16))
+
+
+def test_products_with_the_curvature_are_cut_by_the_budget() -> None:
+    model, batches = convolutional(), data(6)
+    sizes: list[int] = []
+    model.register_forward_hook(lambda module, args, outputs: sizes.append(len(args[0])))
+    whole = GGNOperator(model, "classification", batches)
+    jacobian = JacobianOperator(model, batches)
+    vectors, rows = torch.eye(whole.shape[0])[:5].double(), torch.eye(18).double()[3:8]
+    expected = whole(vectors), jacobian(vectors), jacobian.T(rows)
+    with memory_budget(8 * (whole.network.bytes_per_example or 0)):
+        sizes.clear()
+        found = whole(vectors), jacobian(vectors), jacobian.T(rows)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert sizes.count(2) > sizes.count(6) == 3  # all outputs at once, without a graph
 
 
 def test_larger_budgets_make_fewer_micro_batches() -> None:
