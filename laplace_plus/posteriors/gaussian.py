@@ -141,12 +141,12 @@ class GaussianPosterior(Moments):
         accumulate = self.backend.accumulate if accumulate is None else accumulate
         batches = self.batches(data, progress=progress, description=f"{type(self).__name__}: curvature")
 
-        def take(*found: Any) -> None:
-            nonlocal sums, doubt
-            sums, doubt = found
+        def take(found: FitSums) -> None:
+            nonlocal sums
+            sums = found
 
         if self._passes is not None:
-            batches = self._passes.curvature(batches, lambda: (sums, doubt), take)
+            batches = self._passes.curvature(batches, lambda: sums, take)
         for batch in batches:
             if separate and sums is None and self.noise_per_output and getattr(batch.target, "ndim", 1) > 1:
                 self._separate_noise(self.network.forward(batch.inputs).shape[-1])

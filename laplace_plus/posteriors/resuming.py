@@ -11,6 +11,8 @@ from torch import Tensor
 from laplace_plus import io
 from laplace_plus.batches import Batch, DataSums
 from laplace_plus.curvature import Curvature
+from laplace_plus.curvature.structures import Layout
+from laplace_plus.errors import CheckpointError
 from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, identity, kept
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
@@ -58,31 +60,32 @@ class KeptPasses:
         self.generator = torch.Generator().manual_seed(draw_seed(None)) if generator is None else generator
 
     def curvature(
-        self, batches: Iterable[Batch], now: Callable[[], tuple[Any, float]], take: Callable[[FitSums, float], None]
+        self, batches: Iterable[Batch], now: Callable[[], Any], take: Callable[[FitSums], None]
     ) -> Iterator[Batch]:
         """The first pass; ``now`` gives its sums, ``take`` sets them."""
 
         def save() -> Stage:
-            sums, doubt = now()
+            sums = now()
             aside = {name: (one, one.set_aside()) for name, (one, formed) in _sums(sums.curvature).items() if formed}
             blocks, tensors = curvature_state(sums.curvature)
             for name, (one, rows) in aside.items():
                 for part in rows:
                     one.add_rows(part)
                 tensors |= {name: torch.cat(rows, 1)} if rows else {}
-            tensors |= {"statistics": sums.statistics, "doubt": torch.tensor(doubt, dtype=torch.float64)}
-            tensors["random"] = self.generator.get_state()
+            tensors |= {"statistics": sums.statistics, "random": self.generator.get_state()}
             return {"blocks": blocks, "n_data": sums.n_data, "n_outputs": sums.n_outputs}, tensors
 
         def restore(found: Stage) -> None:
             header, tensors = found[0], Part(found[1])
             curvature = restored_curvature(header["blocks"], tensors)
+            first, stored = ([_place(layout) for layout, _ in own] for own in (now().curvature, curvature))
+            if first != stored:
+                raise CheckpointError("The blocks are of other parameters.", expected=f"{first}", got=f"{stored}")
             for name, (one, _) in _sums(curvature).items():
                 if name in tensors:
                     one.add_rows(tensors[name])
             self.generator.set_state(tensors["random"].cpu())
-            sums = FitSums(curvature, tensors["statistics"].cpu(), int(header["n_data"]), int(header["n_outputs"]))
-            take(sums, float(tensors["doubt"]))
+            take(FitSums(curvature, tensors["statistics"].cpu(), int(header["n_data"]), int(header["n_outputs"])))
 
         return kept(self._checkpoint, "curvature", batches, save, restore, self._device)
 
@@ -102,6 +105,10 @@ class KeptPasses:
 
 
 PASSES.append(KeptPasses)
+
+
+def _place(layout: Layout) -> tuple[Any, ...]:
+    return layout.key, layout.names, layout.rule, layout.shape
 
 
 def _sums(curvature: Curvature) -> dict[str, tuple[GramSum, bool]]:

@@ -36,6 +36,9 @@ LIMIT = 20
 """Seconds for one load."""
 SAVED = [*CLASSES, *OTHER, "calibrated Full", "calibrated KFAC"]
 PER_CLASS = {"damaged": 320, "forged header": 240, "forged tensors": 200}
+PASSES = ("Full", "KFAC", "Diagonal", "Subnetwork")
+"""Classes whose fits in one pass can be continued."""
+
 RESUMED = {"damaged": 120, "forged header": 60, "forged tensors": 40}
 
 
@@ -394,7 +397,11 @@ def work(job: str, name: str, folder: str, seed: int) -> Tally:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the address space as Linux shows it")
 def test_files(tmp_path: Path) -> None:
     seed = int(os.environ.get("CAMPAIGN_SEED", "0"))
-    jobs = [("foreign", ""), *(("checkpoints", name) for name in SAVED), *(("resumed", name) for name in SAMPLED)]
+    jobs = [
+        ("foreign", ""),
+        *(("checkpoints", name) for name in SAVED),
+        *(("resumed", name) for name in (*SAMPLED, *PASSES)),
+    ]
     found = Tally()
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         for part in pool.map(work, *zip(*jobs, strict=True), [str(tmp_path)] * len(jobs), [seed] * len(jobs)):

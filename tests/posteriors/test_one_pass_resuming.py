@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import laplace_plus as lp
+from laplace_plus import io
 from laplace_plus.errors import CheckpointError, UnsupportedError
 from laplace_plus.io import checkpoints
 
@@ -143,3 +144,14 @@ def test_what_cannot_continue_says_so(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot continue"):
         lp.LowRank(network(), "classification").fit(batches(), checkpoint=tmp_path / "fit")
     assert not (tmp_path / "fit").exists()
+
+
+@pytest.mark.parametrize("entry", [{"names": ["4.weight"]}, {"key": {}}, {"rule": "general"}])
+def test_sums_of_other_blocks_are_refused(entry, tmp_path):
+    MAKERS["KFAC"](network()).fit(batches(), checkpoint=tmp_path)
+    stage = tmp_path / "curvature"
+    header, tensors = io.read(stage)
+    header["stage"]["blocks"][0] |= entry
+    io.write(stage, header, tensors)
+    with pytest.raises(CheckpointError, match="other parameters|cannot be read"):
+        MAKERS["KFAC"](network()).fit(batches(), checkpoint=tmp_path)
