@@ -249,7 +249,7 @@ class MetricBNN(ResumableFit):
                 f"learning_rate · λ_max is {report.stability:.2g} at the trained weights and {there:.2g} at its end "
                 "(2 is where gradient descent diverges). Use a smaller learning_rate or a smaller step_size.",
                 ConvergenceWarning,
-                stacklevel=7,
+                stacklevel=6,
             )
         if latent is not None and not latent.unexplained <= self.latent.tolerance:
             warnings.warn(
@@ -257,7 +257,7 @@ class MetricBNN(ResumableFit):
                 f"square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, with a larger "
                 "learning_rate or less repulsion, or use posterior.exploration, which needs none.",
                 ConvergenceWarning,
-                stacklevel=7,
+                stacklevel=6,
             )
 
     def _walked(self) -> Explored:

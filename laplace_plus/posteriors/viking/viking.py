@@ -206,7 +206,7 @@ class VIKING(ProjectedNoisePosterior):
         elbo, center = self._elbo(data, start.n_data), self.network
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
-            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice, 7)
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice, 6)
             training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
             center = MovedNetwork(self.network, theta)
@@ -218,7 +218,7 @@ class VIKING(ProjectedNoisePosterior):
         self._history, self._data_sum = history, float(start.sums[0])
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
-        _warn_unless_converged(noise.report, converged, 7)
+        _warn_unless_converged(noise.report, converged, 6)
         size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
         few = (self.n_data * self.n_outputs + size) * size**2 <= AFFORDABLE
         if self.training is not None and self.likelihood.is_classifier and few:
@@ -241,7 +241,7 @@ class VIKING(ProjectedNoisePosterior):
         if worse > TOLERANCE and left.training_nll() >= INTERPOLATION:
             what = f"Where training data are left out, this posterior loses {worse:.2g} nats against the network."
             fix = 'Compare both on held-out data. If it predicts by sampled networks, try method="linearized".'
-            warnings.warn(f"{what} {fix}", NoGainWarning, stacklevel=7)
+            warnings.warn(f"{what} {fix}", NoGainWarning, stacklevel=6)
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
