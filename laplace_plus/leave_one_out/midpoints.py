@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import budget
 from laplace_plus.batches import Batch, iterate
 from laplace_plus.curvature.gradients import runs_apart
 from laplace_plus.errors import UnsupportedError
@@ -25,7 +26,7 @@ NEIGHBOURS = 5
 """Of each example, as in SMOTE. With up to ten, gains were larger, but calibrated networks lost up to .007 nats."""
 
 KEPT = 1e8
-"""Numbers of the inputs among which neighbours are searched, and of distances; of more, evenly spread examples."""
+"""Numbers of the inputs, and of distances, among which neighbours are searched at most; of more, evenly spread ones."""
 
 
 def midpoints(posterior: Tunable, data: Iterable[Any], first: Batch, precision: Tensor, most: int) -> Deletions | None:
@@ -42,8 +43,9 @@ def midpoints(posterior: Tunable, data: Iterable[Any], first: Batch, precision: 
         return None
     if runs_apart(network, first) is False:
         raise UnsupportedError("An example's outputs depend on the others.")
-    count = min(n_data, int(min(most, KEPT / x[0].numel())) // NEIGHBOURS)
-    share = min(1.0, KEPT / (n_data * max(x[0].numel(), count)))
+    kept = min(KEPT, budget(network.device) / 16)  # in float32 the inputs, twice, and the distances, with room
+    count = min(n_data, int(min(most, kept / x[0].numel())) // NEIGHBOURS)
+    share = min(1.0, kept / (n_data * max(x[0].numel(), count)))
     parts = list(thinned(iterate(data, device=network.device), share))
     if any(part.inputs.shape[1:] != x.shape[1:] for part in parts):
         return None

@@ -126,11 +126,12 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch
     assert found.expected_gain == pytest.approx(float(wanted[-1] - min(wanted)), abs=1e-7)
 
 
-@pytest.mark.parametrize("kept", [1e8, 30 * 30 / 2])
+@pytest.mark.parametrize("limit", [{}, {"KEPT": 30 * 30 / 2}, {"budget": lambda device: 16 * 30 * 30 / 2}])
 @pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal])
-def test_losses_at_midpoints_are_those_of_dense_formulas(cls, kept, monkeypatch):
+def test_losses_at_midpoints_are_those_of_dense_formulas(cls, limit, monkeypatch):
     """Of an over-confident network, and with every second example alone where not all are kept."""
-    monkeypatch.setattr(midpoints_module, "KEPT", kept)
+    for name, value in limit.items():
+        monkeypatch.setattr(midpoints_module, name, value)
     net, x, y = linear_problem(classification=True)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -139,7 +140,7 @@ def test_losses_at_midpoints_are_those_of_dense_formulas(cls, kept, monkeypatch)
     posterior = cls(net, "classification").fit(data)
     posterior.fit_prior_precision(lp.Auto(link="probit", training_prior_precision=3.0))
     found = posterior.tuning
-    if kept < 1e8:
+    if limit:
         chosen = torch.cat([torch.linspace(0, 11, 6), 12 + torch.linspace(0, 17, 9)]).round().long()
         x, y = x[chosen], y[chosen]
     ends = [
