@@ -189,9 +189,12 @@ def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
         numbers: Any = {name: float(found[name]) for name in ("temperature", "covariance_scale")}
         check_choice("link", found["link"], posterior.likelihood.links)
         check_positive(temperature=numbers["temperature"])
-        scaling: Any = {
-            name: torch.tensor(found[name], dtype=torch.float64) for name in ("weight", "bias") if found.get(name)
-        }
+        one = (posterior.n_outputs,)
+        shapes = {"weight": (one, 2 * one), "bias": (one,)}
+        scaling: Any = {name: torch.tensor(found[name], dtype=torch.float64) for name in shapes if found.get(name)}
+        for name, own in scaling.items():
+            if own.shape not in shapes[name] or not bool(own.isfinite().all()):
+                raise ValueError(f"{name} {list(own.shape)} for {one[0]} outputs")
         return CalibratedPosterior(
             posterior, **numbers, link=found["link"], report=CalibrationReport(**report), **scaling
         )
