@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import batch_size, describe, inputs_of
 from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, EmptyDataError, UnsupportedError
+from laplace_plus.likelihoods import Categorical
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.freezing import FrozenPosterior, freeze
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.predicting import Predicting
-from laplace_plus.posteriors.through import Through
+from laplace_plus.posteriors.through import AtTokens, Through
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import stacked
 
@@ -108,6 +109,28 @@ class Called(Predicting):
             torch.Size([6, 1, 1])
         """
         return Through(self, function, likelihood)
+
+    def at_tokens(self, position: int | str = "last", *, classes: Sequence[int] | Tensor | None = None) -> Through:
+        """The posterior of a language model's answer at one position, for one backward pass for each class.
+
+        Keep the view for all batches: its first call asks which parameters matter.
+
+        Args:
+            position: ``"last"``, the last token of each sequence that ``"attention_mask" [B, T]`` does not hide, on
+                whichever side the padding is (without a mask the last position); or the number of one.
+            classes: Token ids ``[K]`` among which the answer is; probabilities sum to one over these. None for all.
+
+        Returns:
+            A view as of :meth:`through`, with outputs ``[B, K]``. Its batches are the model's; a target is left out.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: Another position; when it is called, classes that the model does not have.
+            DataError: When it is called, a mask or outputs ``[B, T, C]`` without this position.
+        """
+        self.require_fit()
+        own: Any = "classification" if isinstance(self.likelihood, Categorical) else self.likelihood
+        return Through(self, AtTokens(self.network, position, classes), own)
 
     @full_precision
     def state_dict(self) -> dict[str, Any]:
