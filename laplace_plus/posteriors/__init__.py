@@ -1,5 +1,6 @@
 """The posteriors, one method in one file."""
 
+from laplace_plus.posteriors.abnn import ABNN
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import Summary
 from laplace_plus.posteriors.diagonal import Diagonal
@@ -36,10 +37,12 @@ for _cls in (
     MetricBNN,
     SampledLaplace,
     TrainingFreeLoRA,
+    ABNN,
 ):
     register(_cls.__name__, _cls)
 
 __all__ = [
+    "ABNN",
     "CGSolver",
     "Diagonal",
     "DiagonalSWAG",

@@ -157,6 +157,7 @@ NAMES = [
     "Riemannian",
     "MetricBNN",
     "SampledLaplace",
+    "ABNN",
 ]
 
 

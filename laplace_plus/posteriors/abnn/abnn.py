@@ -1,0 +1,460 @@
+"""Noise in normalisation layers, and a few epochs of fine-tuning (Franchi et al., 2024, "Make me a BNN").
+
+A normalisation gives ``γ ∘ ĥ ∘ (1 + α ε) + β`` with standard normal ε in place of ``γ ∘ ĥ + β``. Each of M members
+starts at the trained network and moves γ and β alone, by a few epochs of SGD on the loss of the noisy network, in which
+some random classes may count more. Predictions are averaged over members and noise.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from laplace_plus._progress import progress_bar
+from laplace_plus.batches import Batch
+from laplace_plus.curvature import Backend
+from laplace_plus.errors import ConfigurationError, NoGainWarning, NonFiniteError, SelectionError, UnsupportedError
+from laplace_plus.evidence import Tuner, TuningResult, Validation
+from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
+from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
+from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
+from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.predicting import Method
+from laplace_plus.posteriors.resuming import FitStart, ResumableFit, stage_generator
+from laplace_plus.posteriors.sample_based import held_out_scores
+from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.predictive import Prediction, from_samples
+from laplace_plus.selection import Selection
+
+_WHY = "Fine-tuning passes over the data again and again."
+
+_MOMENTUM, _DECAY = 0.9, 1e-4
+"""Of SGD: Nesterov's momentum, and weight decay."""
+
+_SCALES = (0.05, 0.1, 0.2, 0.3, 0.5)
+"""What is tried on held-out data, besides no noise."""
+
+_DRAWS = 2
+"""Noisy networks of each member by which the fit is judged on the training data."""
+
+_DROP = 0.02
+"""By how much the accuracy on the training data may fall before a warning says so."""
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """How noisy, fine-tuned networks do on the training data, averaged, beside the network itself.
+
+    Attributes:
+        network_nll, nll: Mean negative log-likelihoods in nats.
+        network_accuracy, accuracy: Shares of correct classes; None in regression.
+    """
+
+    network_nll: float
+    nll: float
+    network_accuracy: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseResult(TuningResult):
+    """What a tuning of an :class:`ABNN` found; its prior precision stays as it is.
+
+    Attributes:
+        noise_scale: α.
+        fine_tuned: Whether γ and β are the members', or the network's own.
+    """
+
+    noise_scale: float
+    fine_tuned: bool
+
+
+class ABNN(ResumableFit):
+    """Noise on what normalisation layers put out, around γ and β of several fine-tuned members.
+
+    Choose it for networks with batch, instance, group, layer or RMS normalisation that are too large for curvature:
+    a fit takes ``n_members · epochs`` passes of training, with gradients of γ and β alone, and stores those only.
+    Running statistics stay as they are, and dropout is off. Normalisations that are not torch's own are not seen.
+
+    The prior has no part in it, and neither has the temperature. Predictions are those of sampled networks, members in
+    turn; a few dozen are enough. With ``noise="channel"`` every draw is a network with ``γ ∘ (1 + α ε)`` in place of γ:
+    a distribution over weights with :meth:`sample` and joint predictions. With ``noise="element"``, the authors', each
+    activation of each example has noise of its own, which no weights have.
+
+    How much noise predictions bear depends on the network's depth, as relative variances multiply. Held-out data tell:
+    see :meth:`fit_scale`, which falls back to the network itself where nothing is gained.
+
+    Args:
+        model: A trained network with normalisation layers.
+        likelihood: As for :class:`Posterior`.
+        noise: ``"channel"`` or ``"element"``.
+        scale: α.
+        n_members: M.
+        epochs: Of fine-tuning; 0 for noise alone.
+        prior_weight: η, by which ``⌊√C⌋`` random classes count more in each member's loss. It biases each member's
+            probabilities.
+        learning_rate: Of SGD with Nesterov's momentum .9 and weight decay 1e-4; a tenth of it after the first epoch,
+            and a hundredth after the fourth.
+        parameters: ``"all"`` γ and β that require gradients, or some of them by name.
+        prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`; without effect.
+
+    Attributes:
+        noise_scale: The present α: ``scale``, or what :meth:`fit_scale` chose.
+        fine_tuned: Whether γ and β are the members', or the network's own.
+        report: A :class:`FineTuning`.
+
+    Raises:
+        UnsupportedError: No normalisation layer with γ; with ``noise="element"``, a γ that no function of torch uses.
+        SelectionError: Parameters of other layers, parts of some, or no γ.
+        ConfigurationError: A number out of range, or class weights without classes.
+        NonFiniteError: Fine-tuning diverged.
+
+    Warns:
+        NoGainWarning: Averaged over noise, the training accuracy is more than .02 below the network's.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 9), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 3))
+        >>> posterior = lp.ABNN(net, "classification").fit([(torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2]))])
+        >>> posterior.members.shape, posterior.predictive(torch.ones(5, 2), n_samples=20).mean.shape
+        (torch.Size([4, 18]), torch.Size([5, 3]))
+    """
+
+    default_method: Method = "sampled"
+
+    tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        noise: Literal["channel", "element"] = "channel",
+        scale: float = 0.1,
+        n_members: int = 4,
+        epochs: int = 5,
+        prior_weight: float = 1.0,
+        learning_rate: float = 5e-3,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
+    ):
+        check_choice("noise", noise, ("channel", "element"))
+        check_counts(n_members=n_members, epochs=epochs if epochs != 0 else 1)
+        check_positive(prior_weight=prior_weight, learning_rate=learning_rate)
+        self.noise, self.n_members, self.epochs = noise, n_members, epochs
+        self.prior_weight, self.learning_rate = float(prior_weight), float(learning_rate)
+        self.noise_scale, self.fine_tuned = scale, True
+        self.scale = self.noise_scale
+        common, known = common_arguments(locals()), {}
+        if isinstance(model, nn.Module):
+            known = norm_parameters(model)
+            if not any(known.values()):
+                what, expected = (
+                    "The network has no normalisation layer with γ.",
+                    "torch's batch, layer, … normalisation",
+                )
+                raise UnsupportedError(what, expected=expected, got=type(model).__name__, fix="Take lp.KFAC.")
+        if isinstance(parameters, str) and parameters == "all":
+            own = dict(model.named_parameters(remove_duplicate=False)) if known else {}
+            common["parameters"] = [name for name in known if own[name].requires_grad] if known else "all"
+        super().__init__(model, likelihood, **common)
+        known, parts = norm_parameters(self.network.model), []
+        for item in self.network.selected:
+            if item.name not in known or item.mask is not None:
+                expected = f"whole γ and β, such as {', '.join([*known][:3])}"
+                raise SelectionError("Only normalisation layers get noise.", expected=expected, got=item.name)
+            parts.append(torch.full((item.size,), known[item.name]))
+        self._is_scale = torch.cat(parts)
+        if not bool(self._is_scale.any()):
+            raise SelectionError("Noise belongs to γ.", expected="some γ", got=", ".join(self.parameter_names))
+        if prior_weight != 1 and not (self.likelihood.is_classifier and self.likelihood.couples_outputs):
+            what, got = (
+                "Class weights need one of several classes.",
+                f"prior_weight={prior_weight}, {self.likelihood!r}",
+            )
+            raise ConfigurationError(what, expected="prior_weight=1, or classification", got=got)
+        self._members: Tensor | None = None
+
+    @property
+    def noise_scale(self) -> float:
+        """The present α."""
+        return self._noise_scale
+
+    @noise_scale.setter
+    def noise_scale(self, value: float) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            what = "The scale of the noise is out of range."
+            raise ConfigurationError(what, expected="a number from 0", got=repr(value))
+        self._noise_scale = float(value)
+
+    @override
+    def options(self) -> dict[str, Any]:
+        names = ("noise", "scale", "n_members", "epochs", "prior_weight", "learning_rate")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def members(self) -> Tensor:
+        """γ and β of the fine-tuned members, ``[M, P]``."""
+        self.require_fit()
+        assert self._members is not None
+        return self._members
+
+    # -- the fit -------------------------------------------------------------------------------------------------------
+
+    @override
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+        start = self._start(data, generator, _WHY)
+        if self.noise == "element":
+            self._require_seen(next(iter(self.batches(data))))
+        members = self._fine_tuned(data, start, progress=progress)
+        self._members, self.mean = members, members.mean(0)
+        self.noise_scale, self.fine_tuned = self.scale, True
+        self.n_data, self.n_outputs = start.n_data, start.n_outputs
+        self.report = report = self._compared(data, start, progress=progress)
+        if report.accuracy is not None and report.network_accuracy is not None:
+            lost = report.network_accuracy - report.accuracy
+            if lost > _DROP:
+                what = f"Noise costs {lost:.1%} of the accuracy on the training data, averaged over noisy networks."
+                fix = "Take a smaller scale, more epochs, or fit_scale(held_out)."
+                warnings.warn(f"{what} {fix}", NoGainWarning, stacklevel=5)
+
+    def _fine_tuned(self, data: Iterable[Any], start: FitStart, *, progress: bool) -> Tensor:
+        """Members after SGD, ``[M, P]``; all take their steps in the same pass."""
+        theta = self.network.vector().repeat(self.n_members, 1)
+        source = stage_generator(start.seed, 0)
+        weights = theta.new_ones(self.n_members, start.n_outputs)
+        for own in weights if self.prior_weight != 1 else ():
+            own[torch.randperm(len(own), generator=source)[: math.isqrt(len(own))]] = self.prior_weight
+        velocity, first = torch.zeros_like(theta), 0
+        saved = start.checkpoint.read("training", theta.device)
+        if saved is not None:
+            first, tensors = int(saved[0]["epochs"]), saved[1]
+            theta.copy_(tensors["members"])
+            velocity.copy_(tensors["velocity"])
+        for epoch in range(first, self.epochs):
+            rate = self.learning_rate * 0.1 ** ((epoch >= 1) + (epoch >= 4))  # noqa: PLR2004
+            source = stage_generator(start.seed, epoch + 1)
+            for batch in self.batches(data, progress=progress, description=f"ABNN: epoch {epoch + 1}"):
+                pairs = zip(theta, weights, strict=True)
+                slopes = torch.stack([self._gradient(batch, own, some, source) for own, some in pairs])
+                slopes += _DECAY * theta
+                velocity = _MOMENTUM * velocity + slopes
+                theta -= rate * (slopes + _MOMENTUM * velocity)
+            if not bool(torch.isfinite(theta).all()):
+                fix = "Take a smaller learning_rate or scale."
+                raise NonFiniteError("Fine-tuning diverged.", expected="finite γ and β", got="NaN or Inf", fix=fix)
+            start.checkpoint.write("training", {"epochs": epoch + 1}, {"members": theta, "velocity": velocity})
+        return theta
+
+    def _gradient(self, batch: Batch, vector: Tensor, weights: Tensor, source: torch.Generator) -> Tensor:
+        """Of the mean loss of one noisy network, ``[P]``; ``weights [C]`` are those of the classes."""
+        with torch.enable_grad():
+            leaf = vector.clone().requires_grad_()
+            outputs = self._noisy(batch.inputs, leaf, self.scale, source)
+            outputs, targets, share = self.likelihood.rows(outputs, batch.target)
+            if self.prior_weight != 1:
+                weights = weights.to(share)
+                share = share * (targets @ weights if targets.is_floating_point() else weights[targets])
+            loss = -(share * self.likelihood.log_density(outputs, targets)).sum()
+            mean = loss / share.sum().clamp_min(torch.finfo(share.dtype).tiny)
+            return torch.autograd.grad(mean, leaf)[0]
+
+    def _require_seen(self, batch: Batch) -> None:
+        """Raise :class:`UnsupportedError` for a γ whose normalisation the mode does not see."""
+        parameters = self.network.parameters
+        scales = {name: parameters[name] for name, yes in norm_parameters(self.network.model).items() if yes}
+        with torch.no_grad(), ElementNoise(0.0, scales.values(), None) as mode:
+            self.network(batch.inputs, parameters)
+        missed = [name for name in self.parameter_names if name in scales and id(scales[name]) not in mode.seen]
+        if missed:
+            what, fix = f"No function of torch normalises with {', '.join(missed)}.", 'Take noise="channel".'
+            raise UnsupportedError(what, expected="F.batch_norm, F.layer_norm, …", got="none", fix=fix)
+
+    def _compared(self, data: Iterable[Any], start: FitStart, *, progress: bool) -> FineTuning:
+        """The averaged predictions of noisy networks on the training data, beside the network's."""
+        source, likelihood, sums, count = stage_generator(start.seed, self.epochs + 1), self.likelihood, [0.0] * 4, 0.0
+        for batch in self.batches(data, progress=progress, description="ABNN: training data"):
+            drawn = self.sampled_outputs(batch.inputs, _DRAWS * self.n_members, source)
+            for place, outputs in enumerate(([self.network.forward(batch.inputs)], list(drawn))):
+                rows = [likelihood.rows(one, batch.target) for one in outputs]
+                _, targets, share = rows[0]
+                logs = torch.stack([likelihood.log_density(one, targets) for one, *_ in rows])
+                sums[place] -= float(share @ (logs.logsumexp(0) - math.log(len(rows))).to(share))
+                if likelihood.is_classifier:
+                    right = likelihood.mixture(torch.stack([one for one, *_ in rows])).mode
+                    labels = targets.argmax(-1) if targets.ndim > right.ndim else targets
+                    sums[2 + place] += float(share @ (right == labels).to(share).reshape(len(share), -1).mean(1))
+            count += float(share.sum())
+        found = [total / count for total in sums]
+        return FineTuning(found[0], found[1], *(found[2:] if likelihood.is_classifier else (None, None)))
+
+    # -- noise ---------------------------------------------------------------------------------------------------------
+
+    def _noisy(self, inputs: Any, vector: Tensor, alpha: float, source: torch.Generator | None) -> Tensor:
+        """Outputs ``[B, *, C]`` of one noisy network; differentiable in the vector ``[P]``."""
+        if self.noise == "channel":
+            return self.network(inputs, self.network.substitute(self._jittered(vector, alpha, source)))
+        parameters = self.network.substitute(vector)
+        with ElementNoise(alpha, parameters.values(), source):
+            return self.network(inputs, parameters)
+
+    def _jittered(self, vectors: Tensor, alpha: float, source: torch.Generator | None) -> Tensor:
+        """``γ ∘ (1 + α ε)`` in place of γ."""
+        noise = standard_normal(vectors.shape, like=vectors, generator=source)
+        return vectors * (1 + alpha * noise * self._is_scale.to(vectors))
+
+    def _drawn(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Members in turn from a random one on, ``[n, P]``; or the network's own vector."""
+        if not self.fine_tuned:
+            return self.mean.expand(n, -1)
+        device = None if generator is None else generator.device
+        first = torch.randint(self.n_members, (), generator=generator, device=device)
+        return self.members[(torch.arange(n) + first.cpu()) % self.n_members]
+
+    @override
+    @full_precision
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw γ and β, ``[n, P]``; errors as of :class:`Posterior`.
+
+        Raises:
+            UnsupportedError: With ``noise="element"``.
+        """
+        self.require_fit()
+        self.check_draws(n=n)
+        if self.noise == "element":
+            what, fix = (
+                "Noise of each activation is no distribution over weights.",
+                'Take noise="channel", or .members.',
+            )
+            raise UnsupportedError(what, expected='predictive(x, method="sampled")', got="samples of weights", fix=fix)
+        return self._jittered(self._drawn(n, generator), self.noise_scale, generator)
+
+    @override
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+        return super().sampled_outputs(x, n, generator) if self.noise == "channel" else self._element(x, n, generator)
+
+    def _element(self, x: Any, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        x = self.network.receive(x)
+        for vector in self._drawn(n, generator):
+            with torch.no_grad():
+                outputs = self._noisy(x, vector, self.noise_scale, generator)
+            yield outputs
+
+    # -- the scale -----------------------------------------------------------------------------------------------------
+
+    @full_precision
+    def fit_scale(
+        self,
+        data: Iterable[Any],
+        *,
+        grid: Sequence[float] = _SCALES,
+        tune_noise: bool = False,
+        n_samples: int = 20,
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Self:
+        """Choose α, and whether γ and β are the members', by the log-probability of held-out targets.
+
+        The network without noise is among the candidates.
+
+        Args:
+            data: Held-out batches.
+            grid: Positive scales to try, besides 0.
+            tune_noise: Whether a Gaussian likelihood's noise level is chosen, too, beside each scale: from half to
+                twice the present one, in steps of 2^¼.
+            n_samples: Sampled networks in each prediction.
+            progress: Whether to show a progress bar.
+            generator: Source of randomness; each candidate sees the same random numbers.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            ConfigurationError: An empty grid, scales out of range, or no noise to tune.
+            DataError: Data that can be run over only once.
+
+        Warns:
+            NoGainWarning: The network without noise was best; the posterior then is the network.
+        """
+        tuner = Validation(data, grid=tuple(grid), tune_noise=tune_noise, n_samples=n_samples)
+        return self.fit_prior_precision(tuner, progress=progress, generator=generator)
+
+    @override
+    def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
+        """Choose :attr:`noise_scale`, which takes the place of a prior precision; see :meth:`fit_scale`."""
+        assert isinstance(tuner, Validation) and tuner.data is not None
+        require_only(type(self).__name__, tuner, "data", "grid", "n_samples", "tune_noise")
+        require_restartable(tuner.data, "Each scale is tried on the data.")
+        noise, likelihoods = self.noise_std, [self.likelihood]
+        if tunes_noise(self.likelihood, tuner.tune_noise) and noise is not None:
+            likelihoods = [self.likelihood.with_noise(noise * 2 ** (step / 4)) for step in range(-4, 5)]
+        scales = (0.0, *_SCALES) if tuner.grid is None else (0.0, *(float(scale) for scale in tuner.grid))
+        candidates = list(product((False, True), scales))
+        seed, scores, before = draw_seed(generator), [], dict(vars(self))
+        try:
+            for fine_tuned, scale in progress_bar(candidates, enabled=progress, description="ABNN: scales"):
+                self._set(scale, fine_tuned)
+                source = torch.Generator().manual_seed(seed)
+                least = self.n_members if fine_tuned else 1  # without noise these are all there are
+
+                def predictions(
+                    x: Any, n: int = tuner.n_samples if scale else least, source: Any = source
+                ) -> list[Prediction]:
+                    outputs = torch.stack(list(self.sampled_outputs(x, n, source)))
+                    return [from_samples(likelihood, outputs, generator=source) for likelihood in likelihoods]
+
+                scores.append(held_out_scores(self, tuner.data, predictions))
+        finally:
+            self.__dict__ = before
+        table = torch.stack(scores).nan_to_num(nan=-torch.inf)  # [candidates, likelihoods]
+        best = int(table.argmax())
+        fine_tuned, scale = candidates[best // len(likelihoods)]
+        if not fine_tuned and scale == 0:
+            what = "On the held-out data no noise predicts better than the network, which is what the posterior now is."
+            warnings.warn(what, NoGainWarning, stacklevel=6)
+        return NoiseResult(
+            method="validation",
+            prior_precision=self._prior_precision,
+            noise_std=likelihoods[best % len(likelihoods)].noise_std if len(likelihoods) > 1 else None,
+            value=float(table.flatten()[best]),
+            converged=True,
+            n_evaluations=table.numel(),
+            noise_scale=scale,
+            fine_tuned=fine_tuned,
+        )
+
+    @override
+    def apply_tuning(self, result: TuningResult) -> None:
+        assert isinstance(result, NoiseResult)
+        super().apply_tuning(result)
+        self._set(result.noise_scale, result.fine_tuned)
+
+    def _set(self, scale: float, fine_tuned: bool) -> None:
+        self.noise_scale, self.fine_tuned = scale, fine_tuned
+        self.mean = self.members.mean(0) if fine_tuned else self.network.vector()
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        header = {"noise_scale": self.noise_scale, "fine_tuned": self.fine_tuned, "report": asdict(self.report)}
+        return header, {"members": self.members}
+
+    @override
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self._members, self.report = tensors["members"], FineTuning(**header["report"])
+        self.noise_scale, self.fine_tuned = header["noise_scale"], bool(header["fine_tuned"])
+        if self._members.shape != (self.n_members, self.n_parameters):
+            raise ValueError(f"members {tuple(self._members.shape)}")
