@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 from laplace_plus._progress import length, progress_bar
-from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputError
+from laplace_plus.errors import DataError, EmptyDataError, LabelError, OutputError, warn
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """The keys under which a mapping may hold its target; the first that is present is taken."""
@@ -139,7 +138,7 @@ def iterate(
     for index, item in enumerate(data):
         if index == MANY_BATCHES and not progress and length(data) == math.inf:
             message = f"The data have no length, and yielded {index:,} batches so far. Loaders must end. progress=True"
-            warnings.warn(f"{message} shows how many come; itertools.islice(loader, n) takes n.", stacklevel=2)
+            warn(f"{message} shows how many come; itertools.islice(loader, n) takes n.")
         batch = split(item)
         inputs, target = to_device(batch.inputs, device), to_device(batch.target, device)
         if target.ndim == 0 or (batch_size(inputs) == 0) != (len(target) == 0):

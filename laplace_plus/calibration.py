@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +33,14 @@ from torch import Tensor, nn
 
 from laplace_plus import io
 from laplace_plus.batches import can_be_cut, cut, iterate
-from laplace_plus.errors import CheckpointError, ConfigurationError, ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    UnsupportedError,
+    warn,
+)
 from laplace_plus.evidence import fitted_data
 from laplace_plus.evidence.tuning import check_choice, check_positive
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Leverages
@@ -419,7 +425,7 @@ def _best_temperature(
     inside = (limits[0] == 1 or low + 1e-4 < best) and best < high - 1e-4
     if not inside:
         message = f"The temperature ended at {math.exp(best):.3g}, the end of the range that is searched."
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        warn(message, ConvergenceWarning)
     return math.exp(best), least, inside
 
 

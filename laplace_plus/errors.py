@@ -6,8 +6,11 @@ likely catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``)
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from traceback import walk_stack
 
 WORDS = {
     "subset_of_weights": 'parameters="all" or "last_layer", or lp.Subnetwork',
@@ -136,3 +139,12 @@ class NoGainWarning(UserWarning):
 
 class SmoothnessWarning(UserWarning):
     """A method that requires a twice differentiable loss was given one with kinks."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line that called the package, through whatever decorators: ``stacklevel`` without counting."""
+    roots = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(sys._getframe())]
+    level = len(roots) - roots[::-1].index("laplace_plus")
+    while roots[level : level + 1] in (["contextlib"], ["torch"]):
+        level += 1
+    warnings.warn(message, category, stacklevel=level + 1)

@@ -6,7 +6,6 @@ with ``b = 0`` (``"temperature"``), diagonal (``"vector"``) or any matrix (``"ma
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.batches import iterate
-from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, DataError, UnsupportedError, warn
 from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors import Posterior
@@ -113,7 +112,7 @@ def fit_scaling(
     converged = slope < 1e-4 and 1 / LARGEST < largest < LARGEST  # noqa: PLR2004
     if not converged:
         message = f"Scaling by {method} ended at a factor of {largest:.3g}, with a derivative of {slope:.2g} nats."
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        warn(message, ConvergenceWarning)
     weight, bias = factors()
     ending = link, before, after, converged
     if method == "temperature":

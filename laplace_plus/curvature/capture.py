@@ -28,7 +28,7 @@ from laplace_plus import batches
 from laplace_plus.batches import Batch
 from laplace_plus.curvature.calls import RULES, Call, ExampleAxis, LinearCall, ParameterRows, by_example
 from laplace_plus.curvature.last_layer import REARRANGING, last_layer, reached, rows_of
-from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError
+from laplace_plus.errors import NETWORK_ERRORS, ConfigurationError, UnsupportedError, warn
 from laplace_plus.network import Network
 
 # glibc returns freed blocks to the system unless they are smaller than the largest block freed so far, up to 32 MiB.
@@ -375,10 +375,9 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
                 "them.",
             )
         if recorder.may_be_cut_off and lost:
-            warnings.warn(
+            warn(
                 f"No gradient of the outputs reaches {listed}, which the network uses: it switches gradients off or "
                 "detaches tensors. These parameters keep the prior.",
-                stacklevel=3,
             )
         known.update(answers)
     return frozenset(name for name in unseen if known[name])

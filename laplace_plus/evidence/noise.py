@@ -13,7 +13,6 @@ them smallest. What they measure is the error on new data, ``σ²`` and what the
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from laplace_plus._memory import budget
 from laplace_plus.batches import iterate
-from laplace_plus.errors import ConvergenceWarning, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.objective import EvidencePoint
 from laplace_plus.evidence.tangent_model import batch_jacobian
@@ -212,12 +211,11 @@ def warn_of_noise(now: EvidencePoint) -> None:
     if own <= RUNAWAY * left:
         return
     spent = float(counts[worst] / objective.temperature.double().cpu()) * (1 - (left / own) ** 2)
-    warnings.warn(
+    warn(
         f"The tuned noise of {own:.3g} is {own / max(left, 1e-30):.3g} times the training residuals ({left:.3g}): the "
         f"curvature counts {spent:.4g} of {int(counts[worst])} targets as spent, or the network interpolates. "
         "Use lp.evidence.noise_from_residuals(posterior), or tune on held-out data.",
         ConvergenceWarning,
-        stacklevel=5,
     )
 
 

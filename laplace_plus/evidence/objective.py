@@ -9,7 +9,6 @@ the way to it.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.evidence.groups import chosen_groups, curvature_diagonal, g_prior_scaling
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import Tunable, tunes_noise
@@ -238,7 +237,7 @@ class EvidencePoint:
             return True
         else:
             reason = f"with a derivative of {self.norm:.2g} nats (tolerance {tolerance:.2g}) {advice}."
-        warnings.warn(f"{what} ended {reason}", ConvergenceWarning, stacklevel=6)
+        warn(f"{what} ended {reason}", ConvergenceWarning)
         return False
 
     def ascend(self, tolerance: float, max_iterations: int, ticks: Iterator[int]) -> tuple[EvidencePoint, int]:

@@ -7,7 +7,6 @@ with the covariances of all points of the grid are taken together.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.batches import iterate
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError, warn
 from laplace_plus.evidence.objective import Objective
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts
 from laplace_plus.predictive import Prediction, from_functional
@@ -153,10 +152,9 @@ def grid_settled(levels: Tensor, losses: Tensor, best: int, method: str, chosen:
     at_end = len(inside) == 1 and place in (0, len(losses) - 1)
     settled = len(inside) == 2 or at_end and float(inside[0] - losses[place]) < FLAT  # noqa: PLR2004
     if not settled:
-        warnings.warn(
+        warn(
             f"Tuning by {method} ended at {chosen:.3g}, the last point of the grid that can be used, and the loss may "
             "still fall beyond: the data do not determine the precision, or the grid is too short.",
             ConvergenceWarning,
-            stacklevel=6,
         )
     return settled

@@ -12,7 +12,6 @@ whether a network is smooth enough for methods that differentiate its loss twice
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -28,7 +27,7 @@ from laplace_plus.curvature.linearization import Linearization
 from laplace_plus.curvature.operators import GGNOperator
 from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream, linearize
 from laplace_plus.differentiability import differentiable_kernels
-from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError
+from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError, warn
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
 from laplace_plus.network import Network, exact_arithmetic
@@ -366,12 +365,12 @@ def kinks(network: Network, inputs: Any) -> tuple[str, ...]:
     return tuple(sorted(seen.names))
 
 
-def warn_of_kinks(network: Network, inputs: Any, advice: str, stacklevel: int) -> None:
+def warn_of_kinks(network: Network, inputs: Any, advice: str) -> None:
     """Warn (SmoothnessWarning) where :func:`kinks` finds any; called by a posterior's ``fit_batches``."""
     found = kinks(network, inputs)
     if found:
         problem = f"The network's {', '.join(found)} keep its loss from being twice differentiable"
-        warnings.warn(f"{problem}, which this posterior assumes. {advice}", SmoothnessWarning, stacklevel=stacklevel)
+        warn(f"{problem}, which this posterior assumes. {advice}", SmoothnessWarning)
 
 
 class _SeenKinks(TorchFunctionMode):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,7 +32,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError
+from laplace_plus.errors import ConfigurationError, warn
 
 Mode = Literal["auto", "reference", "triton"]
 
@@ -174,5 +173,5 @@ def time_candidate(name: str, call: Callable[[], Any]) -> float:
         source = type(error).__module__.split(".")[0]
         if name == REFERENCE or isinstance(error, TimeoutError) or source not in ("builtins", "torch", "triton"):
             raise  # what a signal handler raised, say
-        warnings.warn(f"A kernel is left out, because it failed here: {name}: {error}", RuntimeWarning, stacklevel=4)
+        warn(f"A kernel is left out, because it failed here: {name}: {error}", RuntimeWarning)
         return float("inf")

@@ -26,17 +26,16 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from laplace_plus.batches import iterate
-from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError
+from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
 from laplace_plus.evidence.fitted_data import check_training_prior
 from laplace_plus.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_plus.evidence.noise import noise_from_residuals, trained_size
@@ -175,7 +174,7 @@ class Auto:
                 why = "The training data are not at hand"
         if data is None:
             why = f"{why}, so that nothing was left out to compare with the network."
-            warnings.warn(f"{why} Held-out data= would tell.", NoGainWarning, stacklevel=6)
+            warn(f"{why} Held-out data= would tell.", NoGainWarning)
             found = vars(MarginalLikelihood(tune_noise=self.tune_noise).tune(posterior, progress=progress))
             return AutoTuning(**{**found, "method": "auto"}, chosen="marginal_likelihood", why=why, evidence=evidence)
         training = precision
@@ -224,18 +223,9 @@ class Auto:
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         between = between if between is not None and bool(between.isfinite().all()) else None
-        # Each is blind to some of the loss at new data: of two scales the wider one is taken.
-        both = [(losses, SHARE)] if between is None else [(losses, SHARE), ((losses + between) / 2, 0.0)]
         may_step_back = not noisy and self.link is None and "network" in model.likelihood.links
-        at: list[int] = []
-        for one, part_given_up in both:
-            gain = float(one[-1] - one.min())
-            enough = one <= one.min() + (TOLERANCE if noisy else part_given_up * gain)
-            own = may_step_back and gain <= NEGLIGIBLE
-            at.append(len(scales) if own else int(enough.nonzero()[0 if noisy else -1]))
-        best = min(at)
-        compared, own = both[at.index(best)][0], best == len(scales)
-        best, last = 0 if own else best, float(compared[-1])
+        compared, best, own = _choice(losses, between, noisy, may_step_back)
+        last = float(compared[-1])
         value = last if own else float(compared[best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
@@ -254,7 +244,7 @@ class Auto:
             why += f" Training stopped early (a Newton decrement of {end.decrement:.2g} for each parameter in use)."
         why += failed + (f" {error.problem}" if noisy and error.problem else "")
         if chosen == "network" or loss < INTERPOLATION and model.likelihood.is_classifier:
-            warnings.warn(f"{why} Held-out data= would tell more.", NoGainWarning, stacklevel=6)
+            warn(f"{why} Held-out data= would tell more.", NoGainWarning)
         noise = float(noises[best])
         return AutoTuning(
             method="auto",
@@ -275,3 +265,22 @@ class Auto:
             losses=losses,
             midpoint_losses=between,
         )
+
+
+class _Choice(NamedTuple):
+    """The losses that chose, the place of the scale, and whether the network predicts instead."""
+
+    losses: Tensor
+    place: int
+    own: bool
+
+
+def _choice(losses: Tensor, between: Tensor | None, noisy: bool, may_step_back: bool) -> _Choice:
+    """By the losses left out, and by their mean with those at midpoints: each is blind to some, so the wider scale."""
+    both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]
+    found = []
+    for compared, given_up in both if between is None else [*both, ((losses + between) / 2, 0.0)]:
+        enough = (compared <= compared.min() + given_up).nonzero()[0 if noisy else -1]
+        own = may_step_back and float(compared[-1] - compared.min()) <= NEGLIGIBLE
+        found.append(_Choice(compared, 0 if own else int(enough), own))
+    return min(found, key=lambda choice: (choice.own, choice.place))

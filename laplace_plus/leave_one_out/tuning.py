@@ -11,7 +11,6 @@ noise held fixed, the predictive covariance ``V₋ₙ + σ²`` scales as a whole
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotPositiveDefiniteError, UnsupportedError
+from laplace_plus.errors import (
+    ConfigurationError,
+    ConvergenceWarning,
+    NotPositiveDefiniteError,
+    UnsupportedError,
+    warn,
+)
 from laplace_plus.evidence.fitted_data import (
     check_training_prior,
     precision_of_weight_decay,
@@ -284,9 +289,8 @@ def _warn_of_interpolation(model: LaplaceModel, n_observations: float) -> None:
     """Warn where a classifier interpolates its training data: gradients vanish there, so leaving out is blind."""
     loss = -float(model.log_likelihood()) / n_observations
     if model.likelihood.is_classifier and loss < INTERPOLATION:
-        warnings.warn(
+        warn(
             f"The network's training loss is {loss:.2g} nats: leaving out data that are fitted all but perfectly "
             "changes nothing, and tells nothing about new data. Tune by marginal likelihood, or on held-out data.",
             ConvergenceWarning,
-            stacklevel=4,
         )

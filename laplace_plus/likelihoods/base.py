@@ -15,7 +15,6 @@ differentiation and Monte Carlo.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily
 
-from laplace_plus.errors import ConfigurationError, LabelError, NonFiniteError, OutputError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, LabelError, NonFiniteError, OutputError, UnsupportedError, warn
 from laplace_plus.likelihoods.sampling import global_randomness
 
 _STRONG_EVIDENCE = 5.0
@@ -370,7 +369,7 @@ def doubt_logits(likelihood: Likelihood, evidence: float) -> None:
     if evidence == math.inf:
         raise found
     if evidence > _STRONG_EVIDENCE:
-        warnings.warn(str(found), stacklevel=7)
+        warn(str(found))
 
 
 def variance_of(mean: Tensor, covariance: Tensor) -> Tensor:

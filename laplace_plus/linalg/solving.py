@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, OperatorError, warn
 from laplace_plus.kernels import inner, vector_norm
 from laplace_plus.linalg.arguments import require_count, require_tolerance, working_type
 from laplace_plus.linalg.linear_maps import LinearMap, Matvec, attach
@@ -300,11 +299,10 @@ def warn_unless_converged(method: str, statuses: Tensor, residual: Tensor) -> No
     if not endings:
         return
     worst = max(endings)
-    warnings.warn(
+    warn(
         f"The backward solve of {method} ended with {worst.name} and a residual of {float(residual.max()):.2e}; the "
         "gradient is only as accurate as that.",
         ConvergenceWarning,
-        stacklevel=2,
     )
 
 

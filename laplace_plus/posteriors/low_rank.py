@@ -7,7 +7,6 @@ quadrature on the orthogonal complement (Ubaru et al., 2017), once for every pri
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from laplace_plus.curvature import Backend, Curvature, LowRankStructure, Structu
 from laplace_plus.curvature.capture import capture_batch
 from laplace_plus.curvature.structures import whole_layout
 from laplace_plus.distributed import SummedOperator
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.linalg import Estimate, Operator, eigsh, lanczos
@@ -183,12 +182,11 @@ class LowRank(GaussianPosterior):
         limits: Any = {"tolerance": tolerance, "max_restarts": self.max_restarts}
         pairs = eigsh(operator, total, wanted, generator=generator, **limits)
         if not pairs.converged:
-            warnings.warn(
+            warn(
                 f"Of {wanted} eigenpairs of the curvature, {len(pairs.values)} met the tolerance of {tolerance:g} "
                 f"within {self.max_restarts} restarts; only these are kept. Raise max_restarts or the tolerance, or "
                 "ask for a lower rank.",
                 ConvergenceWarning,
-                stacklevel=6,
             )
         values = pairs.values.double()
         # Values below ten units of rounding of the largest one are rounding errors, whatever the number of weights.

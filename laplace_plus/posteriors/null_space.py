@@ -141,7 +141,7 @@ class NullSpace(ProjectedNoisePosterior):
         start = self._start(data, generator, _WHY)
         noise = self._project(self.network, data, start, progress=progress)
         self._take_noise(noise, self.network.vector(), start)
-        noise.report.warn_unless_converged(5)
+        noise.report.warn_unless_converged()
 
     @property
     def null_space_dimension(self) -> Estimate:

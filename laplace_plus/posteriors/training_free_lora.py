@@ -10,7 +10,6 @@ predictions of sampled networks are, on some anchors, almost as good as the netw
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from laplace_plus.adapters import adapter_pairs
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConvergenceWarning, SelectionError
+from laplace_plus.errors import ConvergenceWarning, SelectionError, warn
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.posteriors.base import Posterior
@@ -143,7 +142,7 @@ class TrainingFreeLoRA(Posterior):
                 break
         else:
             what = "Every scale was accepted" if first else "No scale was accepted"
-            warnings.warn(f"{what}; the last was {steps[-1][0]:.3g}.", ConvergenceWarning, stacklevel=5)
+            warn(f"{what}; the last was {steps[-1][0]:.3g}.", ConvergenceWarning)
             low = high = high if first else 0.0
         for _ in range(self.halvings if high > low else 0):
             middle = (low + high) / 2

@@ -9,7 +9,6 @@ uniform in (0, 1).
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -22,7 +21,7 @@ from laplace_plus._memory import budget, in_words
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.gradients import loss_gradient
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, NotFittedError, warn
 from laplace_plus.evidence import Tuner, TuningResult, Validation
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
 from laplace_plus.geometry.particles import ParticleLandscape
@@ -244,20 +243,18 @@ class MetricBNN(ResumableFit):
             weight = 1 / landscape.n_data if self.walk.reduction == "mean" else 1.0
             end = landscape.vector + explored.deviations[report.worst, -1]
             there = landscape.largest_curvature(end) * weight * report.learning_rate
-            warnings.warn(
+            warn(
                 f"Refinement raised the gradient's norm {report.growth:.2g} times along trajectory {report.worst}; "
                 f"learning_rate · λ_max is {report.stability:.2g} at the trained weights and {there:.2g} at its end "
                 "(2 is where gradient descent diverges). Use a smaller learning_rate or a smaller step_size.",
                 ConvergenceWarning,
-                stacklevel=6,
             )
         if latent is not None and not latent.unexplained <= self.latent.tolerance:
-            warnings.warn(
+            warn(
                 f"The autoencoder has not converged: it leaves {latent.unexplained:.1%} of the explored points' mean "
                 f"square unexplained (tolerance {self.latent.tolerance:.1%}). Train it for more epochs, with a larger "
                 "learning_rate or less repulsion, or use posterior.exploration, which needs none.",
                 ConvergenceWarning,
-                stacklevel=6,
             )
 
     def _walked(self) -> Explored:

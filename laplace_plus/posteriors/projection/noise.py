@@ -5,7 +5,6 @@ The range is that of ``Aᵀ``, the orthogonal complement of the null space of A.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from typing_extensions import override
 
 from laplace_plus import kernels
 from laplace_plus.curvature.linearization import ADModes
-from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, NonFiniteError, UnsupportedError, warn
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.io.checkpoints import Checkpoint
 from laplace_plus.linalg import Estimate
@@ -52,15 +51,14 @@ class NoiseReport:
     rank: Estimate
     ignored_rows: int
 
-    def warn_unless_converged(self, stacklevel: int) -> None:
+    def warn_unless_converged(self) -> None:
         """Warn of projections that did not meet their tolerance."""
         if not bool(self.converged.all()):
-            warnings.warn(
+            warn(
                 f"{int((~self.converged).sum())} of {len(self.converged)} projections did not meet their tolerance; "
                 f"the largest residual is {float(self.residual.max()):.2g}. Allow more iterations, raise the "
                 "tolerance, or use projector='svd' where the rows fit into memory.",
                 ConvergenceWarning,
-                stacklevel=stacklevel + 1,
             )
 
 

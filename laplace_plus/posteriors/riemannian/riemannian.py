@@ -9,7 +9,6 @@ Tatzel and Hauberg, "Reparameterization invariance in approximate Bayesian infer
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
@@ -22,7 +21,7 @@ from typing_extensions import override
 from laplace_plus.curvature import Backend
 from laplace_plus.curvature.linearization import ADModes, Linearization
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, UnsupportedError
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, SamplingError, UnsupportedError, warn
 from laplace_plus.evidence import Tuner, TuningResult, fitted_data
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.geometry import LossLandscape, PathStatus
@@ -221,7 +220,7 @@ class Riemannian(Posterior):
         tangent = self.tangent
         if not self._linearized:
             advice = "Prefer smooth activations such as tanh or GELU, or lp.ExponentialMap(linearized=True)."
-            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice, 6)
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
         n_data, _, sums = survey(self, data)
         data_sum = float(sums[0])
         if self._given:
@@ -312,10 +311,9 @@ class Riemannian(Posterior):
                 raise SamplingError(
                     "No sample could be drawn.", expected=f"{count} paths that arrive", got=said, fix=fix
                 )
-            warnings.warn(
+            warn(
                 f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}",
                 ConvergenceWarning,
-                stacklevel=3,
             )
         self._drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
         self._drawn_at = self.hyperparameter_digests()

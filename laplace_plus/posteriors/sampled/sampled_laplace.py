@@ -8,7 +8,6 @@ application to linearised Laplace", 2023. See ``objective`` for the linear syste
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -21,7 +20,7 @@ from laplace_plus.batches import same_sum
 from laplace_plus.curvature import Backend, Native
 from laplace_plus.curvature.linearization import ADModes
 from laplace_plus.curvature.streaming import CHUNK_SIZE
-from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError
+from laplace_plus.errors import ConvergenceWarning, DataError, NonFiniteError, UnsupportedError, warn
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_counts, tunes_noise
 from laplace_plus.io import digest
@@ -193,7 +192,7 @@ class SampledLaplace(SampleBased, ResumableFit):
                 f"over the data (tolerance {self.solver.tolerance:.2g}). Allow for more of them, use a preconditioner, "
                 "or raise the tolerance."
             )
-            warnings.warn(what, ConvergenceWarning, stacklevel=7)
+            warn(what, ConvergenceWarning)
 
     def _hyperparameters(self) -> tuple[Tensor, ...]:
         precision = self._prior_precision.detach().clone()

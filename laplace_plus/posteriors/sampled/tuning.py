@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, warn
 from laplace_plus.evidence import TuningResult
 from laplace_plus.evidence.groups import check_structure, chosen_groups, with_floor
 from laplace_plus.evidence.objective import updated_noise
@@ -309,7 +308,7 @@ class Alternation:
             if state.residual >= options.tolerance:
                 why = f"the last of {len(state.steps)} steps found a residual of {state.residual:.2g} "
                 why += f"(tolerance {options.tolerance:.2g})"
-            warnings.warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning, stacklevel=9)
+            warn(f"Tuning by samples has not converged: {why}.", ConvergenceWarning)
         precision = state.precision[0] if scalar else state.precision
         around_tangent = options.predictive_mean == "tangent"
         return SampledTuningResult(

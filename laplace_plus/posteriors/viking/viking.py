@@ -5,7 +5,6 @@ See :mod:`laplace_plus.posteriors.viking.elbo` for the family, its divergence an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import NoneType
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning
+from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.evidence import Tuner, TuningResult
 from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
@@ -206,7 +205,7 @@ class VIKING(ProjectedNoisePosterior):
         elbo, center = self._elbo(data, start.n_data), self.network
         if self.training is not None:
             advice = 'Prefer tanh, GELU or SiLU, or mode="post_hoc".'
-            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice, 6)
+            warn_of_kinks(self.network, next(self.batches(data)).inputs, advice)
             training = MeanTraining(elbo, center, self.rows, self.projector, self.chunk_size, self.training)
             theta, logs, history = training.run(logs, start.seed, start.checkpoint, progress=progress)
             center = MovedNetwork(self.network, theta)
@@ -218,7 +217,7 @@ class VIKING(ProjectedNoisePosterior):
         self._history, self._data_sum = history, float(start.sums[0])
         alpha, self._image_std = logs.exp()
         self._prior_precision = self._learnt_precision = alpha.to(center.dtype)
-        _warn_unless_converged(noise.report, converged, 6)
+        _warn_unless_converged(noise.report, converged)
         size = max(self.n_parameters, 300)  # so that all samples' outputs take some hundred megabytes at most
         few = (self.n_data * self.n_outputs + size) * size**2 <= AFFORDABLE
         if self.training is not None and self.likelihood.is_classifier and few:
@@ -241,7 +240,7 @@ class VIKING(ProjectedNoisePosterior):
         if worse > TOLERANCE and left.training_nll() >= INTERPOLATION:
             what = f"Where training data are left out, this posterior loses {worse:.2g} nats against the network."
             fix = 'Compare both on held-out data. If it predicts by sampled networks, try method="linearized".'
-            warnings.warn(f"{what} {fix}", NoGainWarning, stacklevel=6)
+            warn(f"{what} {fix}", NoGainWarning)
 
     def _elbo(self, data: Iterable[Any], n_data: int) -> ELBO:
         temperature = float(self._temperature.detach())
@@ -296,7 +295,7 @@ class VIKING(ProjectedNoisePosterior):
         """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
         logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_fit, self._history)
-        _warn_unless_converged(self.report, converged, 6)
+        _warn_unless_converged(self.report, converged)
         alpha, image = logs.exp()
         return BoundResult(
             method="elbo",
@@ -366,8 +365,8 @@ class VIKING(ProjectedNoisePosterior):
             self._moved = MovedNetwork(self.network, tensors["vector"])
 
 
-def _warn_unless_converged(report: NoiseReport, converged: bool, stacklevel: int) -> None:
-    report.warn_unless_converged(stacklevel)
+def _warn_unless_converged(report: NoiseReport, converged: bool) -> None:
+    report.warn_unless_converged()
     if not converged:
         text = "The search for α and σ_im ended before the slope of the bound vanished; allow more iterations."
-        warnings.warn(text, ConvergenceWarning, stacklevel=stacklevel)
+        warn(text, ConvergenceWarning)
