@@ -371,14 +371,11 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
                 "No gradient of the outputs reaches the selected parameters.",
                 expected="a forward pass that can be differentiated in evaluation mode",
                 got=f"gradients that are switched off, or tensors that are detached, behind {listed}",
-                fix="Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select parameters behind "
-                "them.",
+                fix="Take torch.no_grad, set_grad_enabled and .detach() out of forward, or select what lies behind",
             )
         if recorder.may_be_cut_off and lost:
-            warn(
-                f"No gradient of the outputs reaches {listed}, which the network uses: it switches gradients off or "
-                "detaches tensors. These parameters keep the prior.",
-            )
+            why = "which the network uses: it switches gradients off or detaches tensors"
+            warn(f"No gradient of the outputs reaches {listed}, {why}. These parameters keep the prior.")
         known.update(answers)
     return frozenset(name for name in unseen if known[name])
 
