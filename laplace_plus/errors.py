@@ -6,10 +6,10 @@ likely catch already (``ValueError``, ``RuntimeError``, ``NotImplementedError``)
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from inspect import currentframe
 from traceback import walk_stack
 
 WORDS = {
@@ -143,7 +143,7 @@ class SmoothnessWarning(UserWarning):
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the line that called the package, through whatever decorators: ``stacklevel`` without counting."""
-    roots = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(sys._getframe())]
+    roots = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(currentframe())]
     level = len(roots) - roots[::-1].index("laplace_plus")
     while roots[level : level + 1] in (["contextlib"], ["torch"]):
         level += 1
