@@ -225,8 +225,7 @@ class Auto:
         between = between if between is not None and bool(between.isfinite().all()) else None
         may_step_back = not noisy and self.link is None and "network" in model.likelihood.links
         compared, best, own = _choice(losses, between, noisy, may_step_back)
-        last = float(compared[-1])
-        value = last if own else float(compared[best])
+        last, value = float(compared[-1]), float(compared[-1 if own else best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
             chosen = "network"
