@@ -181,8 +181,7 @@ class Auto:
         first = next(iter(iterate(data, device=posterior.network.device)))
         rows = n_data * posterior.network.forward(first.inputs)[0, ..., 0].numel()  # examples times positions
         share = min(1.0, ENOUGH / n_data, room / rows)
-        known = not noisy and check_training_prior(self.training_prior_precision, self.weight_decay)
-        if known:
+        if known := not noisy and check_training_prior(self.training_prior_precision, self.weight_decay):
             given = LeaveOneOut(self.training_prior_precision, self.weight_decay)
             training = given._training(posterior, model, data, progress)[0]
         end, failed = None, ""
@@ -223,8 +222,8 @@ class Auto:
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         between = between if between is not None and bool(between.isfinite().all()) else None
-        may_step_back = not noisy and self.link is None and "network" in model.likelihood.links
-        compared, best, own = _choice(losses, between, noisy, may_step_back)
+        may_be_own = not noisy and self.link is None and "network" in model.likelihood.links
+        compared, best, own = _choice(losses, between, noisy, may_be_own)
         last, value = float(compared[-1]), float(compared[-1 if own else best])
         chosen = "marginal_likelihood" if scales[best] == 1 else "leave_one_out"
         if own or scales[best] < 1 and last <= value:
@@ -274,12 +273,12 @@ class _Choice(NamedTuple):
     own: bool
 
 
-def _choice(losses: Tensor, between: Tensor | None, noisy: bool, may_step_back: bool) -> _Choice:
+def _choice(losses: Tensor, between: Tensor | None, noisy: bool, may_be_own: bool) -> _Choice:
     """By the losses left out, and by their mean with those at midpoints: each is blind to some, so the wider scale."""
     both = [(losses, TOLERANCE if noisy else SHARE * float(losses[-1] - losses.min()))]
     found = []
     for compared, given_up in both if between is None else [*both, ((losses + between) / 2, 0.0)]:
         enough = (compared <= compared.min() + given_up).nonzero()[0 if noisy else -1]
-        own = may_step_back and float(compared[-1] - compared.min()) <= NEGLIGIBLE
+        own = may_be_own and float(compared[-1] - compared.min()) <= NEGLIGIBLE
         found.append(_Choice(compared, 0 if own else int(enough), own))
     return min(found, key=lambda choice: (choice.own, choice.place))
