@@ -31,6 +31,7 @@ from laplace_plus.evidence.marginal_likelihood import ExpectationMaximisation, M
 from laplace_plus.evidence.tangent import Tangent
 from laplace_plus.evidence.tuning import Tuner, TuningResult
 from laplace_plus.evidence.validation import Validation
+from laplace_plus.fields import SpatialField
 from laplace_plus.geometry import Diffusion
 from laplace_plus.leave_one_out import Auto, LeaveOneOut
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
@@ -67,6 +68,7 @@ __all__ = [
     "Native",
     "Poisson",
     "Prediction",
+    "SpatialField",
     "Tangent",
     "Tuner",
     "TuningResult",

@@ -279,6 +279,29 @@ def area_under_sparsification_error(uncertainty: Tensor, errors: Tensor) -> Tens
     return (_risks(uncertainty, errors) - _risks(errors, errors)).mean().float()
 
 
+def ause(uncertainty: Tensor, error: Tensor) -> Tensor:
+    """Compute that area for depth maps and images, relative to the mean error, from 100 shares that are removed.
+
+    At shares 0, 0.01, …, 0.99 of largest uncertainty, or of largest error, it takes the mean error of the rest over
+    that of all, and integrates the difference of the two curves by the trapezoidal rule.
+
+    Args:
+        uncertainty: ``[N]``, on any scale.
+        error: Absolute errors ``[N]``.
+
+    Returns:
+        A number of at least 0: 0 for uncertainties in the order of the errors, the largest one for the reverse order.
+
+    Raises:
+        ConfigurationError: As for :func:`area_under_risk_coverage`, or a negative error.
+    """
+    gap, mean = _risks(uncertainty, error) - _risks(error, error), error.double().mean()
+    if error.min() < 0:
+        raise ConfigurationError("An error is negative.", expected="absolute errors", got=f"{error.min():.4g}")
+    removed = torch.arange(100, device=gap.device) * len(gap) // 100
+    return torch.trapezoid(gap[len(gap) - 1 - removed] / mean.clamp_min(1e-300), dx=0.01).float()
+
+
 def _risks(uncertainty: Tensor, losses: Tensor) -> Tensor:
     """The risk at each coverage 1/N … 1, ``[N]`` float64."""
     _check_scores(uncertainty=uncertainty, losses=losses)

@@ -343,3 +343,23 @@ def test_intervals_by_hand():
         metrics.interval_coverage(low, high, torch.zeros(3, 1))
     with pytest.raises(LabelError):
         metrics.area_under_risk_coverage(torch.zeros(3), torch.zeros(4))
+
+
+def test_ause_against_a_closed_form():
+    """Of N = 100 errors, the mean of the rest is known at each share that is removed."""
+    errors = torch.arange(1.0, 101.0)
+    assert metrics.ause(errors, errors) == 0
+    assert metrics.ause(errors.square() - 7, errors) == 0  # only the order counts
+    # After k of 100, the mean of the rest is (101 - k)/2 if the largest went first, (101 + k)/2 if the smallest did.
+    removed = torch.arange(100, dtype=torch.float64)
+    best, worst = (101 - removed) / 2, (101 + removed) / 2
+    expected = torch.trapezoid((worst - best) / 50.5, dx=0.01)
+    assert_close(metrics.ause(-errors, errors), expected.float())
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    assert 0 < metrics.ause(order.float(), errors) < metrics.ause(-errors, errors)
+    constant = torch.trapezoid((50.5 - best) / 50.5, dx=0.01)  # of equal uncertainties: by chance
+    assert_close(metrics.ause(torch.ones(100), errors), constant.float())
+    assert_close(metrics.ause(-errors, 3 * errors), expected.float())  # relative to the mean error
+    assert metrics.ause(errors, torch.zeros(100)) == 0
+    with pytest.raises(ConfigurationError, match="negative"):
+        metrics.ause(errors, -errors)

@@ -151,7 +151,7 @@ class Called(Predicting):
             raise CheckpointError("This is no state of a posterior.", expected="what state_dict() gave")
         custom = self.likelihood if self.likelihood.config().get("name") == "custom" else None
         tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        found = rebuilt(dict(state["header"]), tensors, self.network.model, custom)
+        found = rebuilt(dict(state["header"]), tensors, self.model, custom)
         theirs, changing = found.settings(), self.hyperparameter_digests().keys()
         for name, own in self.settings().items():
             if name not in changing and own != theirs[name]:

@@ -187,6 +187,7 @@ class Configured:
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
         self.noise_per_output = isinstance(likelihood, str) and likelihood == "regression"
         self.network = Network(model, parameters, self.likelihood.arrange)
+        self.model = self.network.model  # what fingerprints and loading are about
         self.backend = resolve_backend(backend)
         self.memory_budget = memory_budget
         self._prior_precision = self._checked_precision(prior_precision)
@@ -295,7 +296,7 @@ class Configured:
 
     def share_hyperparameters(self, other: Configured) -> None:
         """Take over another posterior's prior, temperature and likelihood, and its network."""
-        self.network, self.likelihood = other.network, other.likelihood
+        self.network, self.model, self.likelihood = other.network, other.model, other.likelihood
         self._prior_precision, self._prior_mean = other._prior_precision, other._prior_mean
         self._temperature, self._prior_groups = other._temperature, other._prior_groups
 
@@ -401,7 +402,7 @@ class Configured:
                 self._mark = mark
                 return
             try:
-                io.compare_fingerprint(self._fingerprint, self.network.model, modules=True)
+                io.compare_fingerprint(self._fingerprint, self.model, modules=True)
             except CheckpointError as error:
                 raise ModelChangedError(
                     "The network is no longer the one that the posterior was fitted on.",
@@ -424,4 +425,4 @@ class Configured:
 
     def remember_weights(self) -> None:
         """Note the network's present weights as those of the fit."""
-        self._mark, self._fingerprint = self.network.mark(), io.fingerprint(self.network.model)
+        self._mark, self._fingerprint = self.network.mark(), io.fingerprint(self.model)
