@@ -353,19 +353,35 @@ def test_the_noise_of_targets_is_tuned_with_the_scale():
         lp.ABNN(*classified()[:1], "classification").fit(classified()[1]).fit_scale(data, tune_noise=True)
 
 
-def test_too_much_noise_is_said_at_the_line_that_fits():
+def test_too_much_noise_is_halved_and_said_at_the_line_that_fits():
     model, data = trained()
-    with pytest.warns(NoGainWarning, match="of the accuracy on the training data") as caught:
+    with pytest.warns(NoGainWarning, match="of scale 3 costs .* of the accuracy") as caught:
         posterior = lp.ABNN(model, "classification", scale=3.0, epochs=0).fit(data, generator=seeded())
     assert caught[0].filename == __file__
+    assert posterior.noise_scale in [3 / 2**k for k in range(1, 5)]
+    assert f"it is {posterior.noise_scale:.3g} now" in str(caught[0].message)
     report, (x, y) = posterior.report, (torch.cat(column) for column in zip(*data, strict=True))
     outputs = model.eval()(x).detach()
     assert report.network_nll == pytest.approx(float(nn.functional.cross_entropy(outputs, y)))
     assert report.network_accuracy == pytest.approx(float((outputs.argmax(-1) == y).double().mean()))
-    assert report.accuracy < report.network_accuracy - 0.02
+    losses = []
+    for scale in (posterior.noise_scale, 3.0):
+        posterior.noise_scale = scale
+        found = posterior.predictive(x, n_samples=400, generator=seeded()).mean.argmax(-1)
+        losses.append(report.network_accuracy - float((found == y).double().mean()))
+    assert losses[0] < 0.02 < losses[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lp.ABNN(model, "classification", scale=0.01).fit(data, generator=seeded())
+        assert lp.ABNN(model, "classification", scale=0.01).fit(data, generator=seeded()).noise_scale == 0.01
+
+
+def test_fine_tuning_that_harms_leaves_the_network():
+    model, data = trained()
+    with pytest.warns(NoGainWarning, match="the posterior now is the network"):
+        posterior = lp.ABNN(model, "classification", scale=0.0, learning_rate=30.0).fit(data, generator=seeded())
+    assert not posterior.fine_tuned
+    assert torch.equal(posterior.mean, posterior.network.vector())
+    assert posterior.report.accuracy == posterior.report.network_accuracy
 
 
 class Own(nn.LayerNorm):
