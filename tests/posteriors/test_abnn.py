@@ -315,9 +315,9 @@ def test_fit_scale_takes_the_best_of_all_candidates():
     assert (posterior.noise_scale, posterior.fine_tuned) == best
     assert best[0] > 0
     assert posterior.tuning.value == pytest.approx(values[best], abs=1e-3 if best[1] else 0.02)
-    assert posterior.scale == 0.1  # that of the next fit
+    assert posterior.scale == 0.2  # that of the next fit
     assert_untouched(model, before)
-    assert posterior.fit(data).noise_scale == 0.1
+    assert posterior.fit(data).noise_scale == 0.2
 
 
 def test_fit_scale_falls_back_to_the_network_and_says_so(tmp_path):

@@ -140,7 +140,7 @@ class ABNN(ResumableFit):
         likelihood: Any,
         *,
         noise: Literal["channel", "element"] = "channel",
-        scale: float = 0.1,
+        scale: float = 0.2,
         n_members: int = 4,
         epochs: int = 5,
         prior_weight: float = 1.0,
