@@ -4,8 +4,8 @@
 
 Noisy digits (0 to 7 of scikit-learn's, with 8 and 9 from elsewhere) need no data, and also train a network of 16
 normalised layers; MNIST and Fashion-MNIST are read from ``DATA``. ``--development`` takes other splits and other test
-images, on which the defaults of :class:`lp.ABNN` were chosen: digits and Fashion-MNIST. Cells that are there are not run
-again; ``--page`` writes their tables.
+images, on which the defaults of :class:`lp.ABNN` were chosen: digits and Fashion-MNIST. Cells that are there are not
+run again; ``--page`` writes their tables.
 """
 
 from __future__ import annotations
