@@ -183,8 +183,9 @@ class KroneckerAccumulation(Accumulation):
         if isinstance(gradients, EmbeddingGradients):
             right: Any = torch.zeros(groups, columns, **options)
         else:  # groups that share their input (attention's projections) share its factor
-            right = GramSum(gradients.right_shape[0], columns, **options)
-        nothing, make = torch.zeros((), dtype=torch.float64), partial(GramSum, **options)
+            right = GramSum(gradients.right_shape[0], columns, rank=self.structure.factor_rank, **options)
+        make = partial(GramSum, rank=None if is_last else self.structure.factor_rank, **options)
+        nothing = torch.zeros((), dtype=torch.float64)
         kind: Any = DiagonalOutputBlock if diagonal else KroneckerBlock
         start: Any = torch.zeros(k, 1, rows, **options) if diagonal else list(map(make, [groups] * k, [rows] * k))
         block, is_new = self.block(layout, kind, partial(kind, start, right, nothing))
@@ -244,7 +245,7 @@ class KroneckerAccumulation(Accumulation):
         for examples in slices(gradients.n_examples, n_positions * groups * width * 4):
             raw = gradients.raw_right[examples] if every else gradients.raw_right[examples][self.used[examples]]
             own = None if kept is None else kept[examples][self.used[examples]]
-            direct = gradients.add_right_products
+            direct = gradients.add_right_products if total.rank is None else None
             if expand and own is None and direct is not None and len(raw) * n_positions >= width:
                 total.add_products(partial(direct, raw))
                 continue

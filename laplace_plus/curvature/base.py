@@ -135,6 +135,9 @@ class Backend(ABC):
                 got=self.kind,
                 fix=fix,
             )
+        if self.name != "native" and (rank := getattr(structure, "factor_rank", None)) is not None:
+            what, got = f"The {self.name} backend keeps whole Kronecker factors.", f"factor_rank={rank}"
+            raise UnsupportedError(what, expected="factor_rank=None", got=got, fix='Use backend="native".')
         if self.kind in ("empirical_fisher", "hessian") and likelihood.n_noise > 1:
             raise UnsupportedError(
                 f"The {self.kind} curvature mixes outputs with different noise levels.",

@@ -28,7 +28,7 @@ from laplace_plus.curvature.structures import (
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.network import Network
-from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, KroneckerBlock, OuterGradients
+from laplace_plus.structured import Block, DenseBlock, DiagonalBlock, GramSum, KroneckerBlock, OuterGradients
 from laplace_plus.structured.eigen import DiagonalOutputBlock
 from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
 from laplace_plus.structured.softmax_output.block import SoftmaxOutputBlock, SoftmaxOutputRows, require_dense
@@ -255,7 +255,11 @@ def last_layer_curvature(
         squares = hessian.diagonal.to(inputs.dtype).T @ inputs.square()
         block = DiagonalBlock(squares[None, None].to(dtype))
     elif isinstance(structure, KroneckerStructure):
-        right = (inputs.T @ inputs)[None].to(dtype)
+        right = GramSum(1, layout.shape[2], dtype=dtype, device=inputs.device, rank=structure.factor_rank)
+        if right.rank is None:
+            right = GramSum.of((inputs.T @ inputs)[None].to(dtype))
+        else:
+            right.add_rows(inputs[None])
         count = torch.tensor(float(len(inputs)), dtype=torch.float64)
         if layout.shape[1] > structure.dense_outputs:
             block = DiagonalOutputBlock(hessian.diagonal.sum(0)[None, None].to(dtype), right, count)

@@ -134,6 +134,7 @@ class KroneckerStructure(Structure):
             diagonal one above.
         output_factor: Form of a last layer's output factor: ``"dense"``; ``"diagonal"``, without covariances between
             outputs; or ``"auto"``, dense up to ``DENSE_OUTPUTS`` outputs and diagonal beyond.
+        factor_rank: How many eigenpairs of each factor but a last layer's output factor are kept; None for all.
         dense_outputs: The largest number of outputs for which that factor is dense.
     """
 
@@ -141,6 +142,7 @@ class KroneckerStructure(Structure):
     eigenvalue_corrected: bool = False
     dense_limit: int = 512
     output_factor: Literal["auto", "dense", "diagonal"] = "auto"
+    factor_rank: int | None = None
     name: str = field(default="KFAC", init=False)
     dense_outputs: float = field(init=False, repr=False, compare=False)
 

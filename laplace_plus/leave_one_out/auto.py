@@ -190,7 +190,8 @@ class Auto:
         if model.likelihood.is_classifier and affordable and not (known and training.ndim):
             decay = training if known else None
             try:
-                end = training_end(model, posterior.network, data, n_data, share, posterior.temperature.detach(), decay)
+                rank, temperature = getattr(posterior.structure, "factor_rank", None), posterior.temperature.detach()
+                end = training_end(model, posterior.network, data, n_data, share, temperature, decay, rank)
             except DataError:
                 raise
             except (LaplacePlusError, torch.linalg.LinAlgError, torch.OutOfMemoryError) as failure:

@@ -89,8 +89,11 @@ def training_end(
     share: float,
     temperature: Tensor,
     decay: Tensor | None = None,
+    rank: int | None = None,
 ) -> TrainingEnd:
     """Look at a share of each batch, scaled to all N data, in one pass with derivatives; ``decay`` is a known δ.
+
+    Kronecker factors are of that ``rank``, None for all of it.
 
     UnsupportedError: torch has no derivatives in all weights, or not the memory. What the loader raises stays as it is.
     """
@@ -102,7 +105,7 @@ def training_end(
     for batch in thinned(iterate(data, device=network.device), share):
         if curvature is None:
             exact = exact and not _is_normalised(whole, batch.inputs)
-        structure: Structure = FullStructure() if exact else KroneckerStructure()
+        structure: Structure = FullStructure() if exact else KroneckerStructure(factor_rank=rank)
         try:
             curvature, outputs = backend.accumulate(curvature, whole, likelihood, batch, structure)
             flat, targets, weight = likelihood.rows(outputs.double(), batch.target)

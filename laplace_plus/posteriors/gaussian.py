@@ -452,6 +452,8 @@ class GaussianPosterior(Moments):
         for layout, block in curvature:
             groups = f"{layout.shape[0]} × " if layout.shape[0] > 1 else ""
             text = f"{block.kind}, {groups}{layout.shape[1]} × {layout.shape[2]} ({layout.rule})"
+            share = getattr(block, "discarded_trace", 0.0)
+            text += f", {share:.1%} of its trace left out" if share >= 5e-4 else ""
             text += ", zero: keeps the prior" if block.is_zero() else ""
             for name in layout.names:
                 if text not in treatment.setdefault(name, []):

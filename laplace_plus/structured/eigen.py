@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from laplace_plus.structured.gradients import (
     OuterGradients,
     OutputLayerGradients,
 )
-from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
+from laplace_plus.structured.gram_sum import EigenPairs, GramSum, Reflections, combine, restored, stored, weighted_rows
 from laplace_plus.structured.log_determinants import Spectrum, log_determinant, require_positive
 
 
@@ -223,12 +223,12 @@ class KroneckerBasis(Basis):
     """``R z = L z Nᵀ`` group by group, with orthogonal sides.
 
     Attributes:
-        left: L ``[G, o, o]``, or None for the identity.
-        right: N ``[G or 1, i, i]``, or None for the identity.
+        left: L ``[G, o, o]``, a tensor or :class:`Reflections`, or None for the identity.
+        right: N ``[G or 1, i, i]``, likewise.
     """
 
-    left: Tensor | None
-    right: Tensor | None
+    left: Any
+    right: Any
 
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
@@ -254,8 +254,16 @@ class KroneckerBasis(Basis):
 
     @override
     def diagonal(self, variances: Tensor) -> Tensor:
-        values = variances if self.left is None else self.left.square() @ variances
-        return values if self.right is None else values @ self.right.square().mT
+        return _by_squares(self.right, _by_squares(self.left, variances).mT).mT
+
+
+def _by_squares(side: Any, values: Tensor) -> Tensor:
+    """``Σ_j L_ij² v_j`` for ``v [G, d, n]``, whose rows beyond the k leading ones are alike under reflections."""
+    if not isinstance(side, Reflections):
+        return values if side is None else side.square() @ values
+    size, rank = side.sides[0].shape[-2:]
+    leading = side @ torch.eye(size, rank, dtype=side.dtype, device=values.device)
+    return values[:, -1:] + leading.square() @ (values[:, :rank] - values[:, -1:])
 
 
 @register_block
@@ -282,8 +290,10 @@ class KroneckerBlock(DecomposedBlock):
     forms: ClassVar[Mapping[str, str]] = {
         "left": "KGoo KGo",
         "left_rows": "G*o",
+        "left_limit": "*",
         "right": "Gii Gi",
         "right_rows": "G*i",
+        "right_limit": "*",
         "corrected": "KGoi",
         "count": "",
         "basis_weights": "K",
@@ -304,13 +314,16 @@ class KroneckerBlock(DecomposedBlock):
         self.count, self.corrected, self.basis_weights = count, corrected, basis_weights
         first = self.left_sums[0]
         self.kind = "Kronecker" if corrected is None else "eigenvalue-corrected Kronecker"
+        if rank := self.right_sum.rank or first.rank:
+            self.kind = f"Kronecker of rank-{rank} factors"
         self.n_components, self.dtype = len(self.left_sums), first.dtype
         self.shape = (first.groups, first.size, self.right_sum.size)
 
     @classmethod
     @override
     def from_tensors(cls, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> KroneckerBlock:
-        right = GramSum.of_rows(tensors["right_rows"]) if "right_rows" in tensors else tensors["right"]
+        right: Any = tensors.get("right")
+        right = GramSum.of_rows(tensors["right_rows"], tensors.get("right_limit")) if right is None else right
         corrected, weights = tensors.get("corrected"), tensors.get("basis_weights")
         block = cls(restored(tensors, "left"), right, tensors["count"], corrected, weights)
         if corrected is not None and weights is not None:
@@ -328,7 +341,7 @@ class KroneckerBlock(DecomposedBlock):
         if self.right_sum.is_formed:
             result["right"] = self.right
         else:
-            result["right_rows"] = self.right_sum.rows()
+            result |= {f"right_{name}": own for name, own in self.right_sum.parts().items()}
         if self.corrected is None or self.basis_weights is None:
             return result
         # Corrected eigenvalues belong to this very basis; another decomposition could give another order.
@@ -368,6 +381,19 @@ class KroneckerBlock(DecomposedBlock):
         self.right_sum.add_(other.right_sum)
         self.count = self.count + other.count
         self.changed()
+
+    @property
+    def discarded_trace(self) -> float:
+        """The share of the trace that factors of limited rank leave out, at component weights of one."""
+        sides = self.left_sums, [self.right_sum]
+        if all(own[0].rank is None for own in sides):
+            return 0.0
+        ones = torch.ones(self.n_components, dtype=self.dtype, device=self.left_sums[0].device)
+        kept, whole = ones.new_ones(()), ones.new_ones(())
+        for sums, pair in zip(sides, self.diagonalised(ones).pairs, strict=True):
+            trace = pair.values.double().sum(1)
+            kept, whole = kept * trace, whole * (trace + sum(own.leading()[1] for own in sums if own.rank is not None))
+        return float(1 - kept.sum() / whole.sum()) if bool(whole.any()) else 0.0
 
     def with_correction(self, weights: Tensor) -> KroneckerBlock:
         """The same factors with corrected eigenvalues of zero, measured from now on in the basis at ``weights``."""
@@ -430,8 +456,14 @@ class KroneckerBlock(DecomposedBlock):
         if self.n_components == 1 or diagonal.ndim or not weights.requires_grad:
             return EigenBlock.log_determinant(self, weights, diagonal)
         # Only the left eigenvalues depend on the weights, and eigvalsh has a stable derivative.
-        left = _eigenvalues(torch.tensordot(weights, self.left.to(weights.dtype), 1))
-        right = _eigenvalues(self.right.to(left.dtype)) / self.count.to(left)
+        if self.left_sums[0].rank is None:
+            left = _eigenvalues(torch.tensordot(weights, self.left.to(weights.dtype), 1))
+        else:
+            rows = weighted_rows(self.left_sums, weights)
+            left = _eigenvalues(rows @ rows.mT)[:, -self.shape[1] :]
+            left = torch.nn.functional.pad(left, (self.shape[1] - left.shape[1], 0))
+        right = self.right if self.right_sum.rank is None else self.right_sum.eigen().values
+        right = _eigenvalues(right.to(left.dtype)) / self.count.to(left)
         return torch.log(left[:, :, None] * right[:, None, :] + diagonal).sum()
 
     @override

@@ -3,7 +3,8 @@
 A symmetric update with few rows reads and writes the whole d × d matrix for little arithmetic, and few rows take less
 memory than their product. So rows stay rows until there are d of them, and are multiplied together then. Where there
 never are as many, the matrix is never formed, and its eigendecomposition is that of the rows' small Gram matrix: of
-n rows it takes ``O(n² d)`` operations in place of ``O(d³)``.
+n rows it takes ``O(n² d)`` operations in place of ``O(d³)``. A sum of limited rank keeps the leading eigenpairs alone,
+so that it has few rows however many are added.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +26,77 @@ _THIN = 0.75
 """Rows for each column up to which the Gram matrix of the rows is decomposed. With more, completing its eigenvectors
 takes as long as the eigenvectors of the sum."""
 
+_TAKEN = 128
+"""Rows that a sum of limited rank takes at a time, at most a quarter of its columns: its Gram matrices stay small."""
+
 
 @dataclass
 class EigenPairs:
-    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns; None for unit vectors."""
+    """Eigenvalues ``[G, d]`` and orthogonal eigenvectors ``[G, d, d]``, as columns; None for unit vectors.
+
+    The vectors of sums of limited rank are :class:`Reflections`.
+    """
 
     values: Tensor
-    vectors: Tensor | None
+    vectors: Any
+
+
+class Reflections:
+    """Orthogonal matrices ``I − A Bᵀ`` that multiply without being formed, from A and B ``[..., d, k]``."""
+
+    def __init__(self, a: Tensor, b: Tensor):
+        self.sides, self.dtype = (a, b), a.dtype
+
+    @classmethod
+    def completing(cls, leading: Tensor) -> Reflections:
+        """Those whose first k columns are, up to their signs, orthonormal or zero columns ``[..., d, k]``."""
+        packed, scales = torch.geqrf(leading)
+        b = packed.tril(-1)
+        b.diagonal(dim1=-2, dim2=-1).fill_(1)
+        b = b * (scales != 0)[..., None, :]  # zero where nothing is reflected
+        inverse = (b.mT @ b).triu()  # a product of reflections is I − B T Bᵀ, T upper triangular, T⁻¹ + T⁻ᵀ = Bᵀ B
+        inverse.diagonal(dim1=-2, dim2=-1).div_(2).add_(scales == 0)
+        return cls(torch.linalg.solve_triangular(inverse, b, upper=True, left=False), b)
+
+    @property
+    def mT(self) -> Reflections:  # noqa: N802  -- as of tensors
+        """The transposed matrices."""
+        return Reflections(*self.sides[::-1])
+
+    def to(self, dtype: torch.dtype) -> Reflections:
+        """The matrices in another type."""
+        return Reflections(*(side.to(dtype) for side in self.sides))
+
+    def __len__(self) -> int:
+        return len(self.sides[0])
+
+    def __getitem__(self, group: int) -> Reflections:
+        return Reflections(*(side[group] for side in self.sides))
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return other - self.sides[0] @ (self.sides[1].mT @ other)
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        return other - (other @ self.sides[0]) @ self.sides[1].mT
 
 
 class ThinEigenPairs(EigenPairs):
     """Eigenpairs of ``XᵀX`` of rank r. The vectors ``[G, d, r]`` are formed, and completed, when they are asked for.
 
     Determinants and traces take eigenvalues alone. Householder reflections complete the leading vectors, and correct
-    their rounding. The completed basis does not depend on the order of the data.
+    their rounding. The completed basis does not depend on the order of the data. It may stay ``implicit``.
     """
 
-    def __init__(self, values: Tensor, rows: Tensor, combinations: Tensor):
-        self.values, self.rows, self.combinations = values, rows, combinations
+    def __init__(self, values: Tensor, rows: Tensor, combinations: Tensor, implicit: bool):
+        self.values, self.rows, self.combinations, self.implicit = values, rows, combinations, implicit
 
     @cached_property
-    def vectors(self) -> Tensor:  # type: ignore[override]
+    def vectors(self) -> Any:
         """Orthogonal eigenvectors ``[G, d, d]``: ``Xᵀ [G, d, n]`` times the combinations ``[G, n, r]``, completed."""
-        leading = (self.rows.double().mT @ self.combinations).to(self.rows.dtype)
+        leading = self.rows.double().mT @ self.combinations
+        if self.implicit:
+            return Reflections.completing(leading).to(self.rows.dtype)
+        leading = leading.to(self.rows.dtype)
         groups, size = self.values.shape
         rows = leading.new_zeros(groups, size, size)  # transposed, as LAPACK goes by columns: it works in place
         rows.diagonal(dim1=1, dim2=2).fill_(1)
@@ -61,10 +111,17 @@ class GramSum:
         size: d.
         dtype: The type that products are summed in.
         device: Where.
+        rank: How many eigenpairs are kept, where these are not all; no ``d × d`` matrix is formed then. A thin singular
+            value decomposition takes its place whenever there are more than twice as many rows.
+
+    Attributes:
+        discarded: The trace ``[G]`` of what these decompositions have left out, which is positive semi-definite.
     """
 
-    def __init__(self, groups: int, size: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, groups: int, size: int, *, dtype: torch.dtype, device: torch.device, rank: int | None = None):
         self.groups, self.size, self.dtype, self.device = groups, size, dtype, device
+        self.rank = None if rank is None or rank >= size else rank
+        self.discarded: Any = 0.0
         self._total: Tensor | None = None
         self._is_symmetric = True
         self._rows: list[Tensor] = []
@@ -80,22 +137,28 @@ class GramSum:
         return result
 
     @classmethod
-    def of_rows(cls, rows: Tensor) -> GramSum:
-        """The sum over rows ``[G, n, d]``, which are not copied."""
-        result = cls(rows.shape[0], rows.shape[2], dtype=rows.dtype, device=rows.device)
+    def of_rows(cls, rows: Tensor, limit: Tensor | None = None) -> GramSum:
+        """The sum over rows ``[G, n, d]``, which are not copied, as :meth:`parts` told it."""
+        rank = None if limit is None else int(limit[0])
+        result = cls(rows.shape[0], rows.shape[2], dtype=rows.dtype, device=rows.device, rank=rank)
+        result.discarded = 0.0 if limit is None else limit[1:]
         result._rows, result._n_rows = [rows], rows.shape[1]
         return result
 
     def add_rows(self, rows: Tensor) -> None:
         """Add ``Σ x xᵀ`` over rows ``[G, n, d]``, which are copied where they are kept."""
         count = rows.shape[1]
-        if count >= self.size:
+        if self.rank is None and count >= self.size:
             kernels.symmetric_update(self._lower(), rows)
             return
-        if count:
-            self._rows.append(rows.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format))
-            self._n_rows += count
-        if self._n_rows >= self.size:
+        taken = count if self.rank is None else max(self.rank, min(_TAKEN, self.size // 4))
+        for part in rows.split(taken, 1) if count else ():
+            self._rows.append(part.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format))
+            self._n_rows += part.shape[1]
+            if self.rank is not None and self._n_rows > 2 * self.rank:
+                leading, self.discarded = self.leading()
+                self._rows, self._n_rows = [leading], leading.shape[1]
+        if self.rank is None and self._n_rows >= self.size:
             self._multiply()
 
     def set_aside(self) -> list[Tensor]:
@@ -113,9 +176,13 @@ class GramSum:
             self._lower().add_(other._total)
         for rows in other._rows:
             self.add_rows(rows)
+        self.discarded = self.discarded + other.discarded
 
     def matrix(self) -> Tensor:
-        """The sum as symmetric matrices ``[G, d, d]``; from now on it is kept as such."""
+        """The sum as symmetric matrices ``[G, d, d]``; from now on it is kept as such, unless its rank is limited."""
+        if self.rank is not None:
+            rows = self.leading()[0]
+            return rows.mT @ rows
         if self._rows or self._total is None:
             self._multiply()
         assert self._total is not None
@@ -136,7 +203,7 @@ class GramSum:
     @property
     def is_thin(self) -> bool:
         """Whether there are so few rows that decomposing their Gram matrix is faster."""
-        return self._total is None and self._n_rows <= _THIN * self.size
+        return self.rank is not None or (self._total is None and self._n_rows <= _THIN * self.size)
 
     def rows(self) -> Tensor:
         """The rows ``[G, n, d]``, where no matrix has been formed."""
@@ -146,13 +213,30 @@ class GramSum:
             self._rows = [torch.cat([empty, *self._rows], 1)]
         return self._rows[0]
 
+    def parts(self) -> dict[str, Tensor]:
+        """The rows, and where the rank is limited the ``limit [1 + G]``: the rank and the discarded trace, float64."""
+        if self.rank is None:
+            return {"rows": self.rows()}
+        limit = torch.tensor([self.rank] + [0.0] * self.groups, dtype=torch.float64, device=self.device)
+        limit[1:] += self.discarded
+        return {"rows": self.rows(), "limit": limit}
+
+    def leading(self) -> tuple[Tensor, Tensor]:
+        """``Lᵀ [G, k, d]`` of the leading eigenpairs, ``L Lᵀ ≤ Σ x xᵀ``, and the trace ``[G]`` of the difference."""
+        rows = self.rows().double()
+        pairs = _eigen_of_rows(self.rows(), self.rank)
+        kept = pairs.values.double()
+        leading = (pairs.combinations * kept[:, None, : pairs.combinations.shape[2]].sqrt()).mT @ rows
+        return leading.to(self.dtype), self.discarded + (rows.square().sum((1, 2)) - kept.sum(1)).clamp(min=0)
+
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where there are only rows, no eigenvalue is negative."""
-        return _eigen_of_rows(self.rows()) if self.is_thin else EigenPairs(*symmetric_eigen(self.matrix()))
+        return _eigen_of_rows(self.rows(), self.rank) if self.is_thin else EigenPairs(*symmetric_eigen(self.matrix()))
 
     def clone(self) -> GramSum:
         """A copy that may be added to."""
-        result = GramSum(self.groups, self.size, dtype=self.dtype, device=self.device)
+        result = GramSum(self.groups, self.size, dtype=self.dtype, device=self.device, rank=self.rank)
+        result.discarded = self.discarded
         result._total = None if self._total is None else self._total.clone()
         result._is_symmetric, result._n_rows = self._is_symmetric, self._n_rows
         result._rows = list(self._rows)  # rows are never written to
@@ -208,7 +292,7 @@ class DiagonalSum(GramSum):
 def stored(sums: Sequence[GramSum], name: str) -> dict[str, Tensor]:
     """The sums as they are: matrices ``[K, G, d, d]`` under ``name``, or rows under ``name_rows.0`` and so on."""
     if not any(own.is_formed for own in sums):
-        return {f"{name}_rows.{number}": own.rows() for number, own in enumerate(sums)}
+        return {f"{name}_{key}.{n}": tensor for n, own in enumerate(sums) for key, tensor in own.parts().items()}
     return {name: torch.stack([own.dense() for own in sums]) if len(sums) > 1 else sums[0].dense()[None]}
 
 
@@ -218,7 +302,7 @@ def restored(tensors: Mapping[str, Tensor], name: str) -> list[GramSum]:
         # In memory of its own, as it was added up: how a product is rounded depends on where its factors lie.
         return [GramSum.of(matrix.clone()) for matrix in tensors[name]]
     count = sum(key.startswith(f"{name}_rows.") for key in tensors)
-    return [GramSum.of_rows(tensors[f"{name}_rows.{number}"]) for number in range(count)]
+    return [GramSum.of_rows(tensors[f"{name}_rows.{n}"], tensors.get(f"{name}_limit.{n}")) for n in range(count)]
 
 
 def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
@@ -226,16 +310,24 @@ def combine(sums: Sequence[GramSum], weights: Tensor) -> GramSum:
     first, weights = sums[0], weights.to(sums[0].dtype)
     if any(own.is_formed for own in sums):
         return GramSum.of(torch.tensordot(weights, torch.stack([own.matrix() for own in sums]), 1))
-    result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device)
-    for own, weight in zip(sums, weights, strict=True):
-        result.add_rows(own.rows() * weight.sqrt())
+    rows = weighted_rows(sums, weights)
+    rank = None if first.rank is None else rows.shape[1]
+    result = GramSum(first.groups, first.size, dtype=first.dtype, device=first.device, rank=rank)
+    result.add_rows(rows)
     return result
 
 
-def _eigen_of_rows(rows: Tensor) -> ThinEigenPairs:
+def weighted_rows(sums: Sequence[GramSum], weights: Tensor) -> Tensor:
+    """``X [G, n, d]`` with ``XᵀX = Σ_k w_k S_k`` for sums of rows; differentiable in the positive weights ``[K]``."""
+    each = [own.rows() if own.rank is None else own.leading()[0] for own in sums]
+    return torch.cat([rows.to(weights.dtype) * weight.sqrt() for rows, weight in zip(each, weights, strict=True)], 1)
+
+
+def _eigen_of_rows(rows: Tensor, rank: int | None) -> ThinEigenPairs:
     """The eigendecomposition of ``XᵀX`` for ``[G, n, d]`` with n < d, from ``XXᵀ = V Λ Vᵀ``: vectors ``XᵀV Λ^-½``.
 
-    Eigenvalues below ``n ε`` times the largest one, with float64's ε, are rounding errors, and count as zero.
+    Eigenvalues below ``n ε`` times the largest one, with float64's ε, are rounding errors, and count as zero, as do all
+    but the largest where the ``rank`` is limited.
     """
     require_finite(rows)
     groups, n, size = rows.shape
@@ -244,9 +336,10 @@ def _eigen_of_rows(rows: Tensor) -> ThinEigenPairs:
     values, inner = kernels.symmetric_eigen(gram)  # which reads only the lower triangle
     values, inner = values.flip(-1), inner.flip(-1)  # the largest first: they are the most accurate
     kept = values > max(1, n) * torch.finfo(torch.float64).eps * values[..., :1].clamp(min=0)
+    kept[:, n if rank is None else rank :] = False
     values = torch.where(kept, values, 0.0)
-    rank = int(kept.sum(-1).max()) if n else 0
-    scales = torch.where(kept, values, torch.inf).rsqrt()[..., None, :rank]  # zero columns where a group has less
+    found = int(kept.sum(-1).max()) if n else 0
+    scales = torch.where(kept, values, torch.inf).rsqrt()[..., None, :found]  # zero columns where a group has less
     full = rows.new_zeros(groups, size)
-    full[:, :rank] = values[..., :rank]
-    return ThinEigenPairs(full, rows, inner[..., :rank] * scales)
+    full[:, :found] = values[..., :found]
+    return ThinEigenPairs(full, rows, inner[..., :found] * scales, rank is not None)

@@ -52,6 +52,7 @@ def batches(seed=1):
 
 MAKERS = {
     "KFAC": lambda net: lp.KFAC(net, "classification"),
+    "limited rank": lambda net: lp.KFAC(net, "classification", factor_rank=2),
     "EKFAC": lambda net: lp.KFAC(net, "classification", eigenvalue_corrected=True),
     "Full": lambda net: lp.Full(net, "classification"),
     "Diagonal": lambda net: lp.Diagonal(net, "classification"),

@@ -42,12 +42,12 @@ _ENTRY, _NARROW, _WIDE = 10, 3, 32
 
 def times(rows: Tensor, matrices: Tensor) -> Tensor:
     """``x_g U_g`` for rows ``[..., G or 1, n]`` and ``U [G, n, m]``, as one matrix product for each group."""
-    if rows.shape[-2] == matrices.shape[0] == 1:
+    if rows.shape[-2] == len(matrices) == 1:
         return rows.contiguous() @ matrices[0]  # of others torch would make many small products
     lead = rows.shape[:-2]
     rows = rows.expand(*lead, len(matrices), -1)
     by_group = rows.movedim(-2, 0).reshape(len(matrices), lead.numel(), rows.shape[-1])
-    return torch.bmm(by_group, matrices).transpose(0, 1).unflatten(0, lead)
+    return (by_group @ matrices).transpose(0, 1).unflatten(0, lead)
 
 
 @dataclass
