@@ -101,7 +101,13 @@ ADAPTERS = [  # to packages that the library does not need
 
 METHODS = {  # folders that nothing but the top level imports, by their limit in lines
     f"laplace_plus.{folder}": 600
-    for folder in ("posteriors.abnn", "posteriors.variational_last_layer", "fields", "uses")
+    for folder in (
+        "posteriors.abnn",
+        "posteriors.training_free_lora",
+        "posteriors.variational_last_layer",
+        "fields",
+        "uses",
+    )
 }
 
 

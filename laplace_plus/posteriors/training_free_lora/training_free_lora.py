@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -20,33 +20,19 @@ from typing_extensions import override
 
 from laplace_plus.adapters import adapter_pairs
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConvergenceWarning, SelectionError, warn
+from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.predicting import Method
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.posteriors.training_free_lora.per_token import TokenNoise
+from laplace_plus.posteriors.training_free_lora.search import ScaleSearch, largest, least
 from laplace_plus.selection import Selection
 
 _DEAD = 1e-6
 """Singular values of B below this share of the largest one get no noise: B maps it to nothing."""
-
-_START, _MOST = 0.015, 40
-"""The first scale that is tried (the authors' largest one), and how often it is doubled or halved before giving up."""
-
-
-@dataclass(frozen=True)
-class ScaleSearch:
-    """How the scale was found.
-
-    Attributes:
-        network: The network's score on the anchors: the mean NLL in nats, or the share of errors.
-        steps: What was tried, in order: scale, score, and whether it was accepted.
-    """
-
-    network: float
-    steps: tuple[tuple[float, float, bool], ...]
 
 
 class TrainingFreeLoRA(Posterior):
@@ -56,19 +42,24 @@ class TrainingFreeLoRA(Posterior):
     about 15 times with ``n_samples + 1`` forward passes: some hundred of the training inputs are enough, and labels are
     not needed for classes. All scales see the same noise, so that the search is reproducible.
 
-    The prior precision has no part in it. Predictions are those of sampled networks.
+    The prior precision has no part in it but for ``"elbo"``. Predictions are those of sampled networks.
 
     Args:
         model: A network with adapters as PEFT makes them (``lora_A``, ``lora_B``); the active ones count.
         likelihood: As for :class:`Posterior`.
         tolerance: By how much the score of sampled networks may exceed the network's: relatively for ``"nll"``, by that
-            share of anchors for ``"accuracy"``.
-        score: ``"nll"``, the mean negative log-likelihood, or ``"accuracy"``, the share of errors.
+            share of anchors for ``"accuracy"``; without effect for ``"elbo"``.
+        score: ``"nll"``, the mean negative log-likelihood of averaged predictions, or ``"accuracy"``, their share of
+            errors. Or ``"elbo"``: the scale has the least ``−(Σ_n E_q log p(y_n|θ) − KL(q ‖ p))/N``, in nats for each
+            anchor, under a prior N(``prior_mean``, 1/``prior_precision``) on A's entries; there is no tolerance then.
         labels: Whether scores are by the anchors' labels, or by the network's own most probable targets.
+        per_token: Whether each token has noise of its own, by random signs, as in the authors' code: what is sampled is
+            then no network, and joint predictions of tokens are without covariances. :meth:`sample` does not know it.
         n_samples: Number of sampled networks that are averaged in the search.
         halvings: Of the interval in which the scale lies; its relative error is ``2**-halvings``.
         parameters: ``"lora"``, or names of some of the adapters' A.
-        prior_precision, prior_mean, temperature, backend, memory_budget: As for :class:`Posterior`; without effect.
+        prior_precision, prior_mean: As for :class:`Posterior`; for ``"elbo"`` the precision is one number.
+        temperature, backend, memory_budget: As for :class:`Posterior`; without effect.
 
     Attributes:
         noise_scale: The scale σ; 0 where none was accepted.
@@ -76,7 +67,8 @@ class TrainingFreeLoRA(Posterior):
 
     Raises:
         SelectionError: No active adapter, one that is merged or disabled, or one whose B is zero.
-        ConfigurationError: An unknown score, or a number that is not positive.
+        ConfigurationError: An unknown score, a number that is not positive, or several prior precisions for ``"elbo"``.
+        UnsupportedError: ``per_token`` with adapters of other than linear layers.
 
     Warns:
         ConvergenceWarning: No scale was accepted, or none rejected.
@@ -90,8 +82,9 @@ class TrainingFreeLoRA(Posterior):
         likelihood: Any,
         *,
         tolerance: float = 0.003,
-        score: Literal["nll", "accuracy"] = "nll",
+        score: Literal["nll", "accuracy", "elbo"] = "nll",
         labels: bool = False,
+        per_token: bool = False,
         n_samples: int = 10,
         halvings: int = 10,
         parameters: Selection = "lora",
@@ -101,7 +94,7 @@ class TrainingFreeLoRA(Posterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
-        check_choice("score", score, ("nll", "accuracy"))
+        check_choice("score", score, ("nll", "accuracy", "elbo"))
         check_positive(tolerance=tolerance)
         check_counts(n_samples=n_samples, halvings=halvings)
         pairs, common = adapter_pairs(model), common_arguments(locals())
@@ -113,41 +106,32 @@ class TrainingFreeLoRA(Posterior):
                 expected, got = ", ".join([*pairs][:3]) + ", …", item.name
                 raise SelectionError("Only whole matrices A of active adapters get noise.", expected=expected, got=got)
         self.tolerance, self.score, self.labels = tolerance, score, bool(labels)
-        self.n_samples, self.halvings = n_samples, halvings
+        self.n_samples, self.halvings, self.per_token = n_samples, halvings, bool(per_token)
 
     @override
     def options(self) -> dict[str, Any]:
-        names = ("tolerance", "score", "labels", "n_samples", "halvings")
+        names = ("tolerance", "score", "labels", "per_token", "n_samples", "halvings")
         return {name: getattr(self, name) for name in names}
 
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+        if self.score == "elbo" and self.prior_precision.numel() > 1:
+            what, got = "The bound is known for one prior precision.", f"{self.prior_precision.numel()} of them"
+            raise ConfigurationError(what, expected="a number", got=got)
         require_restartable(data, "The search for the scale passes over the anchors again and again.")
-        maps, seed, steps = self._maps(), draw_seed(generator), []
-        vector = self.network.vector()
-        noise = self._noise(maps, self.n_samples, torch.Generator().manual_seed(seed))
-        score, n_data, n_outputs = self._score(data, vector[None], progress, "network")
-        bound = score + self.tolerance * (abs(score) if self.score == "nll" else 1)
+        maps, seed = self._maps(), draw_seed(generator)
+        draws = self._draws(maps, self.n_samples, torch.Generator().manual_seed(seed))
+        network, n_data, n_outputs = self._score(data, 0.0, [], [], seed, progress)
 
-        def accepted(scale: float) -> bool:
-            found, *_ = self._score(data, vector + scale * noise, progress, f"scale {scale:.3g}")
-            steps.append((scale, found, found <= bound))
-            return found <= bound
+        def score(scale: float) -> float:  # all scales see the same noise
+            return self._score(data, scale, maps, draws, seed, progress)[0]
 
-        low = high = _START
-        first = accepted(_START)
-        for _ in range(_MOST):
-            low, high = (high, 2 * high) if first else (low / 2, low)
-            if accepted(high if first else low) != first:
-                break
+        if self.score == "elbo":
+            self.noise_scale, steps = least(score, self.halvings)
         else:
-            what = "Every scale was accepted" if first else "No scale was accepted"
-            warn(f"{what}; the last was {steps[-1][0]:.3g}.", ConvergenceWarning)
-            low = high = high if first else 0.0
-        for _ in range(self.halvings if high > low else 0):
-            middle = (low + high) / 2
-            low, high = (middle, high) if accepted(middle) else (low, middle)
-        self.noise_scale, self.maps, self.report = low, maps, ScaleSearch(score, tuple(steps))
+            bound = network + self.tolerance * (abs(network) if self.score == "nll" else 1)
+            self.noise_scale, steps = largest(score, bound, self.halvings)
+        self.maps, self.report = maps, ScaleSearch(network, tuple(steps))
         self.n_data, self.n_outputs = n_data, n_outputs
 
     def _maps(self) -> list[Tensor]:
@@ -163,39 +147,84 @@ class TrainingFreeLoRA(Posterior):
             maps.append(rotation.mT * torch.where(alive, values, 1.0).reciprocal() * alive)
         return maps
 
-    def _noise(self, maps: list[Tensor], n: int, generator: torch.Generator | None) -> Tensor:
-        """Deviations of the samples at σ = 1, ``[n, P]``."""
-        parts = []
-        for item, one in zip(self.network.selected, maps, strict=True):
-            drawn = standard_normal((n, one.shape[1], item.size // one.shape[0]), like=one, generator=generator)
-            parts.append((one @ drawn).flatten(1))
-        return torch.cat(parts, 1)
+    def _draws(self, maps: list[Tensor], n: int, generator: torch.Generator | None) -> list[Tensor]:
+        """E of each selected A, ``[n, q, d_in]``."""
+        sizes = [
+            (n, one.shape[1], item.size // len(one)) for one, item in zip(maps, self.network.selected, strict=True)
+        ]
+        return [standard_normal(size, like=one, generator=generator) for size, one in zip(sizes, maps, strict=True)]
 
-    def _score(self, data: Iterable[Any], vectors: Tensor, progress: bool, what: str) -> tuple[float, int, int]:
-        """The score of the averaged predictions at some vectors ``[S, P]``, and numbers of examples and of outputs."""
-        network, likelihood = self.network, self.likelihood
+    def _outputs(
+        self, inputs: Any, scale: float, maps: list[Tensor], draws: list[Tensor], signs: torch.Generator
+    ) -> list[Tensor]:
+        """Outputs ``[B, *, C]`` of a network for each of the draws."""
+        network = self.network
+        if not self.per_token:
+            return network.several(inputs, network.vector() + scale * _deviations(maps, draws))
+        values, found = network.substitute(network.vector()), []
+        for drawn in zip(*draws, strict=True):
+            pairs = {
+                id(values[name]): (scale * one, e)
+                for name, one, e in zip(self.parameter_names, maps, drawn, strict=True)
+            }
+            noise = TokenNoise(pairs, signs)
+            with torch.no_grad(), noise:
+                found.append(network(inputs, values))
+            if noise.used < len(pairs):
+                what, got = "Only linear layers have noise for each token.", f"{noise.used} of {len(pairs)} adapters"
+                raise UnsupportedError(what, expected="adapters that multiply by A", got=got, fix="per_token=False")
+        return found
+
+    def _score(
+        self, data: Iterable[Any], scale: float, maps: list[Tensor], draws: list[Tensor], seed: int, progress: bool
+    ) -> tuple[float, int, int]:
+        """The score at a scale, without draws that of the network; and the numbers of examples and of outputs."""
+        network, likelihood, signs = self.network, self.likelihood, torch.Generator().manual_seed(seed)
         total, count, seen, n_outputs = 0.0, 0.0, 0, 0
-        for batch in self.batches(data, progress=progress, description=f"TrainingFreeLoRA: {what}"):
+        for batch in self.batches(data, progress=progress, description=f"TrainingFreeLoRA: scale {scale:.3g}"):
             outputs = network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
             flat, targets, weights = likelihood.rows(outputs, batch.target)
             targets = targets if self.labels else likelihood.distribution(flat).mode
-            each = [likelihood.rows(one, batch.target)[0] for one in network.several(batch.inputs, vectors)]
-            if self.score == "nll":
-                logs = torch.stack([likelihood.log_density(one, targets) for one in each])
-                losses = math.log(len(each)) - logs.logsumexp(0)
-            else:
+            sampled = self._outputs(batch.inputs, scale, maps, draws, signs) if draws else [outputs]
+            each = [likelihood.rows(one, batch.target)[0] for one in sampled]
+            if self.score == "accuracy":
                 losses = (likelihood.mixture(torch.stack(each)).mode != targets).to(weights)
+            else:
+                logs = torch.stack([likelihood.log_density(one, targets) for one in each])
+                losses = -logs.mean(0) if self.score == "elbo" else math.log(len(each)) - logs.logsumexp(0)
             total, count = total + float(weights @ losses.to(weights)), count + float(weights.sum())
             seen, n_outputs = seen + len(outputs), outputs.shape[-1]
+        if draws and self.score == "elbo":
+            total += self._divergence(scale, maps)
         return total / max(1.0, count), seen, n_outputs
+
+    def _divergence(self, scale: float, maps: list[Tensor]) -> float:
+        """``KL(q ‖ p)`` over the directions that have noise, for a prior N(μ₀, 1/δ) on all entries of A."""
+        delta = float(self.prior_precision)
+        total = delta * float((self.network.vector().double() - self.prior_mean).square().sum())
+        for one, item in zip(maps, self.network.selected, strict=True):
+            inverse = one.double().square().sum(0)  # 1/d²
+            ratio = delta * scale**2 * inverse[inverse > 0]
+            total += item.size // len(one) * float((ratio - 1 - ratio.log()).sum())
+        return total / 2
 
     @override
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         self.require_fit()
         check_counts(n=n)
-        return self.mean + self.noise_scale * self._noise(self.maps, n, generator)
+        return self.mean + self.noise_scale * _deviations(self.maps, self._draws(self.maps, n, generator))
+
+    @override
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+        if not self.per_token:
+            yield from super().sampled_outputs(x, n, generator)
+            return
+        x, signs = self.network.receive(x), torch.Generator().manual_seed(draw_seed(generator))
+        for _ in range(n):
+            draws = self._draws(self.maps, 1, generator)
+            yield from self._outputs(x, self.noise_scale, self.maps, draws, signs)
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -207,3 +236,8 @@ class TrainingFreeLoRA(Posterior):
         self.noise_scale = float(header["noise_scale"])
         self.report = ScaleSearch(header["report"]["network"], tuple(map(tuple, header["report"]["steps"])))
         self.maps = [tensors[f"map.{number}"] for number in range(len(self.network.selected))]
+
+
+def _deviations(maps: list[Tensor], draws: list[Tensor]) -> Tensor:
+    """``V diag(1/d) E`` of all layers, ``[n, P]``."""
+    return torch.cat([(one @ drawn).flatten(1) for one, drawn in zip(maps, draws, strict=True)], 1)
