@@ -57,6 +57,18 @@ def adapter_parameters(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def adapter_tensors(model: nn.Module) -> dict[str, str]:
+    """Names of the tensors of PEFT's adapters, each with that of its adapter if that is idle, or else ``""``."""
+    found = {}
+    for prefix, module in model.named_modules():
+        known: Any = module
+        kinds = tuple(f"{kind}." for kind in getattr(module, "adapter_layer_names", ()))
+        for name in filter(lambda name: name.startswith(kinds), module.state_dict() if kinds else ()):
+            adapter = name.removeprefix(next(filter(name.startswith, kinds))).split(".")[0]
+            found[f"{prefix}.{name}" if prefix else name] = "" if adapter in known.active_adapters else adapter
+    return found
+
+
 def adapter_state(module: nn.Module) -> str:
     """Which adapters a layer of PEFT, one with the attribute ``MERGED``, uses; as text."""
     known: Any = module

@@ -18,7 +18,7 @@ from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.posteriors.freezing import FrozenPosterior, freeze
 from laplace_plus.posteriors.loading import rebuilt
 from laplace_plus.posteriors.predicting import Predicting
-from laplace_plus.posteriors.through import AtTokens, Through
+from laplace_plus.posteriors.through import LastToken, Through
 from laplace_plus.predictive import Prediction
 from laplace_plus.predictive.linearized import stacked
 
@@ -110,27 +110,21 @@ class Called(Predicting):
         """
         return Through(self, function, likelihood)
 
-    def at_tokens(self, position: int | str = "last", *, classes: Sequence[int] | Tensor | None = None) -> Through:
-        """The posterior of a language model's answer at one position, for one backward pass for each class.
+    def at_last_token(self, classes: Sequence[int] | Tensor | None = None) -> Through:
+        """The posterior of a language model's answer after each text, for one backward pass for each class.
 
-        Keep the view for all batches: its first call asks which parameters matter.
+        The last token is the last that ``"attention_mask" [B, T]`` does not hide, with padding on either side; without
+        a mask it is the last position. Keep the view for all batches: its first call asks which parameters matter.
 
         Args:
-            position: ``"last"``, the last token of each sequence that ``"attention_mask" [B, T]`` does not hide, on
-                whichever side the padding is (without a mask the last position); or the number of one.
             classes: Token ids ``[K]`` among which the answer is; probabilities sum to one over these. None for all.
 
         Returns:
             A view as of :meth:`through`, with outputs ``[B, K]``. Its batches are the model's; a target is left out.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            ConfigurationError: Another position; when it is called, classes that the model does not have.
-            DataError: When it is called, a mask or outputs ``[B, T, C]`` without this position.
+            Called with another mask, or of a model without outputs ``[B, T, C]``, it raises :class:`DataError`.
         """
-        self.require_fit()
         own: Any = "classification" if isinstance(self.likelihood, Categorical) else self.likelihood
-        return Through(self, AtTokens(self.network, position, classes), own)
+        return Through(self, LastToken(self.network, classes), own)
 
     @full_precision
     def state_dict(self) -> dict[str, Any]:

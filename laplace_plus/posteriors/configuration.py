@@ -384,7 +384,7 @@ class Configured:
         Found are optimizer steps, ``load_state_dict``, assignment of a tensor or its ``.data``, and what else torch
         counts as a change. It does not count writes *into* ``.data``, by NumPy or a custom kernel: those are found in
         tensors of up to 4096 entries, in larger ones if one of about 512 evenly spaced entries changes, and all with
-        ``thorough``, which reads every entry, as :meth:`save` does.
+        ``thorough``, which reads every entry (of a base beneath adapters some), as :meth:`save` does.
 
         Raises:
             NotFittedError: There is none.

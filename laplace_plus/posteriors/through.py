@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.batches import call, inputs_of, output_tensor, signature_of
+from laplace_plus.batches import batch_size, call, inputs_of, output_tensor, signature_of
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
@@ -83,50 +83,36 @@ class Through:
         return view
 
 
-class AtTokens:
-    """A model's outputs at one position of each sequence, ``[B, K]``; see :meth:`laplace_plus.Posterior.at_tokens`."""
+class LastToken:
+    """A model's outputs at each sequence's last token, ``[B, K]``; see :meth:`laplace_plus.Posterior.at_last_token`."""
 
-    def __init__(self, network: Network, position: int | str, classes: Sequence[int] | Tensor | None):
-        if position != "last" and (isinstance(position, bool) or not isinstance(position, int)):
-            expected = '"last", or the number of a position'
-            raise ConfigurationError("Unknown position.", expected=expected, got=repr(position))
+    def __init__(self, network: Network, classes: Sequence[int] | Tensor | None):
         self.model: Any = network.model
-        self.arrange, self.position, self.classes = network.arrange, position, classes
+        self.arrange, self.classes = network.arrange, classes
         inner = getattr(self.model, "get_base_model", lambda: self.model)()  # within peft's
         # Models of transformers then compute no logits of other positions, a third of GPT-2's forward pass.
         self._keeps = "logits_to_keep" in signature_of(type(inner).forward).parameters
 
     def __call__(self, *inputs: Any, **batch: Any) -> Tensor:
-        """The chosen outputs; DataError for a mask or a position that does not say which."""
+        """The chosen outputs; DataError for a mask that does not say which token is the last."""
         x: Any = inputs_of(batch) if batch else inputs if len(inputs) > 1 else inputs[0]
-        places = self._places(x)
-        if self._keeps and places is not None and isinstance(x, Mapping):
-            kept, places = places.unique(return_inverse=True)
-            x = {**x, "logits_to_keep": kept}
-        raw = self.arrange(output_tensor(call(self.model, x)))
-        if raw.ndim != 3:  # noqa: PLR2004
-            what = "The model gives no outputs at positions."
-            raise DataError(what, expected="[B, T, C]", got=str(list(raw.shape)))
-        if places is None:
-            if not -raw.shape[1] <= int(self.position) < raw.shape[1]:
-                raise DataError("There is no such position.", expected=f"below {raw.shape[1]}", got=f"{self.position}")
-            places = torch.full((len(raw),), int(self.position))
-        found = raw[torch.arange(len(raw), device=raw.device), places.to(raw.device)]
-        return found if self.classes is None else found[:, output_indices(self.classes, found.shape).to(raw.device)]
-
-    def _places(self, x: Any) -> Tensor | None:
-        """The last token's place in each sequence, counted from the end, ``[B]``; None for a position of one number."""
-        if self.position != "last":
-            return None
         mask = x.get(MASK_KEY) if isinstance(x, Mapping) else None
-        if mask is None:
-            leaf = next(iter(x.values())) if isinstance(x, Mapping) else x[0] if isinstance(x, (tuple, list)) else x
-            return torch.full((len(leaf),), -1, device=leaf.device)
+        mask = torch.ones(batch_size(x), 1) if mask is None else mask
         tokens = mask != 0
         if mask.ndim != 2 or not torch.equal(tokens.to(mask.dtype), mask) or not bool(tokens.any(1).all()):  # noqa: PLR2004
             expected, got = "[B, T] of ones and zeros, a one in each row", f"{mask.dtype} {list(mask.shape)}"
             raise DataError(f"{MASK_KEY!r} does not say which token is the last.", expected=expected, got=got)
-        return -1 - tokens.flip(1).int().argmax(1)
+        places = -1 - tokens.flip(1).int().argmax(1)
+        if self._keeps and isinstance(x, Mapping):
+            kept, places = places.unique(return_inverse=True)
+            x = {**x, "logits_to_keep": kept}
+        found = self.arrange(output_tensor(call(self.model, x)))
+        if found.ndim != 3:  # noqa: PLR2004
+            raise DataError(
+                "The model gives no outputs at positions.", expected="[B, T, C]", got=f"{list(found.shape)}"
+            )
+        found = found[torch.arange(len(found), device=found.device), places.to(found.device)]
+        return found if self.classes is None else found[:, output_indices(self.classes, found.shape).to(found.device)]
 
 
 @full_precision

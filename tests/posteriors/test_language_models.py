@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import laplace_plus as lp
-from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus import io
+from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, ModelChangedError
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `test`")
 peft = pytest.importorskip("peft", reason="needs peft, of the extra `test`")
@@ -94,7 +95,7 @@ class TestAnswersAtOnePosition:
         model = adapted(kind)
         posterior = lp.Full(model, "classification").fit([padded(side)])
         choices = [7, 2, 3]
-        found = posterior.at_tokens("last", classes=choices).functional_posterior(inputs_of(padded(side)))
+        found = posterior.at_last_token(choices).functional_posterior(inputs_of(padded(side)))
         covariance = posterior.covariance_matrix()
         for n, one in enumerate(alone()):
             last = jacobian(model, one)[0, -1, choices]
@@ -105,7 +106,7 @@ class TestAnswersAtOnePosition:
     def test_one_forward_and_one_backward_pass_for_each_class(self, kind, monkeypatch):
         model, passes, backward = adapted(kind), [], []
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
-        view = posterior.at_tokens(classes=[7, 2, 3, 1])
+        view = posterior.at_last_token([7, 2, 3, 1])
         view.predictive(inputs_of(padded("left")))
         model.register_forward_pre_hook(lambda *_: passes.append(1))
         grad = torch.autograd.grad
@@ -123,40 +124,32 @@ class TestAnswersAtOnePosition:
         model, shapes = adapted("llama"), []
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
         model.get_base_model().lm_head.register_forward_hook(lambda m, x, out: shapes.append(tuple(out.shape)))
-        posterior.at_tokens().predictive(**padded("left"), link="mc", generator=torch.Generator().manual_seed(0))
+        posterior.at_last_token().predictive(**padded("left"), link="mc", generator=torch.Generator().manual_seed(0))
         assert set(shapes) == {(4, 1, V)}
         shapes.clear()
-        posterior.at_tokens().predictive(**padded("right"))
+        posterior.at_last_token().predictive(**padded("right"))
         assert set(shapes) == {(4, 4, V)}  # of four lengths
 
-    def test_the_default_is_all_classes_and_a_position_may_have_a_number(self):
+    def test_the_default_is_all_classes(self):
         model, batch = adapted("gpt2"), inputs_of(padded("left"))
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
-        whole = posterior.functional_posterior(batch)
-        for position in (-1, 4, "last"):
-            own = posterior.at_tokens(position).functional_posterior(batch)
-            assert_close(own.mean, whole.mean[:, -1], rtol=1e-12, atol=1e-12)
-            assert_close(own.covariance, whole.covariance[:, -1], rtol=1e-9, atol=1e-12)
-        own = posterior.at_tokens(-2).predictive(batch, link="probit")
-        assert_close(own.mean, posterior.predictive(batch, link="probit").mean[:, -2], rtol=1e-9, atol=1e-12)
+        whole, own = (one.functional_posterior(batch) for one in (posterior, posterior.at_last_token()))
+        assert_close(own.mean, whole.mean[:, -1], rtol=1e-12, atol=1e-12)
+        assert_close(own.covariance, whole.covariance[:, -1], rtol=1e-9, atol=1e-12)
 
     def test_what_does_not_say_where_is_refused(self):
         model, batch = adapted("gpt2"), inputs_of(padded("left"))
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
-        with pytest.raises(ConfigurationError, match="Unknown position"):
-            posterior.at_tokens("first")
-        with pytest.raises(DataError, match="no such position"):
-            posterior.at_tokens(5).predictive(batch)
         with pytest.raises(ConfigurationError, match="does not have these outputs"):
-            posterior.at_tokens(classes=[V]).predictive(batch)
-        empty = {**batch, "attention_mask": batch["attention_mask"] * torch.tensor([1, 0, 1, 1])[:, None]}
-        for mask in (empty["attention_mask"], 2 * batch["attention_mask"], batch["attention_mask"][:, None, None]):
+            posterior.at_last_token([V]).predictive(batch)
+        mask = batch["attention_mask"]
+        for other in (mask * torch.tensor([1, 0, 1, 1])[:, None], 2 * mask, mask[:, None, None]):
             with pytest.raises(DataError, match="does not say which token is the last"):
-                posterior.at_tokens().predictive({**batch, "attention_mask": mask})
+                posterior.at_last_token().predictive({**batch, "attention_mask": other})
         classifier = nn.Linear(3, 2)
         plain = lp.KFAC(classifier, "classification").fit([(torch.ones(2, 3), torch.tensor([0, 1]))])
         with pytest.raises(DataError, match="no outputs at positions"):
-            plain.at_tokens().predictive(torch.ones(2, 3))
+            plain.at_last_token().predictive(torch.ones(2, 3))
 
     def test_models_of_another_kind(self):
         torch.manual_seed(0)
@@ -164,7 +157,191 @@ class TestAnswersAtOnePosition:
         ids = torch.randint(0, 9, (5, 4), generator=torch.Generator().manual_seed(3))
         ahead = nn.Sequential(model, nn.Identity())
         posterior = lp.Full(ahead, lp.Categorical(weight=[1.0] * 8 + [2.0]), parameters="0.1").fit([(ids, ids.roll(1))])
-        whole, own = posterior.functional_posterior(ids), posterior.at_tokens(classes=torch.tensor([4, 8]))
+        whole, own = posterior.functional_posterior(ids), posterior.at_last_token(torch.tensor([4, 8]))
         assert_close(own.functional_posterior(ids).mean, whole.mean[:, -1, [4, 8]])
         assert_close(own.functional_posterior(ids).covariance, whole.covariance[:, -1][:, [4, 8]][..., [4, 8]])
         assert_close(own.predictive(ids).mean.sum(-1), torch.ones(5).double())
+
+
+class TestBesideTheAdapter:
+    """``save_pretrained`` and ``posterior.save`` into one folder."""
+
+    @staticmethod
+    def saved(folder, kind="gpt2", **options):
+        model = adapted(kind, **options)
+        base = {name: p.clone() for name, p in model.get_base_model().named_parameters() if "lora" not in name}
+        posterior = lp.KFAC(model, "classification", parameters="lora").fit([padded("left")])
+        model.save_pretrained(folder)
+        posterior.save(folder / "posterior")
+        return base, posterior
+
+    @staticmethod
+    def base(values, kind="gpt2", **changes):
+        config = CONFIGS[kind]()
+        for name, value in changes.items():
+            setattr(config, name, value)
+        model = transformers.AutoModelForCausalLM.from_config(config).double()
+        names = [name for name, _ in model.named_parameters()]
+        values = {name.replace("base_layer.", ""): value for name, value in values.items()}
+        with torch.no_grad():
+            for name in names:
+                model.get_parameter(name).copy_(values[name])
+        return model
+
+    @each
+    @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+    def test_both_come_back(self, kind, options, tmp_path):
+        values, posterior = self.saved(tmp_path, kind, **options)
+        assert {p.name for p in tmp_path.iterdir()} >= {"adapter_model.safetensors", "posterior"}
+        model = peft.PeftModel.from_pretrained(self.base(values, kind), tmp_path)
+        found, batch = lp.load(tmp_path / "posterior", model), inputs_of(padded("left"))
+        assert torch.equal(
+            found.functional_posterior(batch).covariance, posterior.functional_posterior(batch).covariance
+        )
+        assert any("magnitude" in name for name in found.parameter_names) is bool(options)
+        again = found.fit([padded("left")])  # its weights do not require gradients now
+        assert_close(again.variance(), posterior.variance())
+
+    def test_another_adapter_does_not_matter_until_it_is_active(self, tmp_path):
+        values, posterior = self.saved(tmp_path)
+        model = peft.PeftModel.from_pretrained(self.base(values), tmp_path)
+        model.add_adapter("other", model.peft_config["default"])
+        found, batch = lp.load(tmp_path / "posterior", model), inputs_of(padded("left"))
+        assert torch.equal(found.predictive(batch).mean, posterior.predictive(batch).mean)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".other." in name:
+                    parameter += 1
+        model.delete_adapter("other")
+        assert torch.equal(found.predictive(batch).mean, posterior.predictive(batch).mean)
+        model.add_adapter("other", model.peft_config["default"])
+        model.set_adapter("other")
+        with pytest.raises(ModelChangedError, match="another adapter.*default.*other"):
+            found.predictive(batch)
+        with pytest.raises(CheckpointError, match="another adapter.*default.*other"):
+            lp.load(tmp_path / "posterior", model)
+        model.set_adapter("default")
+        assert torch.equal(found.predictive(batch).mean, posterior.predictive(batch).mean)
+        with model.disable_adapter(), pytest.raises(CheckpointError, match="disabled"):
+            lp.load(tmp_path / "posterior", model)
+        model.merge_adapter()
+        with pytest.raises(CheckpointError, match=r"merged \['default'\]"):
+            lp.load(tmp_path / "posterior", model)
+
+    def test_a_mismatch_is_named(self, tmp_path):
+        values, _ = self.saved(tmp_path)
+        changed = dict(values)
+        changed["transformer.wte.weight"] = values["transformer.wte.weight"] * 1.001
+        model = peft.PeftModel.from_pretrained(self.base(changed), tmp_path)
+        with pytest.raises(CheckpointError, match=r"other values.*transformer\.wte\.weight"):
+            lp.load(tmp_path / "posterior", model)
+        model = peft.PeftModel.from_pretrained(self.base(values, layer_norm_epsilon=1e-3), tmp_path)
+        with pytest.raises(CheckpointError, match="layer_norm_epsilon = 1e-05"):
+            lp.load(tmp_path / "posterior", model)
+        model = peft.PeftModel.from_pretrained(self.base(values, use_cache=False), tmp_path)
+        lp.load(tmp_path / "posterior", model)  # which computes the same
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] += 1e-3
+        with pytest.raises(CheckpointError, match=r"other values.*lora_B\.default\.weight"):
+            lp.load(tmp_path / "posterior", model)
+
+    def test_of_large_tensors_of_the_base_some_entries_are_read(self):
+        model = peft.get_peft_model(nn.Sequential(nn.Linear(70, 90), nn.Tanh()), peft.LoraConfig(target_modules=["0"]))
+        before = io.fingerprint(model)
+        weight = model.get_base_model()[0].base_layer.weight.detach()
+        weight[1, 1] += 1
+        assert io.fingerprint(model) == before != io.fingerprint(model, whole=True)
+        weight *= 1.001
+        assert io.fingerprint(model)["sha256"] != before["sha256"]
+        a = model.get_base_model()[0].lora_A["default"].weight.detach()  # its own are read whole, however large
+        now = io.fingerprint(model)
+        a[3, 7] += 1e-3
+        assert io.fingerprint(model)["sha256"] != now["sha256"]
+
+    def test_an_older_checkpoint_of_all_values_is_still_compared(self):
+        model = adapted("gpt2")
+        io.compare_fingerprint(io.fingerprint(model, whole=True), model)
+        with torch.no_grad():
+            model.get_base_model().transformer.wte.weight[3, 3] += 1
+        with pytest.raises(CheckpointError, match="other values"):
+            io.compare_fingerprint(io.fingerprint(adapted("gpt2"), whole=True), model)
+
+
+class FourBits(torch.autograd.Function):
+    """``x Wᵀ`` for packed weights, as bitsandbytes has it: nothing but x has a derivative."""
+
+    @staticmethod
+    def forward(ctx, x, packed, scale):
+        ctx.save_for_backward(packed, scale)
+        return x @ FourBits.unpacked(packed, scale).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.needs_input_grad == (True, False, False)
+        return gradient @ FourBits.unpacked(*ctx.saved_tensors), None, None
+
+    @staticmethod
+    def unpacked(packed, scale):
+        nibbles = torch.stack([packed & 15, packed >> 4], 1).flatten().view(len(scale), -1)
+        return (nibbles.to(scale) - 8) * scale
+
+
+class Linear4bit(nn.Linear):
+    """A linear layer whose weights are two to a byte, with a scale for each row."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        weight = linear.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 7)
+        nibbles = (weight / self.scale).round().add(8).to(torch.uint8).view(-1, 2)
+        self.weight = nn.Parameter((nibbles[:, 0] + 16 * nibbles[:, 1])[:, None], requires_grad=False)
+
+    def forward(self, x):
+        return FourBits.apply(x, self.weight[:, 0], self.scale)
+
+
+class TestQuantisedBases:
+    @staticmethod
+    def pair(**options):
+        """Adapters on a base of packed weights, and on one of the same weights in double precision."""
+        models = []
+        for quantised in (True, False):
+            torch.manual_seed(0)
+            base = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).double()
+            for name, module in [*base.named_modules()]:
+                if isinstance(module, nn.Linear) and name != "lm_head":
+                    packed = Linear4bit(module)
+                    if quantised:
+                        base.set_submodule(name, packed)
+                    else:
+                        module.weight.data = FourBits.unpacked(packed.weight[:, 0], packed.scale)
+            options = {"r": 2, "target_modules": TARGETS["llama"], "task_type": "CAUSAL_LM"} | options
+            model = peft.get_peft_model(base, peft.LoraConfig(**options)).double()
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for p in filter(lambda p: p.requires_grad, model.parameters()):
+                    p += 0.2 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            models.append(model)
+        return models
+
+    @pytest.mark.parametrize("cls", [lp.KFAC, lp.Full, lp.Diagonal])
+    def test_they_are_those_of_the_dequantised_weights(self, cls):
+        quantised, plain = self.pair(modules_to_save=["lm_head"])
+        before = {name: p.clone() for name, p in quantised.named_parameters()}
+        ours, theirs = (cls(m, "classification", parameters="lora").fit([padded("left")]) for m in (quantised, plain))
+        assert {p.dtype for p in before.values()} == {torch.uint8, torch.float64}
+        assert_close(ours.variance(), theirs.variance(), rtol=1e-9, atol=0)
+        batch = inputs_of(padded("right"))
+        ours, theirs = (p.at_last_token([1, 2]).functional_posterior(batch).covariance for p in (ours, theirs))
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-14)
+        assert all(torch.equal(before[name], p) for name, p in quantised.named_parameters())
+
+    def test_saved_and_refused_on_other_bytes(self, tmp_path):
+        model, _ = self.pair()
+        posterior = lp.KFAC(model, "classification").fit([padded("left")])
+        posterior.save(tmp_path / "posterior")
+        assert torch.equal(lp.load(tmp_path / "posterior", model).variance(), posterior.variance())
+        weight = model.get_base_model().model.layers[0].mlp.down_proj.weight
+        weight[3] ^= 1
+        with pytest.raises(CheckpointError, match=r"other values.*mlp\.down_proj\.weight"):
+            lp.load(tmp_path / "posterior", model)
