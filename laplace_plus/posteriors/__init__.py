@@ -21,9 +21,11 @@ from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, Large
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
 from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA
+from laplace_plus.posteriors.variational_bound import VariationalBound
+from laplace_plus.posteriors.variational_last_layer.variational_last_layer import VariationalLastLayer
 from laplace_plus.posteriors.viking.scales import ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining
-from laplace_plus.posteriors.viking.viking import VIKING, VariationalBound
+from laplace_plus.posteriors.viking.viking import VIKING
 
 for _cls in (
     Full,
@@ -38,6 +40,7 @@ for _cls in (
     SampledLaplace,
     TrainingFreeLoRA,
     ABNN,
+    VariationalLastLayer,
 ):
     register(_cls.__name__, _cls)
 
@@ -71,6 +74,7 @@ __all__ = [
     "TrainingFreeLoRA",
     "VIKING",
     "VariationalBound",
+    "VariationalLastLayer",
     "get_posterior",
     "load",
     "register",

@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
-from torch.distributions import Distribution, MixtureSameFamily, Normal
+from torch.distributions import Distribution, MixtureSameFamily, Normal, StudentT
 
 from laplace_plus._memory import CACHE_BYTES, require_free, slices
 from laplace_plus.errors import ConfigurationError, UnsupportedError
@@ -204,9 +205,9 @@ class Prediction:
     def quantile(self, q: float | Tensor) -> Tensor:
         """The numbers below which each entry of ``y`` lies with probability ``q``, noise included.
 
-        Exact for normal distributions and mixtures of them (Monte Carlo, sampled networks); these by bisection.
-        Differentiable where mean and variance are. Networks that predict their noise have, in closed form, the
-        quantiles of the normal with the exact mean and variance.
+        Exact for normal and Student-t distributions, and mixtures of normals (Monte Carlo, sampled networks); these by
+        bisection. Differentiable where mean and variance are. Networks that predict their noise have, in closed form,
+        the quantiles of the normal with the exact mean and variance.
 
         Args:
             q: Strictly between 0 and 1: a number, or ``[Q]``.
@@ -395,9 +396,12 @@ def _checked_levels(value: float | Tensor, name: str) -> Tensor:
 
 
 def _quantiles(distribution: Distribution, levels: Tensor) -> Tensor | None:
-    """Quantiles ``[Q, *batch]`` at float64 levels ``[Q, 1, …]``; None unless these are normals or mixtures of them."""
+    """Quantiles ``[Q, *batch]`` at float64 levels ``[Q, 1, …]``; None but for normals, mixtures of them, Student-t."""
     if isinstance(distribution, Normal):
         return distribution.loc + distribution.scale * torch.special.ndtri(levels).to(distribution.loc)
+    if isinstance(distribution, StudentT):
+        units = stdtrit(distribution.df.detach().cpu().double().numpy(), levels.numpy())
+        return distribution.loc + distribution.scale * torch.from_numpy(units).to(distribution.loc)
     if not isinstance(distribution, MixtureSameFamily) or not isinstance(distribution.component_distribution, Normal):
         return None
     components, weights = distribution.component_distribution, distribution.mixture_distribution.probs

@@ -158,6 +158,7 @@ NAMES = [
     "MetricBNN",
     "SampledLaplace",
     "ABNN",
+    "VariationalLastLayer",
 ]
 
 

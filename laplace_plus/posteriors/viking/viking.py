@@ -6,7 +6,7 @@ See :mod:`laplace_plus.posteriors.viking.elbo` for the family, its divergence an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import NoneType
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, LaplacePlusError, NoGainWarning, warn
 from laplace_plus.evidence import Tuner, TuningResult
-from laplace_plus.evidence.tuning import check_choice
+from laplace_plus.evidence.tuning import check_choice, require_only
 from laplace_plus.geometry.loss import LossLandscape, MovedNetwork, warn_of_kinks
 from laplace_plus.leave_one_out.auto import TOLERANCE
 from laplace_plus.leave_one_out.predictions import INTERPOLATION
@@ -29,6 +29,7 @@ from laplace_plus.posteriors.projection.rows import Rows
 from laplace_plus.posteriors.registry import get_posterior
 from laplace_plus.posteriors.resuming import survey
 from laplace_plus.posteriors.training_data import require_same_data
+from laplace_plus.posteriors.variational_bound import BoundResult, VariationalBound
 from laplace_plus.posteriors.viking.elbo import ELBO, ELBOTerms, Expectation, terms_from_tensor, terms_to_tensor
 from laplace_plus.posteriors.viking.scales import BoundAtMean, ScaleFit
 from laplace_plus.posteriors.viking.training import ELBOTraining, MeanTraining
@@ -40,44 +41,6 @@ AFFORDABLE = 1e11
 """Operations of the exact Gauss-Newton matrix up to which training checks left-out data: seconds of a core."""
 
 _WHY = "The evidence lower bound passes over the data again and again."
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundResult(TuningResult):
-    """What maximising the evidence lower bound found; ``value`` is the bound.
-
-    Attributes:
-        image_std: σ_im, 0-d float64.
-    """
-
-    image_std: Tensor
-
-
-@dataclass(frozen=True)
-class VariationalBound:
-    """Maximises the evidence lower bound of a :class:`VIKING` over α and σ_im, from where they are.
-
-    That is what ``fit`` ends with; it is of use after the noise level, the temperature or the prior mean have changed.
-    The posterior's mean stays.
-
-    Args:
-        data: The training data; by default the loaders of the fit.
-    """
-
-    data: Iterable[Any] | None = field(default=None, repr=False)
-
-    def tune(
-        self, posterior: VIKING, *, progress: bool = False, generator: torch.Generator | None = None
-    ) -> TuningResult:
-        """Maximise the bound; arguments as for :class:`~laplace_plus.Tuner`.
-
-        Raises:
-            DataError: The data are not known any more, or are others than those of the fit.
-
-        Warns:
-            ConvergenceWarning: The search did not converge.
-        """
-        return posterior.run_tuner(self, progress=progress, generator=generator)
 
 
 class VIKING(ProjectedNoisePosterior):
@@ -294,6 +257,7 @@ class VIKING(ProjectedNoisePosterior):
     def run_tuner(self, tuner: Tuner, *, progress: bool, generator: torch.Generator | None) -> TuningResult:
         """Maximise the bound over α and σ_im once more, from where they are; see :class:`VariationalBound`."""
         assert isinstance(tuner, VariationalBound)
+        require_only("VIKING", tuner, "data")
         logs, converged = self._bound(tuner.data).maximise(self._logs(), self.scale_fit, self._history)
         _warn_unless_converged(self.report, converged)
         alpha, image = logs.exp()

@@ -1,0 +1,43 @@
+"""The linear last layer of a network: its inputs are features, of which the outputs are a linear function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laplace_plus.batches import Batch
+from laplace_plus.curvature.capture import Capture, capture_batch
+from laplace_plus.curvature.gradients import Gradients
+from laplace_plus.curvature.native import output_layer_inputs
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods import Likelihood
+from laplace_plus.network import Network
+from laplace_plus.selection import layer_of, tied_names, uses
+
+
+def head_features(network: Network, capture: Capture) -> tuple[Tensor, Tensor]:
+    """Where each weight is in the parameter vector, ``[C, D]``, and features ``[N, D]`` float64, the bias's one last.
+
+    UnsupportedError unless the selection is one linear layer whose outputs are the network's, with weights of its own.
+    """
+    found, names = output_layer_inputs(Gradients(network, capture)), set(network.parameter_names)
+    tied = {name for first, others in tied_names(network.model).items() for name in (first, *others)} & names
+    whole = {name for name in uses(network.model) if layer_of(name) == network.layers[0]} == names
+    if found is None or tied or not whole or found[0].index.numel() != network.n_parameters:
+        what = f"These parameters are {'tied to others' if tied else 'not those of one linear last layer'}."
+        expected = 'parameters="last_layer" of a network that ends with an nn.Linear of its own weights'
+        got, fix = ", ".join(sorted(tied or names)[:4]), 'Use lp.Full(model, likelihood, parameters="last_layer").'
+        raise UnsupportedError(what, expected=expected, got=f"{got} of {type(network.model).__name__}", fix=fix)
+    return found[0].index[0].to(found[1].device), found[1].double()
+
+
+def head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a batch the index, features ``[n, D]``, targets and outputs ``[n, C]``, without rows that are ignored."""
+    capture = capture_batch(network, batch)
+    outputs = capture.outputs.view(capture.output_shape)
+    likelihood.validate(outputs, batch.target)
+    index, features = head_features(network, capture)
+    rows, targets, weights = likelihood.rows(outputs, batch.target)
+    targets = targets.double() if targets.is_floating_point() else targets
+    used = torch.ones_like(weights, dtype=torch.bool) if bool((weights > 0).all()) else weights > 0
+    return index, features.detach()[used], targets[used], rows.detach().double()[used]

@@ -1,0 +1,48 @@
+"""Real numbers with Gaussian noise whose precision has a Gamma distribution: Student-t predictions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, StudentT
+
+from laplace_plus.errors import UnsupportedError
+from laplace_plus.likelihoods.base import Likelihood, Marginal, unknown_link, variance_of
+from laplace_plus.likelihoods.gaussian import RealTargets
+
+
+class StudentTNoise(RealTargets):
+    """Predictions under noise precisions ``Gamma(shape, rate [C])``: Student-t with ``2 shape`` degrees of freedom.
+
+    The variance of y given its output is ``rate/(shape − 1)``; that of the output has the same factor, and adds to it.
+    """
+
+    couples_outputs = False
+    sample = Likelihood.sample
+
+    def __init__(self, shape: float, rate: Tensor, output_axis: int = -1):
+        self.shape, self.rate, self.output_axis = shape, rate, output_axis
+
+    def distribution(self, outputs: Tensor) -> Distribution:  # type: ignore[override]
+        """Student-t distributions with batch shape ``[..., C]``."""
+        return self._student(outputs, (self.rate / (self.shape - 1)).to(outputs).expand_as(outputs))
+
+    def _student(self, location: Tensor, variance: Tensor) -> StudentT:
+        scale = (variance * (1 - 1 / self.shape)).sqrt()
+        return StudentT(torch.full_like(location, 2 * self.shape), location, scale, validate_args=False)
+
+    def root_diagonal(self, outputs: Tensor) -> Tensor:
+        """Ones (unit noise)."""
+        return torch.ones_like(outputs)
+
+    def predict(self, mean: Tensor, covariance: Tensor, *, link: str) -> Marginal:
+        """``"exact"``: weights and noise are integrated out together."""
+        if link != "exact":
+            raise unknown_link(self, link)
+        epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
+        total, information = epistemic + noise, torch.log1p(epistemic / noise).sum(-1) / 2
+        return Marginal(mean, total, self._student(mean, total), epistemic, noise, information=information)
+
+    def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
+        """UnsupportedError: torch has no multivariate Student-t distribution."""
+        raise UnsupportedError("Student-t noise has no joint density here.", expected="joint=False", got="joint=True")

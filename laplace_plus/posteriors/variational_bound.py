@@ -1,0 +1,47 @@
+"""Tuning by the evidence lower bound, for variational posteriors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from laplace_plus.evidence.tuning import TuningResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundResult(TuningResult):
+    """What maximising the bound, its ``value``, found: σ_im of :class:`VIKING`, 0-d float64, or a last layer's q."""
+
+    image_std: Any = None
+    q: Any = None
+
+
+@dataclass(frozen=True)
+class VariationalBound:
+    """Maximises the evidence lower bound of a variational posterior over its hyperparameters, from where they are.
+
+    Of :class:`VIKING` these are α and σ_im; its mean stays. That is what its ``fit`` ends with, and of use after the
+    noise, the temperature or the prior mean have changed. Of :class:`VariationalLastLayer` they are α, noise and the
+    Gaussians; α has a closed form at each step. With Gaussian noise the bound is the evidence, and needs no data.
+
+    Args:
+        data: The training data; by default the loaders of the fit.
+        tune_noise: Whether to tune Gaussian noise, which only the last layer does; None for whenever it can.
+    """
+
+    data: Iterable[Any] | None = field(default=None, repr=False)
+    tune_noise: bool | None = None
+
+    def tune(self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None) -> TuningResult:
+        """Maximise the bound; arguments as for :class:`~laplace_plus.Tuner`.
+
+        Raises:
+            DataError: The data are not known any more, or are others than those of the fit.
+
+        Warns:
+            ConvergenceWarning: The search did not converge.
+        """
+        return posterior.run_tuner(self, progress=progress, generator=generator)

@@ -1,0 +1,1 @@
+"""A variational posterior over a network's last layer, on features that stay as they are."""

@@ -1,0 +1,74 @@
+"""Linear regression on features, in closed form: with known noise, and with a Gamma distribution of its precision.
+
+With features Φ, residuals r of the trained weights w, β = 1/(σ²T) and prior ``N(μ, I/α)``,
+
+    m = w + P⁻¹ (β Φᵀr − α (w − μ)),   P = β ΦᵀΦ + α I,   S = P⁻¹,
+    log p(y) = −N/2T log 2πσ² − ½ (β ‖r − Φ(m − w)‖² + α ‖m − μ‖²) − ½ log det(P/α).
+
+Where σ⁻² has the prior ``Gamma(a₀, a₀ σ₀²)`` and the weights ``N(μ, σ²/α)``, β = 1/T, and σ⁻² has the posterior
+``Gamma(a, b)``: ``a = a₀ + N/2T``, and b is half of what is in brackets above more than ``a₀ σ₀²``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laplace_plus.errors import ConfigurationError
+from laplace_plus.likelihoods.gaussian import LOG_2PI
+from laplace_plus.posteriors.variational_last_layer.gaussians import Gaussians
+
+
+class Solution(NamedTuple):
+    """The posterior of weights, the evidence, and the Gamma posterior's shape and rate ``[C]`` where there is one."""
+
+    q: Gaussians
+    evidence: Tensor
+    shape: float = 0.0
+    rate: Tensor | None = None
+
+
+class Regression(NamedTuple):
+    """``ΦᵀΦ [D, D]``, ``Φᵀr [D, C]``, ``Σ r² [C]``, the number of rows, and w, ``[C, D]``; float64."""
+
+    gram: Tensor
+    cross: Tensor
+    squares: Tensor
+    size: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, features: Tensor, targets: Tensor, weights: Tensor) -> Regression:
+        """Of some rows."""
+        residuals = targets - features @ weights.mT
+        sums = features.mT @ features, features.mT @ residuals, residuals.square().sum(0)
+        return cls(*sums, torch.tensor(len(features)).to(weights), weights)
+
+    def plus(self, other: Regression) -> Regression:
+        """With other rows."""
+        gram, cross, squares, size = (own + new for own, new in zip(self[:4], other[:4], strict=True))
+        return Regression(gram, cross, squares, size, self.weights)
+
+    def solve(self, alpha: Tensor, noise: Tensor, mean: Tensor, temperature: float, shape: float | None) -> Solution:
+        """The posterior at α, σ (or σ₀ with ``shape`` a₀), and ``μ [C, D]``; ConfigurationError without a variance."""
+        values, vectors = torch.linalg.eigh(self.gram)
+        values, variance = values.clamp_min(0.0).unsqueeze(1), noise.to(self.squares).square().expand_as(self.squares)
+        beta = (1 / variance if shape is None else torch.ones_like(variance)) / temperature
+        away, cross = vectors.mT @ (self.weights - mean).mT, vectors.mT @ self.cross  # [D, C], in the eigenbasis
+        total = values * beta + alpha
+        step = (beta * cross - alpha * away) / total
+        errors = self.squares + (step * (values * step - 2 * cross)).sum(0)
+        fit = beta * errors.clamp_min(0.0) + alpha * (away + step).square().sum(0)
+        half, root = self.size / (2 * temperature), vectors * total.rsqrt().mT.unsqueeze(1)
+        evidence, weights = (alpha / total).log().sum(0) / 2 - half * LOG_2PI, self.weights + (vectors @ step).mT
+        if shape is None:
+            return Solution(Gaussians(weights, root), (evidence - half * variance.log() - fit / 2).sum())
+        first, a, rate = shape * variance, float(shape + half), shape * variance + fit / 2
+        if not a > 1:
+            what, fix = "Student-t noise has no variance after so few data.", "Raise noise_shape."
+            raise ConfigurationError(what, expected="noise_shape + N/2 > 1", got=f"{a:.3g}", fix=fix)
+        gammas = torch.lgamma(torch.tensor([a, shape], dtype=torch.float64)).diff().neg().to(rate)
+        q = Gaussians(weights, root * (rate / (a - 1)).sqrt()[:, None, None])
+        return Solution(q, (evidence + gammas + shape * first.log() - a * rate.log()).sum(), a, rate)
