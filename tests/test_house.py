@@ -120,9 +120,9 @@ def test_the_package_does_not_grow():
     # understand the library.
     apart = {*ADAPTERS, *(module for folder in METHODS for module in in_folder(folder))}
     core = [module for module in size.FILES if module not in apart]
-    assert size.lines_of(core) <= 38_942
-    assert size.code_of(core) <= 24_814
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_016
+    assert size.lines_of(core) <= 39_045
+    assert size.code_of(core) <= 24_886
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_020
 
 
 def test_adapters_are_thin():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from laplace_plus.batches import Batch
@@ -39,5 +38,5 @@ def head_rows(network: Network, likelihood: Likelihood, batch: Batch) -> tuple[T
     index, features = head_features(network, capture)
     rows, targets, weights = likelihood.rows(outputs, batch.target)
     targets = targets.double() if targets.is_floating_point() else targets
-    used = torch.ones_like(weights, dtype=torch.bool) if bool((weights > 0).all()) else weights > 0
+    used = weights > 0
     return index, features.detach()[used], targets[used], rows.detach().double()[used]

@@ -23,13 +23,12 @@ class StudentTNoise(RealTargets):
     def __init__(self, shape: float, rate: Tensor, output_axis: int = -1):
         self.shape, self.rate, self.output_axis = shape, rate, output_axis
 
-    def distribution(self, outputs: Tensor) -> Distribution:  # type: ignore[override]
-        """Student-t distributions with batch shape ``[..., C]``."""
-        return self._student(outputs, (self.rate / (self.shape - 1)).to(outputs).expand_as(outputs))
-
-    def _student(self, location: Tensor, variance: Tensor) -> StudentT:
-        scale = (variance * (1 - 1 / self.shape)).sqrt()
-        return StudentT(torch.full_like(location, 2 * self.shape), location, scale, validate_args=False)
+    def distribution(self, outputs: Tensor, epistemic: float | Tensor = 0.0) -> Distribution:  # type: ignore[override]
+        """Student-t distributions with batch shape ``[..., C]``, of outputs with a variance of their own."""
+        scale = ((epistemic + (self.rate / (self.shape - 1)).to(outputs)) * (1 - 1 / self.shape)).sqrt()
+        return StudentT(
+            torch.full_like(outputs, 2 * self.shape), outputs, scale.expand_as(outputs), validate_args=False
+        )
 
     def root_diagonal(self, outputs: Tensor) -> Tensor:
         """Ones (unit noise)."""
@@ -40,8 +39,8 @@ class StudentTNoise(RealTargets):
         if link != "exact":
             raise unknown_link(self, link)
         epistemic, noise = variance_of(mean, covariance), (self.rate / (self.shape - 1)).to(mean).expand_as(mean)
-        total, information = epistemic + noise, torch.log1p(epistemic / noise).sum(-1) / 2
-        return Marginal(mean, total, self._student(mean, total), epistemic, noise, information=information)
+        found, information = self.distribution(mean, epistemic), torch.log1p(epistemic / noise).sum(-1) / 2
+        return Marginal(mean, epistemic + noise, found, epistemic, noise, information=information)
 
     def predict_joint(self, mean: Tensor, covariance: Tensor) -> Distribution:
         """UnsupportedError: torch has no multivariate Student-t distribution."""

@@ -23,9 +23,8 @@ class BoundResult(TuningResult):
 class VariationalBound:
     """Maximises the evidence lower bound of a variational posterior over its hyperparameters, from where they are.
 
-    Of :class:`VIKING` these are α and σ_im; its mean stays. That is what its ``fit`` ends with, and of use after the
-    noise, the temperature or the prior mean have changed. Of :class:`VariationalLastLayer` they are α, noise and the
-    Gaussians; α has a closed form at each step. With Gaussian noise the bound is the evidence, and needs no data.
+    Of :class:`VIKING` these are α and σ_im; its mean stays. That is what its ``fit`` ends with, and of use after other
+    hyperparameters have changed. Of :class:`VariationalLastLayer` they are α, noise and the Gaussians.
 
     Args:
         data: The training data; by default the loaders of the fit.
@@ -38,10 +37,6 @@ class VariationalBound:
     def tune(self, posterior: Any, *, progress: bool = False, generator: torch.Generator | None = None) -> TuningResult:
         """Maximise the bound; arguments as for :class:`~laplace_plus.Tuner`.
 
-        Raises:
-            DataError: The data are not known any more, or are others than those of the fit.
-
-        Warns:
-            ConvergenceWarning: The search did not converge.
+        Raises DataError for other data than those of the fit, or none; warns (ConvergenceWarning) as the fit does.
         """
         return posterior.run_tuner(self, progress=progress, generator=generator)
