@@ -36,6 +36,7 @@ from laplace_plus.geometry import Diffusion
 from laplace_plus.leave_one_out import Auto, LeaveOneOut
 from laplace_plus.likelihoods import Bernoulli, Categorical, Likelihood, LogDensity, Poisson
 from laplace_plus.likelihoods.gaussian import Gaussian, GivenNoise, HeteroscedasticGaussian
+from laplace_plus.mixtures import Ensemble, Mixture
 from laplace_plus.posteriors import *  # noqa: F403
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
@@ -55,6 +56,7 @@ __all__ = [
     "ConformalPosterior",
     "Curvlinops",
     "Diffusion",
+    "Ensemble",
     "ExpectationMaximisation",
     "Gaussian",
     "GivenNoise",
@@ -65,6 +67,7 @@ __all__ = [
     "LogDensity",
     "MacKay",
     "MarginalLikelihood",
+    "Mixture",
     "Native",
     "Poisson",
     "Prediction",

@@ -106,6 +106,7 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "posteriors.training_free_lora",
         "posteriors.variational_last_layer",
         "fields",
+        "mixtures",
         "uses",
     )
 }
