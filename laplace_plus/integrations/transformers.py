@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from laplace_plus.errors import ConfigurationError, UnsupportedError
+from laplace_plus.batches import call, output_tensor
+from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.integrations.training import fitted, known_decay
+from laplace_plus.likelihoods.base import widen
 from laplace_plus.posteriors import Posterior
+from laplace_plus.posteriors.through import Through
 from laplace_plus.predictive import Prediction
 
-__all__ = ["LaplaceCallback", "ShiftedLabels", "predict_texts"]
+__all__ = ["LaplaceCallback", "ShiftedLabels", "predict_texts", "text_choices"]
 
 
 class ShiftedLabels:
@@ -116,3 +120,36 @@ def predict_texts(posterior: Posterior, tokenizer: Any, texts: Sequence[str], **
         raise ConfigurationError("The texts are one text.", expected="a list of texts", got=repr(texts[:40]))
     options = {"padding": True, "truncation": True, **options}
     return posterior.predictive(dict(tokenizer(list(texts), return_tensors="pt", **options)))
+
+
+def text_choices(posterior: Posterior, *, average: bool = False) -> Through:
+    """The posterior of which of K texts a causal model finds likely: answers of several tokens to a question, say.
+
+    A text's score is ``Σ_t log p(y_t | y_<t)`` over its scored tokens; the softmax of the K scores is the prediction.
+    It takes one forward pass over ``N K`` texts, and K backward passes.
+
+    Args:
+        posterior: A posterior over a causal model.
+        average: Whether scores are averaged over the scored tokens, so that long answers are not less likely.
+
+    Returns:
+        A view as of ``posterior.through``, with outputs ``[N, K]``. Its batches are mappings with ``"input_ids"`` and
+        what else the model takes, ``[N, K, T]``, and ``"scored" [N, K, T]``: one at an answer's tokens, else zero. It
+        raises :class:`DataError` for other shapes, and for texts without a scored token after the first.
+    """
+    model = posterior.network.model
+
+    def scores(*, scored: Tensor, input_ids: Tensor, **batch: Any) -> Tensor:
+        kept = scored.flatten(0, -2)[:, 1:] != 0  # the first token follows nothing
+        if scored.ndim != 3 or input_ids.shape != scored.shape or not bool(kept.any(1).all()):  # noqa: PLR2004
+            what, got = "The texts cannot be scored.", f"{list(input_ids.shape)} and {list(scored.shape)}"
+            raise DataError(what, expected="input_ids and scored [N, K, T], tokens to score in each text", got=got)
+        flat = {"input_ids": input_ids.flatten(0, 1)}
+        for name, value in batch.items():
+            flat[name] = value.flatten(0, 1) if isinstance(value, Tensor) else value
+        logits = widen(output_tensor(call(model, flat))[:, :-1])
+        found = logits.gather(-1, flat["input_ids"][:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
+        found = (found * kept).sum(1) / (kept.sum(1) if average else 1)
+        return found.view(scored.shape[:2])
+
+    return posterior.through(scores, "classification")

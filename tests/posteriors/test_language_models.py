@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import laplace_plus as lp
 from laplace_plus import io
-from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, ModelChangedError
+from laplace_plus.errors import CheckpointError, ConfigurationError, DataError, ModelChangedError, UnsupportedError
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `test`")
 peft = pytest.importorskip("peft", reason="needs peft, of the extra `test`")
@@ -29,6 +29,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 TARGETS = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+ROUNDING = {"gpt2": 1e-10, "llama": 1e-6}  # Llama normalises in single precision, whatever its weights are
 each = pytest.mark.parametrize("kind", CONFIGS)
 
 
@@ -100,7 +101,7 @@ class TestAnswersAtOnePosition:
         for n, one in enumerate(alone()):
             last = jacobian(model, one)[0, -1, choices]
             assert_close(found.mean[n], model(**inputs_of(one)).logits[0, -1, choices], rtol=1e-10, atol=1e-12)
-            assert relative_error(found.covariance[n], last @ covariance @ last.T) < 1e-8
+            assert relative_error(found.covariance[n], last @ covariance @ last.T) < 100 * ROUNDING[kind]
 
     @each
     def test_one_forward_and_one_backward_pass_for_each_class(self, kind, monkeypatch):
@@ -345,3 +346,160 @@ class TestQuantisedBases:
         weight[3] ^= 1
         with pytest.raises(CheckpointError, match=r"other values.*mlp\.down_proj\.weight"):
             lp.load(tmp_path / "posterior", model)
+
+
+def curvature(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """``Σ Jᵀ (diag p − p pᵀ) J`` over the positions with a label, ``[P, P]``."""
+    total = 0
+    for batch in batches:
+        rows = jacobian(model, batch)[batch["labels"] != -100]
+        p = model(**inputs_of(batch)).logits[batch["labels"] != -100].softmax(-1).detach()
+        total = total + torch.einsum("ncp,ncd,ndq->pq", rows, torch.diag_embed(p) - p[:, :, None] * p[:, None], rows)
+    return total
+
+
+def precision(model, batches):
+    return lp.Full(model, "classification").fit(batches).precision_matrix()
+
+
+def kronecker(model, batches):
+    """The variances of a fit, without those of A's inputs at padded positions, which do not count."""
+    return lp.KFAC(model, "classification").fit(batches).variance()
+
+
+class TestCausalModels:
+    @each
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding_on_either_side_is_no_data(self, kind, side):
+        model = adapted(kind)
+        expected = curvature(model, alone())
+        expected += torch.eye(len(expected)).double()
+        assert relative_error(precision(model, [padded(side)]), expected) < ROUNDING[kind]
+        assert_close(kronecker(model, [padded(side, total=9)]), kronecker(model, alone()), rtol=ROUNDING[kind], atol=0)
+
+    def test_packed_sequences(self):
+        """Two texts in one row are as two rows, where positions that begin anew tell them apart."""
+        model, (first, second) = adapted("llama", changes={"use_cache": False}), alone()[:2]
+        packed = {name: torch.cat([first[name], second[name]], 1) for name in ("input_ids", "position_ids", "labels")}
+        logits = torch.cat([model(**inputs_of(one)).logits for one in (first, second)], 1)
+        assert_close(model(**inputs_of(packed)).logits, logits, rtol=1e-6, atol=1e-6)  # without a cache
+        assert relative_error(precision(model, [packed]), precision(model, [first, second])) < 1e-6
+        assert_close(kronecker(model, [packed]), kronecker(model, [first, second]), rtol=1e-6, atol=0)
+        posterior = lp.KFAC(model, "classification").fit([first, second])
+        whole = posterior.functional_posterior(inputs_of(packed)).covariance[0]
+        parts = [posterior.functional_posterior(inputs_of(one)).covariance[0] for one in (first, second)]
+        assert_close(whole, torch.cat(parts), rtol=1e-6, atol=1e-8)
+
+    @each
+    def test_a_cache_changes_nothing(self, kind):
+        found = []
+        for use_cache in (True, False):
+            model = adapted(kind, changes={"use_cache": use_cache})
+            posterior = lp.KFAC(model, "classification").fit([padded("left")])
+            assert (model(**inputs_of(padded("left"))).past_key_values is not None) is use_cache
+            found.append(posterior.at_last_token([1, 2]).functional_posterior(inputs_of(padded("left"))).covariance)
+        assert_close(*found, rtol=1e-12, atol=0)
+
+    @each
+    def test_gradient_checkpointing_is_off_as_in_evaluation_mode(self, kind):
+        plain, checkpointed = adapted(kind), adapted(kind)
+        checkpointed.gradient_checkpointing_enable()
+        checkpointed.enable_input_require_grads()
+        checkpointed.train()
+        found = [kronecker(model, [padded("left")]) for model in (plain, checkpointed)]
+        assert_close(*found, rtol=1e-12, atol=0)
+        layers = [m for m in checkpointed.modules() if getattr(m, "gradient_checkpointing", False)]
+        assert layers and checkpointed.training and all(layer.training for layer in layers)
+
+    def test_checkpointing_in_evaluation_mode_is_refused_by_name(self):
+        model = adapted("llama")
+        model.gradient_checkpointing_enable()
+        for layer in model.get_base_model().model.layers:  # as if it did not look at the mode
+            layer.__class__ = type("Layer", (type(layer),), {"training": property(lambda _: True, lambda *_: None)})
+        with pytest.raises(UnsupportedError, match="checkpoints activations"):
+            lp.KFAC(model, "classification").fit([padded("left")])
+
+    @each
+    def test_tied_heads(self, kind):
+        """The head of the tied model is the table of tokens; adapters do not change that."""
+        tied = adapted(kind, changes={"tie_word_embeddings": True})
+        inner = tied.get_base_model()
+        assert inner.get_output_embeddings().weight is inner.get_input_embeddings().weight
+        expected = curvature(tied, alone())
+        expected += torch.eye(len(expected)).double()
+        assert relative_error(precision(tied, [padded("left")]), expected) < ROUNDING[kind]
+
+
+class TestChoicesOfTexts:
+    @staticmethod
+    def questions(side: str) -> dict[str, torch.Tensor]:
+        """Two questions of two texts each; but for the first one or two, tokens are of the answer."""
+        batch = inputs_of(padded(side))
+        begin = torch.tensor([2, 1, 1, 1])[:, None]
+        batch["scored"] = (batch["attention_mask"] == 1) & (batch["position_ids"] >= begin)
+        return {name: value.unflatten(0, (2, 2)) for name, value in batch.items()}
+
+    @staticmethod
+    def expected(model, posterior, *, average):
+        """Scores and their covariances by the dense Jacobian of each text by itself."""
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        trained = {name: model.get_parameter(name).detach() for name in names}
+
+        def scores(chosen):
+            found = []
+            for one, first in zip(alone(), (2, 1, 1, 1), strict=True):
+                logits = functional_call(model, chosen, (), inputs_of(one)).logits[0]
+                ids = one["input_ids"][0]
+                own = [logits[t - 1].log_softmax(-1)[ids[t]] for t in range(first, len(ids))]
+                found.append(sum(own) / (len(own) if average else 1))
+            return torch.stack(found).view(2, 2)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            j = torch.cat([part.flatten(2) for part in jacrev(scores)(trained).values()], -1)
+        return scores(trained), j @ posterior.covariance_matrix() @ j.mT
+
+    @each
+    @pytest.mark.parametrize("average", [False, True])
+    def test_scores_are_sums_of_log_probabilities(self, kind, average):
+        text_choices = pytest.importorskip("laplace_plus.integrations.transformers").text_choices
+        model = adapted(kind).eval()
+        posterior = lp.Full(model, "classification").fit([padded("left")])
+        mean, covariance = self.expected(model, posterior, average=average)
+        for side in ("left", "right"):
+            view = text_choices(posterior, average=average)
+            found = view.functional_posterior(self.questions(side))
+            assert_close(found.mean, mean, rtol=ROUNDING[kind], atol=ROUNDING[kind])
+            assert relative_error(found.covariance, covariance) < 100 * ROUNDING[kind]
+            prediction = view.predictive(**self.questions(side), link="mc", generator=torch.Generator().manual_seed(0))
+            assert_close(prediction.mean.sum(-1), torch.ones(2).double())
+            assert prediction.epistemic.min() > 0
+
+    def test_what_cannot_be_scored_is_refused(self):
+        text_choices = pytest.importorskip("laplace_plus.integrations.transformers").text_choices
+        posterior = lp.KFAC(adapted("gpt2"), "classification").fit([padded("left")])
+        batch = self.questions("right")
+        for scored in (torch.zeros_like(batch["scored"]), batch["scored"][:, :, 1:], batch["scored"][0]):
+            with pytest.raises(DataError, match="cannot be scored"):
+                text_choices(posterior).predictive({**batch, "scored": scored})
+
+
+def test_top_tokens_with_error_bars():
+    """Of sampled networks, a token's probability and its spread are those of the networks themselves."""
+    model, batch = adapted("gpt2").eval(), inputs_of(padded("left"))
+    posterior = lp.KFAC(model, "classification").fit([padded("left")])
+    options = {"method": "sampled", "n_samples": 7}
+    found = posterior.at_last_token().predictive(batch, generator=torch.Generator().manual_seed(0), **options)
+    drawn = []
+    for vector in posterior.sample(7, generator=torch.Generator().manual_seed(0)):
+        chosen = posterior.network.substitute(vector)
+        drawn.append(functional_call(model, chosen, (), batch).logits[:, -1].softmax(-1))
+    drawn = torch.stack(drawn)
+    top = found.mean.topk(3)
+    assert_close(top.values, drawn.mean(0).topk(3).values, rtol=1e-10, atol=0)
+    spread = found.epistemic.sqrt().gather(-1, top.indices)
+    assert_close(spread, drawn.std(0, correction=0).gather(-1, top.indices), rtol=1e-8, atol=0)
+    whole = posterior.predictive(batch, link="mc", generator=torch.Generator().manual_seed(0))
+    samples = whole.samples  # [S, B, T, V]
+    mixed, own = samples.mean(0), -(samples * samples.log()).sum(-1).mean(0)
+    information = -(mixed * mixed.log()).sum(-1) - own
+    assert_close(whole.mutual_information(), information, rtol=1e-8, atol=1e-12)

@@ -158,7 +158,9 @@ class OuterGradients(ExampleGradients):
                 values = factors @ right[cut]  # [b, G, V·r, i]
                 values = values if late_right is None else values @ late_right.to(self.dtype)
                 values = values.unflatten(2, (self.n_cotangents, -1))
-                values = values if late_left is None else late_left.mT[:, None].to(self.dtype) @ values
+                if late_left is not None:  # one product for all examples and columns: [b, V, i, G, o] times L
+                    by_row = times(values.permute(0, 2, 4, 1, 3), late_left.to(self.dtype))
+                    values = by_row.permute(0, 3, 1, 4, 2)
                 yield cut, slice(start, start + step), values
 
     @override
