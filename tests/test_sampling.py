@@ -289,3 +289,20 @@ def test_sampled_predictions_are_of_one_network_for_all_inputs():
     outputs = posterior.predictive(twice, method="sampled", n_samples=8).samples
     assert torch.equal(outputs[:, 0], outputs[:, 1])
     assert not torch.equal(outputs[:, 0], outputs[:, 2])
+
+
+def test_draws_among_very_many_classes_have_the_networks_frequencies():
+    generator, n = torch.Generator().manual_seed(0), 8_000
+    logits = torch.randn(1500, generator=generator) * 3
+    logits[[0, 700, 1499]] = -torch.inf
+    p = logits.double().softmax(-1)
+    drawn = lp.Categorical().sample(logits.expand(2, n // 2, -1), generator=generator)
+    assert drawn.shape == (2, n // 2) and drawn.dtype == torch.long
+    counts = drawn.flatten().bincount(minlength=1500)
+    assert counts[[0, 700, 1499]].sum() == 0
+    expected = torch.cat([n * p[p * n >= 5], n * p[p * n < 5].sum()[None]])
+    found = torch.cat([counts[p * n >= 5], counts[p * n < 5].sum()[None]])
+    statistic, freedom = float(((found - expected) ** 2 / expected).sum()), len(expected) - 1
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5  # of a chi-squared variable
+    again = lp.Categorical().sample(logits.expand(9, -1), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(again, lp.Categorical().sample(logits.expand(9, -1), generator=torch.Generator().manual_seed(3)))

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.nn.functional import one_hot
 
-from laplace_plus._memory import CACHE_BYTES, CHUNK_BYTES
+from laplace_plus._memory import CACHE_BYTES, CHUNK_BYTES, slices
 from laplace_plus.errors import ConfigurationError, LabelError, OutputError, UnsupportedError
 from laplace_plus.likelihoods.base import (
     Likelihood,
@@ -47,8 +47,21 @@ from laplace_plus.likelihoods.elementwise import refuse_targets
 from laplace_plus.likelihoods.normal import is_full
 from laplace_plus.likelihoods.sampling import draw_by
 
+_FEW_CLASSES = 1024
+"""Classes from which ``torch.multinomial``, with a random number for each, takes a tenth of a fit: 13 times longer."""
+
 _REACH = 5.5
 """How many deviations of a logit the integrals of the link ``"gumbel"`` reach."""
+
+
+def _draw_by_sums(table: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One class for each row of probabilities: where its running sum first exceeds a uniform number; ``[N, 1]``."""
+    found = []
+    for rows in slices(len(table), 8 * table.shape[1], 32 * CACHE_BYTES):
+        sums = table[rows].cumsum(-1, dtype=torch.float64)
+        drawn = torch.rand(len(sums), 1, generator=generator, device=sums.device, dtype=torch.float64)
+        found.append(torch.searchsorted(sums, drawn * sums[:, -1:], right=True))
+    return torch.cat(found).clamp_(max=table.shape[1] - 1)
 
 
 def _nodes(count: int, total: float = 1.0) -> dict[torch.dtype, Tensor]:
@@ -255,7 +268,8 @@ class Categorical(Likelihood):
         table = widen(outputs).softmax(-1).reshape(-1, outputs.shape[-1])
         if not len(table):
             return torch.zeros(outputs.shape[:-1], dtype=torch.long, device=outputs.device)
-        drawn = draw_by(partial(torch.multinomial, num_samples=1), table, generator)
+        few = partial(torch.multinomial, num_samples=1)
+        drawn = draw_by(few if table.shape[1] <= _FEW_CLASSES else _draw_by_sums, table, generator)
         return drawn.reshape(outputs.shape[:-1])
 
     def class_probabilities(self, mean: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +303,66 @@ def fully_sharded(rank: int, folder: Path) -> None:
         assert_same(lp.load(folder / "sharded", sharded), ours)
         assert_same(lp.load(folder / "sharded", plain), ours)
         dist.barrier()
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Texts as they come, of different lengths; nobody knows how many."""
+
+    def __init__(self, texts: Sequence[Tensor]):
+        self.texts = texts
+
+    def __iter__(self) -> Any:
+        for ids in self.texts:
+            labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+@wrapped
+def adapters_on_a_sharded_base(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    if not (find_spec("transformers") and find_spec("peft")):
+        return
+    warnings.simplefilter("ignore", FutureWarning)  # between the two libraries
+    transformers, peft = import_module("transformers"), import_module("peft")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        base = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=11, max_position_embeddings=8, **sizes)
+        )
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, config).double()
+        with torch.no_grad():
+            for p in filter(lambda p: p.requires_grad, model.parameters()):
+                p += 0.2 * torch.randn_like(p)
+        return model
+
+    plain, sharded = adapted(), adapted()
+    for layer in sharded.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    generator = torch.Generator().manual_seed(1)
+    texts = [
+        torch.randint(11, (n, length), generator=generator) for n, length in ((2, 5), (1, 3), (3, 6), (2, 4), (1, 5))
+    ]
+    ours, alone = (lp.KFAC(m, "classification", parameters="lora", memory_budget="64 MiB") for m in (sharded, plain))
+    ours.fit(torch.utils.data.DataLoader(Stream(texts[:2] if rank == 0 else texts[2:]), batch_size=None))
+    alone.fit(Stream(texts), distributed=False)
+    assert ours.n_data == alone.n_data == 9
+    close(ours.variance(), alone.variance(), 1e-6)
+    close(ours.log_marginal_likelihood(), alone.log_marginal_likelihood(), 1e-6)
+    batch = {"input_ids": texts[2], "attention_mask": torch.ones_like(texts[2])}
+    for one, other in ((ours, alone), (ours.at_last_token([1, 2, 3]), alone.at_last_token([1, 2, 3]))):
+        found, expected = one.functional_posterior(batch), other.functional_posterior(batch)
+        close(found.mean, expected.mean, 1e-6)
+        close(found.covariance, expected.covariance, 1e-6)
+        close(one.predictive(batch).mean, other.predictive(batch).mean, 1e-6)
+    assert all(type(p).__name__ == "DTensor" for p in sharded.parameters())
+    ours.save(folder / "adapters")
+    close(lp.load(folder / "adapters", plain).variance(), alone.variance(), 1e-6)
+    dist.barrier()
 
 
 @wrapped

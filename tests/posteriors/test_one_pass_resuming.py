@@ -90,6 +90,40 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(name, tmp_path):
         assert torch.equal(other.get_state(), generator.get_state())
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Batches as they come; nobody knows how many."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __iter__(self):
+        for number, batch in enumerate(batches()):
+            if number == self.most:
+                raise Stopped
+            yield batch
+
+
+@pytest.mark.parametrize("form", ["data set", "loader", "generator"])
+def test_a_stream_of_unknown_length_goes_on(form, tmp_path):
+    def stream(most=-1):
+        found = Stream(most)
+        return {
+            "data set": lambda: found,
+            "loader": lambda: torch.utils.data.DataLoader(found, batch_size=None),
+            "generator": lambda: iter(found),  # which can be run over only once
+        }[form]()
+
+    def posterior():
+        return lp.KFAC(network(), "classification", memory_budget="16 MiB")
+
+    whole = posterior().fit(stream())
+    with pytest.raises(Stopped):
+        posterior().fit(stream(4), checkpoint=tmp_path)
+    found = posterior().fit(stream(), checkpoint=tmp_path)
+    assert found.n_data == whole.n_data == 30
+    assert torch.equal(found.variance(), whole.variance())
+
+
 def test_what_is_finished_is_not_computed_again(tmp_path, monkeypatch):
     net, computed = network(), []
     accumulate = lp.curvature.Native.accumulate
