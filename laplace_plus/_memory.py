@@ -96,6 +96,11 @@ def budget(device: torch.device | None = None) -> int:
     return int(_looked_up[1])
 
 
+def is_given() -> bool:
+    """Whether the budget in force was given, rather than being a part of what is free."""
+    return _given.get()
+
+
 def chunk_bytes(device: torch.device, *, of_caches: int = 1) -> int:
     """Bytes that one array may take within the memory budget; on a CPU at most ``of_caches`` :data:`CACHE_BYTES`."""
     quick = min(CHUNK_BYTES, of_caches * CACHE_BYTES) if device.type == "cpu" else CHUNK_BYTES

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from laplace_plus import batches
-from laplace_plus._memory import memory_budget
+from laplace_plus._memory import budget, memory_budget, slices
 from laplace_plus.adapters import MERGED, adapter_state
 from laplace_plus.differentiability import Shared, differentiable_kernels, eager, refuse_checkpointing
 from laplace_plus.distributed import plain_module, refresh_, sharded_source
@@ -161,8 +161,10 @@ class Network:
             self.select_last_layer(None)
         # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
         self.reached: dict[str, bool] = {}
-        # Memory of one example's forward pass and of one cotangent's gradients; None before the first batch.
+        # Memory of one example's forward pass and of one cotangent's gradients (None before the first batch), and of
+        # the forward pass alone.
         self.bytes_per_example: int | None = None
+        self.bytes_forward = 0
         # Whether a batch's examples may run apart from each other; None while unknown.
         self.can_cut: bool | None = None
         # The caller's autocast while a public method runs; None outside.
@@ -334,8 +336,9 @@ class Network:
         # Other kernels, with other rounding, where no mode is active and no derivatives are asked for.
         fused = any(isinstance(m, (nn.TransformerEncoderLayer, nn.MultiheadAttention)) for m in self.held.modules)
         with torch.no_grad(), BaseTorchFunctionMode() if fused else nullcontext():
-            found = self.raw_each(inputs, sets)
-        return [self.arrange(batches.output_tensor(raw)) for raw in found]
+            found = [self.raw_each(piece, sets) for piece in self.cut(inputs, self.bytes_forward)]
+        parts = [[self.arrange(batches.output_tensor(raw)) for raw in own] for own in found]
+        return parts[0] if len(parts) == 1 else [torch.cat(own) for own in zip(*parts, strict=True)]
 
     def __call__(self, inputs: Any, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Outputs ``[B, *, C]`` at the network's own parameters, or with some substituted."""
@@ -346,7 +349,17 @@ class Network:
     def forward(self, inputs: Any) -> Tensor:
         """Outputs ``[B, *, C]`` without derivatives."""
         with torch.no_grad():
-            return self.arrange(batches.output_tensor(self.raw(inputs)))
+            pieces = self.cut(inputs, self.bytes_forward) if self.can_cut else [inputs]
+            parts = [self.arrange(batches.output_tensor(self.raw(piece))) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def cut(self, inputs: Any, bytes_each: int, allowed: int | None = None) -> list[Any]:
+        """Inputs in parts of ``allowed`` bytes (half the memory budget), if examples are known to run apart."""
+        size = batches.batch_size(inputs) if bytes_each and self.can_cut else 0
+        allowed = budget(self.device) // 2 if allowed is None else allowed
+        if bytes_each * size <= allowed or size == 1 or not batches.can_be_cut(inputs, size):
+            return [inputs]
+        return [batches.cut(inputs, part) for part in slices(size, bytes_each, allowed)]
 
     def tangent(self, inputs: Any, tangent: Tensor) -> Tensor:
         """``J(x) v`` for a tangent ``v [P]`` in parameter space, ``[B, *, C]``."""

@@ -82,7 +82,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, parameters: dict[str, Tensor], wanted: frozenset[str], keep_graph: bool):
         super().__init__()
-        self.wanted, self.keep_graph, self.n_bytes = wanted, keep_graph, 0
+        self.wanted, self.keep_graph, self.n_bytes, self.widest = wanted, keep_graph, 0, 0
         self.rows: dict[int, ParameterRows] = {}
         self.alive: list[Tensor] = list(parameters.values())
         for name, tensor in parameters.items():
@@ -157,8 +157,12 @@ class _Recorder(TorchFunctionMode):
         elif func in _DERIVATIVES and any(tensor.requires_grad for tensor in _tensors(output)):
             # The derivative depends on the weights of all calls so far, past the outputs of these calls.
             self.uncovered |= self.covered
-        if isinstance(output, Tensor) and output.requires_grad and not output._is_view():
-            self.n_bytes += output.numel() * output.element_size()
+        if isinstance(output, Tensor) and not output._is_view():
+            n_bytes = output.numel() * output.element_size()
+            self.n_bytes += n_bytes if output.requires_grad else 0
+            for tensor in tensors:
+                n_bytes += 0 if id(tensor) in self.rows else tensor.numel() * tensor.element_size()
+            self.widest = max(self.widest, n_bytes)
         return output
 
     def _record(self, call: Call, rows: tuple[ParameterRows, ...], output: Tensor) -> Tensor:
@@ -244,6 +248,7 @@ class Capture:
         last_used: Name of the last parameter used, except for those known to have no influence on the outputs; None
             where uses are hidden (scripted modules) and it is not known.
         n_bytes, cotangent_bytes: About the memory of the forward pass, and of one cotangent's backward pass.
+        widest: Largest memory that one function's inputs and output take together.
         frees: Whether the backward pass of a single cotangent frees the graph as it goes, for there is no other one.
     """
 
@@ -263,7 +268,8 @@ class Capture:
             if layer in network.layers:
                 break
             network.select_last_layer(layer)
-        self.inputs, self.differentiable, self.n_bytes, self.frees = inputs, differentiable, recorder.n_bytes, False
+        self.inputs, self.differentiable, self.frees = inputs, differentiable, False
+        self.n_bytes, self.widest = recorder.n_bytes, recorder.widest
         touched, hidden = recorder.covered | recorder.uncovered, frozenset[str]()
         if recorder.may_be_cut_off or len(touched) < len(wanted):
             hidden = _hidden_uses(network, inputs, recorder, touched)
@@ -383,13 +389,15 @@ def _hidden_uses(network: Network, inputs: Any, recorder: _Recorder, touched: se
 def capture_batch(network: Network, batch: Batch) -> Capture:
     """Capture a batch, correcting which layer is the last one on the path to the outputs.
 
-    The network remembers the memory of one example and one cotangent.
+    The network remembers the memory of one example's forward pass, and of that with its graph and one cotangent.
     """
     is_last = isinstance(network.selection, str) and network.selection == "last_layer"
     capture = Capture(network, batch.inputs, settles_last_layer=is_last)
-    if not capture.pointwise:
-        each = -(-(capture.n_bytes + capture.cotangent_bytes) // max(1, capture.output_shape[0]))
-        network.bytes_per_example = max(each, network.bytes_per_example or 0)
+    # A function's inputs and output may be copied once, into another order of their entries.
+    forward, graph = 2 * capture.widest, 0 if capture.pointwise else capture.n_bytes + capture.cotangent_bytes
+    n_examples = max(1, capture.output_shape[0])
+    network.bytes_per_example = max(-(-max(forward, graph) // n_examples), network.bytes_per_example or 0)
+    network.bytes_forward = max(-(-forward // n_examples), network.bytes_forward)
     return capture
 
 

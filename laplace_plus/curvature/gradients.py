@@ -268,45 +268,54 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
     ConfigurationError if the memory budget does not hold the gradients of one output for one example.
     """
     size = step = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
-    pair: Capture | None = None
-    if size > 2 and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):  # noqa: PLR2004
-        # No layer before the last one leaves a graph, so that its first batch tells as much.
-        if network.bytes_per_example is None and not (
-            isinstance(network.selection, str) and network.selection == "last_layer"
-        ):
-            try:
-                ends = Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]])
-                find_axes(network, pair := capture_batch(network, ends))
-            except NETWORK_ERRORS:  # a network for batches of one size, or a batch that is refused as a whole
-                network.can_cut = False
-            network.bytes_per_example = network.bytes_per_example or 0  # nothing, for a linear last layer
+    first = first_look(network, batch)
+    if size > 1 and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):
         each, allowed = network.bytes_per_example or 0, _memory.budget(network.device)
         quick = allowed // 2
         if network.device.type == "cpu":
             quick = max(min(_GRAPH_BYTES, quick), allowed // _GRAPH_SHARE)
         if each * size > quick and network.can_cut is None:
-            network.can_cut = runs_apart(network, batch, pair)
-        pair = None  # frees the graph
+            network.can_cut = runs_apart(network, batch, first)
         if each * size > quick and network.can_cut:
             _memory.require_room(each, "the gradients of one output for one example", network.device)
             step = max(1, quick // each)
     if step >= size:
-        yield batch, Gradients(network, capture_batch(network, batch))
+        whole = first if first is not None and first.output_shape[0] == size else capture_batch(network, batch)
+        yield batch, Gradients(network, whole)
         return
+    del first
     for some in _memory.slices(size, 1, step):
         part = Batch(batches.cut(batch.inputs, some), batch.target[some])
         yield part, Gradients(network, capture_batch(network, part))
 
 
+def first_look(network: Network, batch: Batch) -> Capture | None:
+    """A capture of two examples of a network's first batch, or all where they may not be cut; None for later ones.
+
+    The network remembers the memory of one example, and which layer is the last one.
+    """
+    if network.bytes_per_example is not None:
+        return None
+    size = len(batch.target) if isinstance(batch.target, Tensor) and batch.target.ndim else 0
+    # No layer before the last one leaves a graph, so that its first batch tells as much, if no budget was given.
+    whole = isinstance(network.selection, str) and network.selection == "last_layer" and not _memory.is_given()
+    if size > 2 and not whole and network.can_cut is not False and batches.can_be_cut(batch.inputs, size):  # noqa: PLR2004
+        try:
+            ends = Batch(batches.cut(batch.inputs, [0, size - 1]), batch.target[[0, size - 1]])
+            find_axes(network, pair := capture_batch(network, ends))
+        except NETWORK_ERRORS:  # a network for batches of one size, or a batch that is refused as a whole
+            network.can_cut = False
+        else:
+            return pair
+    return capture_batch(network, batch)
+
+
 def pieces(network: Network, inputs: Any, bytes_each: int, allowed: int) -> list[Any]:
     """A batch's inputs, in parts of ``allowed`` bytes where they take more and examples do not depend on each other."""
-    size = batches.batch_size(inputs) if bytes_each else 0
-    if bytes_each * size <= allowed or size == 1 or not batches.can_be_cut(inputs, size):
-        return [inputs]
-    if network.can_cut is None:
+    size = batches.batch_size(inputs) if bytes_each and network.can_cut is None else 0
+    if bytes_each * size > allowed and size > 1 and batches.can_be_cut(inputs, size):
         network.can_cut = runs_apart(network, Batch(inputs, torch.empty(size)))
-    parts = _memory.slices(size, bytes_each, allowed if network.can_cut else bytes_each * size)
-    return [batches.cut(inputs, part) for part in parts]
+    return network.cut(inputs, bytes_each, allowed)
 
 
 def runs_apart(network: Network, batch: Batch, ends: Capture | None = None) -> bool | None:

@@ -8,14 +8,17 @@ mode must agree with a plain backward pass on the first batch that uses it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from laplace_plus.curvature.gradients import evaluate
+from laplace_plus import batches
+from laplace_plus._memory import budget
+from laplace_plus.curvature.gradients import evaluate, pieces
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import NETWORK_ERRORS
 from laplace_plus.network import Network
@@ -208,6 +211,38 @@ class Linearization:
         # Products with vectors of the null space are rounding errors.
         scale = terms.abs().sum(1) + (vectors.square() @ pulled.square()).sqrt()
         return bool(((terms.sum(1) - vectors @ pulled).abs() <= _tolerance(vectors) * scale).all())
+
+
+class _Pieces(Linearization, Pullback):
+    """A batch in parts as large as the first, whose graphs do not outlive a product."""
+
+    def __init__(self, lines: Callable[[], Iterator[Linearization]], first: Any, point: Tensor, outputs: Tensor):
+        self._lines, self._first, self._point, self._known, self.pull = lines, first, point, outputs, self
+
+    @override
+    def push(self, vectors: Tensor) -> Tensor:
+        return torch.cat([line.push(vectors) for line in self._lines()], 1)
+
+    @override
+    def add_to(self, total: Tensor, cotangents: Tensor) -> Tensor:
+        for line, own in zip(self._lines(), cotangents.split(batches.batch_size(self._first), 1), strict=True):
+            line.pull.add_to(total, own)
+        return total
+
+    @override
+    def one(self, cotangent: Tensor) -> Tensor:
+        return self(cotangent[None])[0]
+
+
+@torch.no_grad()
+def linearize(network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes) -> Linearization:
+    """The linearised network on a batch, in parts where both modes' graphs exceed the memory budget."""
+    parts = pieces(network, inputs, 4 * (network.bytes_per_example or 0), budget(network.device))
+    if len(parts) == 1:
+        return Linearization(network, vector, inputs, ad_modes)
+    point = network.substitute(vector)
+    outputs = torch.cat([network(part, point) for part in network.cut(inputs, network.bytes_forward)]).to(vector)
+    return _Pieces(lambda: (Linearization(network, vector, x, ad_modes) for x in parts), parts[0], vector, outputs)
 
 
 def _random_like(tensor: Tensor) -> Tensor:

@@ -5,19 +5,18 @@ Products of operators over a data loader would otherwise come from different mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from laplace_plus import batches
 from laplace_plus._memory import budget, slices
 from laplace_plus.batches import Batch, DataSums, same_sum
 from laplace_plus.curvature.capture import capture_batch
-from laplace_plus.curvature.gradients import pieces, runs_apart
-from laplace_plus.curvature.linearization import ADModes, Linearization, Pullback
+from laplace_plus.curvature.gradients import first_look, pieces, runs_apart
+from laplace_plus.curvature.linearization import ADModes, Linearization, linearize
 from laplace_plus.errors import DataError, ModelChangedError, NonFiniteError
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.network import Network
@@ -63,7 +62,10 @@ class Stream:
         sums = DataSums(self.network.device)
         for number, batch in enumerate(self._iterate(description)):
             if number == 0:
-                capture_batch(self.network, batch)  # tells which layer is the last one, and refuses detached outputs
+                # Tells which layer is the last one, and refuses detached outputs.
+                if first_look(self.network, batch) is None:
+                    capture_batch(self.network, batch)
+                pieces(self.network, batch.inputs, self.network.bytes_forward, budget(self.network.device) // 2)
                 self._names, each, first = self.network.parameter_names, self.network.bytes_per_example, batch
             if number == 1 and each and isinstance(batch.inputs, Tensor):
                 apart = runs_apart(self.network, next(_joined([first, batch], first.size + batch.size)))
@@ -126,37 +128,6 @@ class Stream:
             got=got,
             fix="Use shuffle=False and no random augmentation, or a list of batches; padding must not change, either.",
         )
-
-
-class _Pieces(Linearization, Pullback):
-    """A batch in parts as large as the first, whose graphs do not outlive a product."""
-
-    def __init__(self, lines: Callable[[], Iterator[Linearization]], first: Any, point: Tensor, outputs: Tensor):
-        self._lines, self._first, self._point, self._known, self.pull = lines, first, point, outputs, self
-
-    @override
-    def push(self, vectors: Tensor) -> Tensor:
-        return torch.cat([line.push(vectors) for line in self._lines()], 1)
-
-    @override
-    def add_to(self, total: Tensor, cotangents: Tensor) -> Tensor:
-        for line, own in zip(self._lines(), cotangents.split(batches.batch_size(self._first), 1), strict=True):
-            line.pull.add_to(total, own)
-        return total
-
-    @override
-    def one(self, cotangent: Tensor) -> Tensor:
-        return self(cotangent[None])[0]
-
-
-@torch.no_grad()
-def linearize(network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes) -> Linearization:
-    """The linearised network on a batch, in parts where both modes' graphs exceed the memory budget."""
-    parts = pieces(network, inputs, 4 * (network.bytes_per_example or 0), budget(network.device))
-    if len(parts) == 1:
-        return Linearization(network, vector, inputs, ad_modes)
-    outputs = network(inputs, network.substitute(vector)).to(vector)
-    return _Pieces(lambda: (Linearization(network, vector, x, ad_modes) for x in parts), parts[0], vector, outputs)
 
 
 def _joined(data: Iterable[Batch], most: int) -> Iterator[Batch]:

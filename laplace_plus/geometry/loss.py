@@ -23,9 +23,9 @@ from typing_extensions import override
 
 from laplace_plus import _memory, batches
 from laplace_plus.batches import Batch
-from laplace_plus.curvature.linearization import Linearization
+from laplace_plus.curvature.linearization import Linearization, linearize
 from laplace_plus.curvature.operators import GGNOperator
-from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream, linearize
+from laplace_plus.curvature.streaming import CHUNK_SIZE, Stream
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import ConfigurationError, SmoothnessWarning, UnsupportedError, warn
 from laplace_plus.geometry.landscape import Derivatives, Landscape, SecondOrder, gradients, two_derivatives

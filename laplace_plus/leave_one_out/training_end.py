@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import require_room
 from laplace_plus.batches import iterate
 from laplace_plus.curvature import FullStructure, KroneckerStructure, Native, Structure
 from laplace_plus.curvature.gradients import evaluate
-from laplace_plus.curvature.linearization import ADModes, Pullback
-from laplace_plus.curvature.streaming import linearize
+from laplace_plus.curvature.linearization import ADModes, Pullback, linearize
+from laplace_plus.curvature.structures import DENSE_OUTPUTS
 from laplace_plus.errors import UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.normalized_groups import REST, normalized_groups
@@ -102,6 +103,10 @@ def training_end(
     gradient, n_examples = torch.zeros_like(vector), 0
     n_numbers = share * n_data * model.n_outputs
     exact = len(vector) <= max(FEW, min(MANY, DETERMINED * n_numbers)) and n_numbers * len(vector) ** 2 <= OPERATIONS
+    shapes = [item.shape for item in whole.selected if len(item.shape) > 1]
+    blocks = sum((shape[0] ** 2 if shape[0] <= DENSE_OUTPUTS else 0) + shape[1:].numel() ** 2 for shape in shapes)
+    needed = (6 * len(vector) + (3 * len(vector) ** 2 if exact else 2 * blocks)) * vector.itemsize
+    require_room(needed, "the curvature of all weights", vector.device, if_given=True)
     for batch in thinned(iterate(data, device=network.device), share):
         if curvature is None:
             exact = exact and not _is_normalised(whole, batch.inputs)
@@ -123,12 +128,12 @@ def training_end(
     away, scale = vector - mean, temperature.to(vector) * n_examples / n_data
     gradient, square = gradient / scale, away.square().sum().clamp_min(torch.finfo(vector.dtype).tiny)
     loss = (-model.log_likelihood().to(vector)).clamp_min(LEAST_LOSS * n_data) / temperature.to(vector)
-    blocks = replace(
+    whole_model = replace(
         model,
         curvature=curvature,
         backend=backend,
         vector=vector,
-        layer_index=whole.layer_index(),
+        layer_index=torch.zeros((), dtype=torch.long).expand(len(vector)),
         prior_mean=torch.zeros_like(square),
     )
     stationary = decay is not None or _is_stationary(whole, gradient, away)
@@ -137,12 +142,12 @@ def training_end(
     if not stationary:
         unit = loss / square
         precision = precision.clamp(LOSS_RATIO * unit, (math.inf if exact else BLOCKS_RATIO) * unit)
-    factors = blocks.factors(precision, scale)
-    spent = (len(vector) - precision * blocks.variances(factors).sum()).clamp_min(1.0)
-    decrement = gradient @ blocks.solve(factors, gradient) / spent
+    factors = whole_model.factors(precision, scale)
+    spent = (len(vector) - precision * whole_model.variances(factors).sum()).clamp_min(1.0)
+    decrement = gradient @ whole_model.solve(factors, gradient) / spent
     if not stationary:
         precision = precision * decrement.clamp_min(1.0)
-        factors = blocks.factors(precision, scale)
+        factors = whole_model.factors(precision, scale)
     covariances = factor_covariances(whole, [factors], "position", model.n_outputs)
     return TrainingEnd(float(precision), stationary, float(decrement), covariances, exact)
 
@@ -163,12 +168,11 @@ def _is_normalised(network: Network, inputs: Any) -> bool:
 
 def _is_stationary(network: Network, gradient: Tensor, away: Tensor) -> bool:
     """Whether ``−⟨gₖ, θₖ⟩`` is parallel to ``‖θₖ‖²``, over tensors k and over their rows."""
-    tensors = torch.tensor([item.size for item in network.selected])
-    counts = torch.tensor([item.shape[0] if item.shape else 1 for item in network.selected])
-    rows = torch.repeat_interleave(tensors // counts, counts)
-    for sizes, least in ((tensors, STATIONARY), (rows, STATIONARY if len(tensors) < 3 else STATIONARY_ROWS)):
-        group = torch.repeat_interleave(sizes).to(away.device)
-        along, square = (away.new_zeros(len(sizes)).index_add(0, group, -part * away) for part in (gradient, -away))
-        if not torch.cosine_similarity(along, square, dim=0) >= least:
-            return False
-    return True
+    sizes, products = [item.size for item in network.selected], []
+    for part in (gradient, -away):
+        parts = zip(network.selected, part.split(sizes), away.split(sizes), strict=True)
+        products.append([-(own * a).view(item.shape[0] if item.shape else 1, -1).sum(1) for item, own, a in parts])
+    tensors = [torch.stack([rows.sum() for rows in own]) for own in products]
+    pairs = tensors, [torch.cat(own) for own in products]
+    cosines = [torch.cosine_similarity(along, square, dim=0) for along, square in pairs]
+    return bool(cosines[0] >= STATIONARY and cosines[1] >= (STATIONARY if len(sizes) < 3 else STATIONARY_ROWS))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus import io
-from laplace_plus._memory import parse_bytes, require_free
+from laplace_plus._memory import parse_bytes, require_free, require_room
 from laplace_plus.curvature import Backend, resolve_backend
 from laplace_plus.distributed import Group
 from laplace_plus.errors import (
@@ -215,6 +215,11 @@ class Configured:
         for name, n in numbers.items():
             what, fix = f"{n} vectors of {self.n_parameters:,} parameters", f"Lower {name}, or select fewer parameters."
             require_free(n * size, what, self.network.device, fix)
+
+    def require_vectors(self, n: int, what: str) -> None:
+        """Raise :class:`ConfigurationError` unless a given memory budget holds n parameter vectors for something."""
+        size, what = n * self.n_parameters * self.network.dtype.itemsize, f"{what} ({n} parameter vectors)"
+        require_room(size, what, self.network.device, if_given=True)
 
     def prior(self) -> GaussianPrior:
         """The prior at the current precision."""

@@ -154,6 +154,8 @@ class LowRank(GaussianPosterior):
                 fix="Use lp.Gaussian() with a single noise_std, or lp.Full or lp.KFAC.",
             )
         group, network = self.group, self.network
+        subspace = min(network.n_parameters, max(2 * self.rank + 1, self.rank + 20))
+        self.require_vectors(subspace + 4, f"the search for {self.rank} eigenpairs")
         sums, seen = super()._total(data, None, progress=progress, generator=generator, accumulate=_outputs_alone)
         operator: Operator | None = None
         if seen:

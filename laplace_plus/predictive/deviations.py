@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus._memory import budget, slices
-from laplace_plus.curvature.linearization import ADModes, Linearization
+from laplace_plus.curvature.linearization import ADModes, linearize
 from laplace_plus.errors import DataError
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import centring_weights, independent_variances
@@ -48,7 +48,7 @@ def pushed(
     less than their covariance, and takes no ``[C, C]`` matrix (Immer et al., 2021). Raises :class:`DataError` for no
     examples, or another number of outputs than ``n_outputs``.
     """
-    linear = Linearization(network, network.vector(), inputs, ad_modes)
+    linear = linearize(network, network.vector(), inputs, ad_modes)
     known = any(map(ad_modes.right.get, ("mapped forward", "forward")))  # which then need no graph to be compared with
     outputs = network.forward(inputs).to(network.dtype) if known else linear.outputs
     if not outputs.numel():

@@ -108,6 +108,11 @@ def functional_posteriors(
     if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) > 1:
         every = [again(part, outputs=outputs, expected_outputs=expected_outputs) for part in parts]
         return [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*every, strict=True)]
+    graph += graph * (expected_outputs or 1) // 2  # the gradients of all outputs at a time
+    cuts = joint and apart and shared and graph > _SMALL_GRAPH
+    if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 4)) > 1:
+        pairs = partial(again, joint=True, outputs=outputs, expected_outputs=expected_outputs, apart=False)
+        return _across(pairs, inputs, batches.batch_size(parts[0]))
     capture = Capture(network, inputs, differentiable=differentiable)
     shape = capture.output_shape
     if not shape.numel():
@@ -184,6 +189,26 @@ def functional_posteriors(
             check_finite(found_one, "The functional covariance")
         found_one = found_one if centre is None else independent_variances(picked, found_one)
         results.append(FunctionalPosterior(picked, found_one))
+    return results
+
+
+def _across(again: Callable[..., list[FunctionalPosterior]], inputs: Any, size: int) -> list[FunctionalPosterior]:
+    """Joint posteriors where the gradients of all examples do not fit: any two parts of so many examples meet once."""
+    n, results = batches.batch_size(inputs), list[FunctionalPosterior]()
+    for both in map(torch.cat, combinations(torch.arange(n).split(size), 2)):
+        found = again(batches.cut(inputs, both.tolist()))
+        if not results:
+            kept = found[0].mean.shape[1:]
+            n_bytes = (n * kept.numel()) ** 2 * found[0].mean.element_size()
+            require_free(
+                n_bytes * len(found), "A joint covariance", found[0].mean.device, "Pass fewer inputs at a time."
+            )
+            shapes = (n, *kept), (n, *kept, n, *kept)
+            results = [FunctionalPosterior(*map(one.mean.new_empty, shapes)) for one in found]
+        for result, one in zip(results, found, strict=True):
+            result.mean[both] = one.mean
+            axes = one.mean.ndim, 1  # the second axis of examples
+            result.covariance.movedim(*axes)[both[:, None], both] = one.covariance.movedim(*axes)
     return results
 
 

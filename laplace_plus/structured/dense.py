@@ -18,7 +18,7 @@ from laplace_plus._memory import CHUNK_BYTES, budget
 from laplace_plus.kernels import require_finite, symmetric_eigen
 from laplace_plus.structured.blocks import Basis, Block, Factor, IdentityBasis, register_block
 from laplace_plus.structured.eigen import DecomposedBlock, EigenBlock, EigenFactor
-from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients, OutputLayerGradients
+from laplace_plus.structured.gradients import DenseGradients, ExampleGradients, MappedGradients
 from laplace_plus.structured.gram_sum import EigenPairs, GramSum, combine, restored, stored
 from laplace_plus.structured.log_determinants import log_determinant, not_positive_definite
 from laplace_plus.structured.low_rank import LowRankCoordinates, LowRankFactor, low_rank_log_determinant
@@ -51,8 +51,6 @@ class DenseBasis(Basis):
     @override
     def coordinates(self, gradients: ExampleGradients) -> ExampleGradients:
         matrix = self._matrix()
-        if isinstance(gradients, OutputLayerGradients):
-            return DenseGradients(gradients.times(matrix[0].to(gradients.dtype)).unflatten(-1, gradients.shape))
         mapped = MappedGradients(gradients, matrix)
         n_examples = gradients.n_examples
         if n_examples * gradients.bytes_each() > min(CHUNK_BYTES, budget(gradients.device) // 4):

@@ -6,7 +6,7 @@ is two views side by side. No list of positions, three times the size of the val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -92,8 +92,8 @@ def _slices_of(index: Tensor) -> list[_Slice]:
         own = index[..., start:stop].cpu()
         shape, first = tuple(own.shape), int(own[0, 0, 0])
         stride = [int(own.select(axis, 1)[0, 0]) - first if shape[axis] > 1 else 0 for axis in range(3)]
-        part = _Slice(slice(start, stop), first, shape, sorted(range(3), key=lambda axis: -stride[axis]))
-        if first < 0 or not torch.equal(part.view(torch.arange(first + own.numel())), own):
+        part = _Slice(slice(start, stop), 0, shape, sorted(range(3), key=lambda axis: -stride[axis]))
+        if first < 0 or not torch.equal(part.view(torch.arange(own.numel())), own - first):
             return []
-        found.append(part)
+        found.append(replace(part, start=first))
     return found

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import laplace_plus as lp
 from benchmarks.limits.measuring import keep_freed_memory, peak_memory
 from benchmarks.limits.models import UNet, resnet18
+from laplace_plus.errors import LaplacePlusError
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -56,6 +57,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "KFAC": lp.KFAC,
     "EKFAC": lambda *args, **options: lp.KFAC(*args, eigenvalue_corrected=True, **options),
     "last layer": lambda *args, **options: lp.Full(*args, parameters="last_layer", **options),
+    "last-layer KFAC": lambda *args, **options: lp.KFAC(*args, parameters="last_layer", **options),
+    "last-layer Diagonal": lambda *args, **options: lp.Diagonal(*args, parameters="last_layer", **options),
     "LowRank": lambda *args, **o: lp.LowRank(*args, rank=2, max_restarts=1, remainder_probes=1, remainder_depth=2, **o),
     "Subnetwork": lambda *args, **options: lp.Subnetwork(*args, lp.LargestMagnitude(50), **options),
     "SampledLaplace": lambda *args, **o: lp.SampledLaplace(
@@ -86,11 +89,14 @@ def calls(posterior: Any, data: Data) -> dict[str, Callable[[], Any]]:
     x = data[0][0]
     return {
         "fit": lambda: posterior.fit(data, generator=torch.Generator().manual_seed(0)) and None,
+        "tuning": lambda: posterior.fit_prior_precision() and None,
+        "evidence": lambda: posterior.fit_prior_precision("marginal_likelihood") and None,
         "first prediction": lambda: posterior.predictive(x),
         "prediction": lambda: posterior.predictive(x),
-        "sampled": lambda: posterior.predictive(x, method="sampled", n_samples=2),
+        "joint": lambda: posterior.functional_posterior(x, joint=True),
+        "information": lambda: posterior.predictive(x).mutual_information(),
         "sample": lambda: posterior.sample(2),
-        "tuning": lambda: posterior.fit_prior_precision() and None,
+        "sampled": lambda: posterior.predictive(x, method="sampled", n_samples=2),
     }
 
 
@@ -104,7 +110,7 @@ def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
         try:
             if wanted == "all" or call in wanted.split(","):
                 function()
-        except lp.LaplaceError:
+        except LaplacePlusError:
             pass
     model, data, likelihood = problem(name)
     model.eval()
@@ -131,7 +137,7 @@ def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
 
         try:
             peak = 1e6 * peak_memory(run)
-        except (lp.LaplaceError, NotImplementedError) as error:
+        except (LaplacePlusError, NotImplementedError) as error:
             found[call] = {"failed": f"{type(error).__name__}: {error}"[:200]}
             if call == "fit":
                 break

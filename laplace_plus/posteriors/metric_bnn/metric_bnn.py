@@ -57,6 +57,9 @@ _GROWTH = 2.0
 _OTHER = 0x5851F42D4C957F2D
 """Flips bits of the seed, so that the autoencoder's random numbers differ from the particles'."""
 
+_VECTORS, _EACH = 15, 8
+"""Vectors of the parameters' length that a fit takes, as measured, and those for each particle."""
+
 _EXTENTS = tuple(2 ** (-step / 2) for step in range(11))
 """Extents that are tried on held-out data: 1, 2^-½, …, 1/32."""
 
@@ -197,6 +200,7 @@ class MetricBNN(ResumableFit):
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         decay = self.weight_decay
         own = self._prior_precision if decay is None else as_hyperparameter(decay)  # not what an earlier fit has set
+        self.require_vectors(_VECTORS + _EACH * self.walk.n_particles, f"{self.walk.n_particles} particles")
         start = self._start(data, generator, _WHY, prior_precision=own, prior_mean=self._prior_mean)
         precision = own if decay is None else as_hyperparameter(decay * start.n_data)
         prior = precision

@@ -31,6 +31,9 @@ from laplace_plus.structured.blocks import check_forms
 _TOGETHER = 8
 """Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""
 
+_VECTORS, _IN_RANGE = 7, 3
+"""Vectors that the projection of one takes, as measured, and more for each whose part in the range is kept."""
+
 
 @dataclass(frozen=True)
 class NoiseReport:
@@ -191,6 +194,12 @@ class ProjectedNoisePosterior(SampleBased, ResumableFit):
     def report(self) -> NoiseReport:
         """How the projections ended; :class:`NotFittedError` before :meth:`fit`."""
         return self.noise.report
+
+    @override
+    def _start(self, *args: Any, **options: Any) -> FitStart:
+        n = _VECTORS * min(_TOGETHER, self.n_samples) + (len(self.stored_as) > 1) * _IN_RANGE * self.n_samples
+        self.require_vectors(n, f"the projection of {self.n_samples} samples")
+        return super()._start(*args, **options)
 
     def _project(self, center: Network, data: Iterable[Any], start: FitStart, *, progress: bool) -> ProjectedNoise:
         """Noise for the rows at a network's weights."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from laplace_plus._memory import budget
+from laplace_plus._memory import budget, require_room
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.tuning import check_counts
@@ -146,6 +146,8 @@ def draw(
 
     room = budget(start.device) // 2
     size = max(1, min(_GROUP, room // max(1, _VECTORS * start.nbytes))) if geodesics else 1
+    vectors = _VECTORS if isinstance(method, ExponentialMap) else method.n_steps + min(method.rank, len(start)) + 10
+    require_room(vectors * start.nbytes, f"one sample ({vectors} parameter vectors)", start.device, if_given=True)
     parts = progress_bar(torch.arange(n).split(size), enabled=progress, description="Riemannian")
     groups = [
         checkpoint.stage(f"samples-{number:05d}", partial(samples, some), start.device)

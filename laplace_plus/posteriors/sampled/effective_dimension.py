@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from laplace_plus._memory import slices
 from laplace_plus.evidence.objective import updated_precision
 from laplace_plus.linalg.arguments import require_choice
 from laplace_plus.linalg.results import jackknife, standard_error
@@ -57,8 +58,8 @@ def group_sums(left: Tensor, right: Tensor, index: Tensor, n_groups: int) -> Ten
     """``Σ_{p in g} left_p right_p`` for ``[k, P]``, as ``[k, G]`` float64."""
     totals = torch.zeros(len(left), n_groups, dtype=torch.float64, device=left.device)
     index = index.to(left.device)
-    for total, a, b in zip(totals, left, right, strict=True):  # one sample at a time, in float64
-        total.index_add_(0, index, a.double() * b.double())
+    for part in slices(len(index), 1, 2**20):  # in float64, which takes no more than these
+        totals.index_add_(1, index[part], left[:, part].double() * right[:, part].double())
     return totals
 
 

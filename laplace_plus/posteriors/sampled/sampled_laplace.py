@@ -47,6 +47,9 @@ __all__ = ["CGSolver", "SGDSolver", "SampledLaplace", "SamplingReport"]
 
 WHY = "Samples of the posterior come from many passes over the data."
 
+_VECTORS = 9
+"""Vectors of the parameters' length that the solution for one sample takes, as measured."""
+
 Path = str | os.PathLike[str]
 
 
@@ -135,6 +138,7 @@ class SampledLaplace(SampleBased, ResumableFit):
         if self.likelihood.n_noise > 1:
             fix = "Use lp.Gaussian() with a single noise_std."
             raise UnsupportedError("Samples for several noise levels hold for those levels only.", fix=fix)
+        self.require_vectors(_VECTORS * self.n_samples, f"the solution for {self.n_samples} samples")
         first = self.batches(data)  # which looks whether the outputs are random
         self.network.forward(next(first).inputs)
         next(first, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from laplace_plus._memory import chunk_bytes, slices
+from laplace_plus._memory import budget, chunk_bytes, slices
 
 _WRITTEN_CACHES = 4
 """Size of a chunk that is written out, in caches. Smaller chunks make many small products."""
@@ -114,7 +114,8 @@ class ExampleGradients(ABC):
         # No more than two chunks are written out at a time; symmetry gives the other half of the pairs.
         v, b = self.n_cotangents, self.n_examples
         result = weights.new_zeros(b, v, b, v)
-        cuts = list(slices(b, self.bytes_each(), chunk_bytes(self.device, of_caches=_JOINT_CACHES)))
+        room = min(chunk_bytes(self.device, of_caches=_JOINT_CACHES), budget(self.device) // 16)
+        cuts = list(slices(b, self.bytes_each(), room))
         for number, own in enumerate(cuts):
             weighted = (self.dense(own) * weights).flatten(2).flatten(0, 1)  # [vb, p]
             for other in cuts[: number + 1]:

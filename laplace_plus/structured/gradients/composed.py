@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from laplace_plus.structured.gradients.base import ExampleGradients
+from laplace_plus.structured.gradients.one_hot import OutputLayerGradients
 from laplace_plus.structured.gradients.outer import times
 from laplace_plus.structured.parameter_slices import ParameterSlices
 
@@ -118,5 +119,7 @@ class MappedGradients(DerivedGradients):
 
     @override
     def dense(self, examples: slice) -> Tensor:
+        if isinstance(self.source, OutputLayerGradients):  # which need not be written out
+            return self.source.times(self.matrix[0].to(self.dtype), examples).unflatten(-1, self.shape)
         values = self.source.dense(examples).flatten(3)
         return times(values, self.matrix.to(values.dtype)).unflatten(-1, self.shape[1:])

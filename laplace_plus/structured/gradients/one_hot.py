@@ -168,12 +168,12 @@ class OutputLayerGradients(ExampleGradients):
         rows = rows[:, None].expand(-1, self.n_examples, -1) if self.is_shared else rows.transpose(0, 1)
         return OuterGradients(features[:, None, None], rows[:, :, None, None])
 
-    def times(self, matrix: Tensor) -> Tensor:
-        """The flattened gradients times ``[C·i, m]``, ``[V, B, m]``."""
-        every = matrix.unflatten(0, self.shape[1:])
-        shared = 0.0 if self.centre is None else torch.einsum("bc,bi,cim->bm", self.centre, self.features, every)
-        form = "bi,vim->vbm" if self.is_shared else "bi,bvim->vbm"
-        return torch.einsum(form, self.features, every[self.outputs]) - shared
+    def times(self, matrix: Tensor, examples: slice) -> Tensor:
+        """The flattened gradients of some examples times ``[C·i, m]``, ``[V, b, m]``."""
+        every, own = matrix.unflatten(0, self.shape[1:]), self.features[examples]
+        shared = 0.0 if self.centre is None else torch.einsum("bc,bi,cim->bm", self.centre[examples], own, every)
+        form, chosen = ("bi,vim->vbm", self.outputs) if self.is_shared else ("bi,bvim->vbm", self.outputs[examples])
+        return torch.einsum(form, own, every[chosen]) - shared
 
     @override
     def quadratic(self, weights: Tensor, mode: str) -> Tensor:
