@@ -69,7 +69,7 @@ class SpatialField(GaussianPosterior):
             that along the best known direction; or ``"block"``, the block itself.
         paper_scale: Whether queries of points (:meth:`std`, ...) are on the authors' scale,
             ``Σ_v = 1 / (H_v / R + 1e-4 / G^d)`` at unit noise, R rays; predictions and evidence are not.
-        prior_precision: By default one over the square of the box's longest edge.
+        prior_precision: By default that of a standard deviation of one cell's longest edge, beyond which D may fold.
         parameters, prior_mean, backend: Only ``"all"``, 0 and ``"native"`` with the exact Gauss-Newton curvature.
         temperature, memory_budget: As for :class:`Posterior`.
 
@@ -82,7 +82,7 @@ class SpatialField(GaussianPosterior):
         >>> model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
         >>> field = lp.SpatialField(model, lp.Gaussian(0.1), box=[[0.0], [2.0]], resolution=4).fit([(x, x.sin())])
         >>> field.std(torch.tensor([[0.5], [1.9], [7.0]]))[1:]  # no ray has been there: the prior
-        tensor([2., 2.])
+        tensor([0.5000, 0.5000])
     """
 
     over_ranks = is_resumable = False
@@ -115,7 +115,7 @@ class SpatialField(GaussianPosterior):
         self.grid, self.structure, self.paper_scale = Grid.of(box, resolution), Vertices(structure), bool(paper_scale)
         if prior_precision is None:
             edges = (high - low for low, high in zip(self.grid.lower, self.grid.upper, strict=True))
-            prior_precision = max(edges) ** -2
+            prior_precision = (resolution / max(edges)) ** 2
         common = {**common_arguments(locals()), "parameters": [PARAMETER]}
         super().__init__(Displaced(unwrap(model), self.grid, render), likelihood, **common)
         self.model = self.field.model

@@ -146,7 +146,7 @@ def test_the_likelihoods_curvature_and_noise_enter():
     noise = torch.tensor([0.1, 1.0, 2.0], **DOUBLE)
     posterior = lp.SpatialField(model, lp.Gaussian(noise), **options).fit([(x, torch.zeros(15, 3, **DOUBLE))])
     each = jacobian.mT @ (jacobian / noise.square()[:, None])
-    expected = 0.25 * torch.eye(2, **DOUBLE).repeat(9, 1, 1)  # the prior: the box's edge is 2
+    expected = torch.eye(2, **DOUBLE).repeat(9, 1, 1)  # the prior: a cell's edge is 1
     expected.index_add_(0, index.flatten(), (weights.square()[..., None, None] * each[:, None]).flatten(0, 1))
     found = posterior.precision_matrix()[:18, :18].view(9, 2, 9, 2)
     torch.testing.assert_close(torch.stack([found[v, :, v] for v in range(9)]), expected.detach(), rtol=1e-9, atol=1e-9)
@@ -197,7 +197,7 @@ def test_predictions_are_those_of_the_displaced_field(structure):
     found = posterior.predictive(new)
     torch.testing.assert_close(found.mean, model(new).detach())
     torch.testing.assert_close(found.epistemic, expected.diagonal(dim1=1, dim2=2))
-    assert posterior.covariance(new)[-1].diag().tolist() == [4.0, 4.0]  # the prior outside of the box
+    assert posterior.covariance(new)[-1].diag().tolist() == [0.25, 0.25]  # the prior outside of the box
     posterior.prior_precision = 1e6  # displacements so small that the field is linear
     expected = posterior.predictive(new).epistemic
     n = 4000
@@ -221,6 +221,29 @@ def test_pixels_and_their_joint_covariance():
     gaussian = torch.distributions.MultivariateNormal(render(rays, lambda x: x).flatten(), total)
     torch.testing.assert_close(found, gaussian.log_prob(torch.zeros(24, **DOUBLE)).detach())
     assert posterior.functional_posterior(rays, outputs="independent").covariance.shape == (12, 2)
+
+
+def test_another_output_of_the_displaced_field():
+    """Such as depths: `through` takes a function that displaces its points by the posterior's own field."""
+    posterior, _, rays = fitted(n=12, structure="block")
+    t = torch.linspace(0.0, 1.0, 5, **DOUBLE)
+
+    def depth(rays, displace):
+        return (torch.softmax(posterior.model(displace(rays))[..., 0], 1) @ t)[:, None]
+
+    view = posterior.through(lambda rays: depth(rays, posterior.field.displace))
+    found = view.functional_posterior(rays)
+    index, weights = posterior.grid.spread(rays)
+
+    def shown(theta):
+        return depth(rays, lambda x: x + (weights[..., None] * theta.view(-1, 3)[index]).sum(-2))
+
+    jacobian = torch.func.jacrev(shown)(torch.zeros(posterior.n_parameters, **DOUBLE))[:, 0]
+    expected = torch.einsum("np,pq,nq->n", jacobian, posterior.covariance_matrix(), jacobian)
+    torch.testing.assert_close(found.covariance[:, 0, 0], expected)
+    torch.testing.assert_close(found.mean, depth(rays, lambda x: x).detach())
+    with pytest.raises(lp.errors.SelectionError):
+        posterior.through(lambda rays: posterior.model(rays)[:, 0]).functional_posterior(rays)
 
 
 def test_validation_finds_the_size_of_a_displacement():
@@ -250,7 +273,7 @@ def test_uncertainty_between_vertices():
     x = torch.tensor([[[-1.0, 1.0], [0.0, -1.0]]], **DOUBLE)
     torch.testing.assert_close(posterior.std(x), variances[None, [2, 3]].sqrt())
     far = torch.tensor([[1.0 + 1e-9, 0.0], [-7.0, 0.0]], **DOUBLE)
-    assert posterior.std(far).tolist() == [2.0, 2.0]
+    assert posterior.std(far).tolist() == [1.0, 1.0]
 
 
 def test_a_block_knows_the_normal_of_a_surface():
