@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -338,6 +338,13 @@ class SpatialField(GaussianPosterior):
         self.require_fit()
         known = self._least(self._vertex_covariance(scaled=self.paper_scale)[:-1]) <= threshold
         return known.view((self.grid.resolution + 1,) * self.grid.d)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
+        render = self.field.render
+        super().load_state_dict(state)
+        self.field.render = render or self.field.render
+        return self
 
     @override
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
