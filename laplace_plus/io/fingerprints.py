@@ -17,12 +17,8 @@ from torch import Tensor, nn
 from laplace_plus.adapters import MERGED, adapter_state, adapter_tensors
 from laplace_plus.errors import NETWORK_ERRORS, CheckpointError
 
-_WHOLE, _SAMPLED = 4096, 512
-"""Entries up to which all of a base's tensor is hashed, and about how many of a larger one."""
-
-_OF_RUNS = re.compile(
-    "_|output_|return_|architectures|dtype|torch_dtype|transformers_version|use_cache|use_return_dict"
-)
+_WHOLE, _SAMPLED = 4096, 512  # entries up to which all of a base's tensor is hashed, about how many of a larger one
+_OF_RUNS = re.compile("_|output_|return_|architectures|dtype|torch_dtype|transformers_version|use_(cache|return)")
 """How names of a configuration start that do not say what a model computes."""
 
 

@@ -120,8 +120,7 @@ class Called(Predicting):
             classes: Token ids ``[K]`` among which the answer is; probabilities sum to one over these. None for all.
 
         Returns:
-            A view as of :meth:`through`, with outputs ``[B, K]``. Its batches are the model's; a target is left out.
-            Called with another mask, or of a model without outputs ``[B, T, C]``, it raises :class:`DataError`.
+            A view as of :meth:`through`, with outputs ``[B, K]``; :class:`DataError` for another mask or other models.
         """
         own: Any = "classification" if isinstance(self.likelihood, Categorical) else self.likelihood
         return Through(self, LastToken(self.network, classes), own)

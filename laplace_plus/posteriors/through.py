@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_plus.batches import batch_size, call, inputs_of, output_tensor, signature_of
+from laplace_plus.batches import batch_size, call, describe, inputs_of, output_tensor, signature_of
 from laplace_plus.curvature.accumulation import MASK_KEY
 from laplace_plus.errors import ConfigurationError, DataError, SelectionError
 from laplace_plus.likelihoods import Likelihood, resolve_likelihood
@@ -100,8 +100,8 @@ class LastToken:
         mask = torch.ones(batch_size(x), 1) if mask is None else mask
         tokens = mask != 0
         if mask.ndim != 2 or not torch.equal(tokens.to(mask.dtype), mask) or not bool(tokens.any(1).all()):  # noqa: PLR2004
-            expected, got = "[B, T] of ones and zeros, a one in each row", f"{mask.dtype} {list(mask.shape)}"
-            raise DataError(f"{MASK_KEY!r} does not say which token is the last.", expected=expected, got=got)
+            what = f"{MASK_KEY!r} does not say which token is the last."
+            raise DataError(what, expected="[B, T] of zeros and ones, one at least in each row", got=describe(mask))
         places = -1 - tokens.flip(1).int().argmax(1)
         if self._keeps and isinstance(x, Mapping):
             kept, places = places.unique(return_inverse=True)

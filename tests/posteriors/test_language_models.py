@@ -287,18 +287,27 @@ class FourBits(torch.autograd.Function):
         return (nibbles.to(scale) - 8) * scale
 
 
+class Packed(nn.Parameter):
+    """Packed weights with their scale as an attribute, which views do not have."""
+
+    def __new__(cls, data, scale):
+        result = torch.Tensor._make_subclass(cls, data, False)
+        result.scale = scale
+        return result
+
+
 class Linear4bit(nn.Linear):
     """A linear layer whose weights are two to a byte, with a scale for each row."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         weight = linear.weight.detach()
-        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 7)
-        nibbles = (weight / self.scale).round().add(8).to(torch.uint8).view(-1, 2)
-        self.weight = nn.Parameter((nibbles[:, 0] + 16 * nibbles[:, 1])[:, None], requires_grad=False)
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        nibbles = (weight / scale).round().add(8).to(torch.uint8).view(-1, 2)
+        self.weight = Packed((nibbles[:, 0] + 16 * nibbles[:, 1])[:, None], scale)
 
     def forward(self, x):
-        return FourBits.apply(x, self.weight[:, 0], self.scale)
+        return FourBits.apply(x, self.weight.data[:, 0], self.weight.scale)
 
 
 class TestQuantisedBases:
@@ -315,7 +324,7 @@ class TestQuantisedBases:
                     if quantised:
                         base.set_submodule(name, packed)
                     else:
-                        module.weight.data = FourBits.unpacked(packed.weight[:, 0], packed.scale)
+                        module.weight.data = FourBits.unpacked(packed.weight.data[:, 0], packed.weight.scale)
             options = {"r": 2, "target_modules": TARGETS["llama"], "task_type": "CAUSAL_LM"} | options
             model = peft.get_peft_model(base, peft.LoraConfig(**options)).double()
             generator = torch.Generator().manual_seed(1)
@@ -342,10 +351,38 @@ class TestQuantisedBases:
         posterior = lp.KFAC(model, "classification").fit([padded("left")])
         posterior.save(tmp_path / "posterior")
         assert torch.equal(lp.load(tmp_path / "posterior", model).variance(), posterior.variance())
-        weight = model.get_base_model().model.layers[0].mlp.down_proj.weight
+        weight = model.get_base_model().model.layers[0].mlp.down_proj.weight.data
         weight[3] ^= 1
         with pytest.raises(CheckpointError, match=r"other values.*mlp\.down_proj\.weight"):
             lp.load(tmp_path / "posterior", model)
+
+    def test_bitsandbytes(self):
+        """Adapters on its four-bit layers are as on their dequantised weights."""
+        bnb = pytest.importorskip("bitsandbytes")
+        models, size = [], {"hidden_size": 64, "intermediate_size": 64}
+        for quantised in (True, False):
+            torch.manual_seed(0)
+            config = CONFIGS["llama"]()
+            config.update(size)
+            base = transformers.AutoModelForCausalLM.from_config(config)
+            for name, module in [*base.model.named_modules()]:
+                if isinstance(module, nn.Linear):
+                    own = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+                    own.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
+                    own.support_avx512bf16_for_cpu = False  # which would repack the weights
+                    if quantised:
+                        base.model.set_submodule(name, own)
+                    else:
+                        module.weight.data = bnb.functional.dequantize_4bit(own.weight.data, own.weight.quant_state)
+            base.is_loaded_in_4bit = quantised
+            model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+            torch.manual_seed(1)
+            with torch.no_grad():
+                for p in filter(lambda p: p.requires_grad, model.parameters()):
+                    p.copy_(0.1 * torch.randn(p.shape))
+            models.append(model)
+        ours, theirs = (lp.KFAC(m, "classification", parameters="lora").fit([padded("left")]) for m in models)
+        assert_close(ours.variance(), theirs.variance(), rtol=1e-5, atol=0)
 
 
 def curvature(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
