@@ -40,7 +40,7 @@ from laplace_plus.mixtures import Ensemble, Mixture
 from laplace_plus.posteriors import *  # noqa: F403
 from laplace_plus.predictive import Prediction
 from laplace_plus.priors import Groups
-from laplace_plus.training import train_marginal_likelihood
+from laplace_plus.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
 
 if TYPE_CHECKING:
     from laplace_plus.integrations.backpack import BackPack
@@ -55,6 +55,7 @@ __all__ = [
     "Categorical",
     "ConformalPosterior",
     "Curvlinops",
+    "DataEmphasized",
     "Diffusion",
     "Ensemble",
     "ExpectationMaximisation",
@@ -92,6 +93,7 @@ __all__ = [
     "plotting",
     "structured",
     "testing",
+    "train_data_emphasized",
     "train_marginal_likelihood",
 ]
 __all__ += posteriors.__all__

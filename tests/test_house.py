@@ -107,6 +107,7 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "posteriors.variational_last_layer",
         "fields",
         "mixtures",
+        "training.data_emphasized",
         "uses",
     )
 }

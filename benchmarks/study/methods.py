@@ -345,6 +345,16 @@ def viking(
     return Fitted(predictor(fitted, **(predict or {})), found)
 
 
+@method
+def variational_last_layer(task: Task, predict: dict[str, Any] | None = None, **options: Any) -> Fitted:
+    """A last layer by variational inference, tuned by its own bound, which is the evidence in regression."""
+    fitted = lp.VariationalLastLayer(task.model, task.likelihood, **options)
+    fitted.fit(task.train, generator=task.generator()).fit_prior_precision()
+    if isinstance(task.likelihood, lp.Categorical):
+        predict = {"link": "probit", **(predict or {})}
+    return Fitted(predictor(fitted, **(predict or {})), {"by": "ELBO", **precision_of(fitted)})
+
+
 # -- along the loss surface -------------------------------------------------------------------------------------------
 
 

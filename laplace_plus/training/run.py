@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from laplace_plus import io
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import DataSums, iterate, same_sum
+from laplace_plus.batches import Batch, DataSums, iterate, same_sum
 from laplace_plus.distributed import resolve_group
 from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.groups import chosen_groups
@@ -241,10 +241,7 @@ class Run:
     def _train_epoch(self, epoch: int) -> float:
         """Train for one epoch; the mean of the objective over its batches."""
         self.model.train()
-        # Made anew for each epoch: each fit chooses a subnetwork anew.
-        objective = TrainingObjective(
-            self.model, self.posterior, n_data=self.n_data, mean_batch_size=self.mean_batch_size
-        )
+        objective = self.objective()  # made anew for each epoch: each fit chooses a subnetwork anew
         clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         total, n_examples, n_batches = 0.0, 0, 0
         place = "before the first batch"
@@ -274,6 +271,11 @@ class Run:
         if self.curvature_loader is self.loader:
             self.n_data = n_examples
         return total / n_batches
+
+    def objective(self) -> Callable[[Batch], Tensor]:
+        """The loss of a batch."""
+        size = self.mean_batch_size
+        return TrainingObjective(self.model, self.posterior, n_data=self.n_data, mean_batch_size=size)
 
     def _schedule(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -103,7 +103,7 @@ def test_regression_is_the_full_last_layer_at_its_own_optimum(outputs, temperatu
     net, data = regression(outputs)
     noise = torch.tensor([0.2, 0.5], dtype=torch.float64)[:outputs]
     options = {"prior_precision": 1.7, "prior_mean": 0.1, "temperature": temperature}
-    own = lp.VariationalLastLayer(net, lp.Gaussian(noise), **options).fit(data)
+    own = lp.VariationalLastLayer(net, lp.Gaussian(noise), mean="optimal", **options).fit(data)
     full = lp.Full(at_mean(own, net), lp.Gaussian(noise), parameters="last_layer", **options).fit(data)
     assert_close(own.elbo(), full.log_marginal_likelihood(), rtol=1e-8, atol=1e-8)
     for joint in (False, True):
@@ -116,6 +116,33 @@ def test_regression_is_the_full_last_layer_at_its_own_optimum(outputs, temperatu
     )
     away = (own.mean - 0.1) * 1.7
     assert_close(torch.cat([part.flatten() for part in slope]), away, rtol=1e-6, atol=1e-7)
+
+
+def test_regression_at_the_trained_weights_is_the_full_last_layer():
+    net, data = regression(2)
+    own = lp.VariationalLastLayer(net, "regression", prior_precision=0.6).fit(data)
+    full = lp.Full(net, "regression", parameters="last_layer", prior_precision=0.6).fit(data)
+    for _ in range(2):
+        assert_close(own.elbo(), full.log_marginal_likelihood(), rtol=1e-8, atol=1e-8)
+        assert torch.equal(own.mean, full.mean)
+        ours, theirs = (p.functional_posterior(inputs(5, 9)) for p in (own, full))
+        assert_close(ours.mean, theirs.mean)
+        assert_close(ours.covariance, theirs.covariance, rtol=1e-8, atol=1e-12)
+        own.prior_precision = full.prior_precision = 3.0
+        own.noise_std = full.noise_std = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    tuned = full.fit_prior_precision(lp.MarginalLikelihood(tolerance=1e-8)).tuning
+    assert own.fit_prior_precision().tuning.value == pytest.approx(tuned.value, abs=1e-6)
+    assert_close(own.noise_std, full.noise_std, rtol=1e-4, atol=0)
+
+
+def test_the_trained_weights_stay_the_mean_unless_another_is_asked_for():
+    net, data = classes()
+    kept, moved = (lp.VariationalLastLayer(net, "classification", mean=m) for m in ("trained", "optimal"))
+    kept, moved = (one.fit(data).fit_prior_precision() for one in (kept, moved))
+    assert torch.equal(kept.mean, kept.network.vector()) and not torch.equal(moved.mean, kept.mean)
+    assert kept.tuning.value < moved.tuning.value
+    x = data[0][0]
+    assert_close(kept.functional_posterior(x).mean, net(x).detach())
 
 
 def test_hyperparameters_of_regression_take_effect_at_once():
@@ -170,7 +197,7 @@ def student_integrals(net, data, y, phi, alpha, shape, scale):
 def test_student_t_noise_is_that_of_numerical_integration():
     net, data = regression(n=12)
     own = lp.VariationalLastLayer(
-        net, lp.Gaussian(0.4), noise="student_t", noise_shape=1.5, prior_precision=0.8, prior_mean=0.0
+        net, lp.Gaussian(0.4), mean="optimal", noise="student_t", noise_shape=1.5, prior_precision=0.8
     ).fit(data)
     x, y = inputs(1, 7), torch.tensor([[0.9]], dtype=torch.float64)
     evidence, density = student_integrals(net, data, 0.9, features_of(net, x).numpy(), 0.8, 1.5, 0.4)
@@ -246,7 +273,9 @@ def test_bounds_are_in_order_and_below_the_evidence():
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
     values, fitted = {}, {}
     for bound in ("jensen", "reduced_kn", "mc"):
-        own = lp.VariationalLastLayer(net, "classification", bound=bound, prior_precision=1.5, n_samples=40)
+        own = lp.VariationalLastLayer(
+            net, "classification", mean="optimal", bound=bound, prior_precision=1.5, n_samples=40
+        )
         fitted[bound] = own.fit(data, generator=generator())
         values[bound] = float(fitted[bound].elbo())
     phi = features_of(net, x)
@@ -332,7 +361,7 @@ def test_exact_expectations_are_those_of_many_samples():
 @pytest.mark.parametrize("bound", ["jensen", "reduced_kn", "mc"])
 def test_the_bound_is_never_below_its_start(covariance, bound):
     net, data = classes()
-    options = {"covariance": covariance, "bound": bound, "n_samples": 4, "prior_precision": 0.7}
+    options = {"mean": "optimal", "covariance": covariance, "bound": bound, "n_samples": 4, "prior_precision": 0.7}
     short = lp.VariationalLastLayer(net, "classification", max_iterations=1, **options)
     with pytest.warns(ConvergenceWarning):
         short.fit(data, generator=generator())
@@ -362,7 +391,7 @@ def test_the_bound_is_never_below_its_start(covariance, bound):
 def test_the_search_ends_where_nothing_more_is_to_gain():
     """The optimum's covariance is (Σ λ φφᵀ + α I)⁻¹ with λ = −2 ∂E/∂v, and its mean has no slope."""
     net, data = classes()
-    own = lp.VariationalLastLayer(net, "classification").fit(data)
+    own = lp.VariationalLastLayer(net, "classification", mean="optimal", bound="reduced_kn").fit(data)
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
     phi, state = features_of(net, x), own.state()[1]
     mean = (phi @ state["mean"].mT).requires_grad_()
@@ -404,7 +433,7 @@ def test_known_noise_of_each_target_is_exact():
     noise = 0.2 + torch.rand(30, 1, generator=generator(), dtype=torch.float64)
     y = x[:, :1].sin() + noise * torch.randn(30, 1, generator=generator(1), dtype=torch.float64)
     net = network(1)
-    own = lp.VariationalLastLayer(net, lp.GivenNoise(0.3), prior_precision=1.3).fit([(x, (y, noise))])
+    own = lp.VariationalLastLayer(net, lp.GivenNoise(0.3), mean="optimal", prior_precision=1.3).fit([(x, (y, noise))])
     phi = features_of(net, x)
     precision = (phi / noise.square()).mT @ phi + 1.3 * torch.eye(7, dtype=phi.dtype)
     assert_close(own.mean, torch.linalg.solve(precision, (phi / noise.square()).mT @ y)[:, 0], rtol=1e-4, atol=1e-5)

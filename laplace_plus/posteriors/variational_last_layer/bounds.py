@@ -29,12 +29,11 @@ def resolve_bound(likelihood: Likelihood, bound: str | None) -> str:
     """The name of the bound, by default the likelihood's first; ConfigurationError for one that it does not have."""
     known: tuple[str, ...] = ("mc",) if likelihood.couples_outputs else ("quadrature", "mc")
     if isinstance(likelihood, Categorical):
-        known = ("reduced_kn", "jensen", "mc")
+        known = ("jensen", "reduced_kn", "mc")
     elif isinstance(likelihood, HeteroscedasticGaussian):
         known = ("exact", "mc")
     if bound not in (None, *known):
-        what = f"{type(likelihood).__name__} has no such bound."
-        raise ConfigurationError(what, expected=", ".join(map(repr, known)), got=repr(bound))
+        raise ConfigurationError("The likelihood has no such bound.", expected=", ".join(known), got=repr(bound))
     return bound or known[0]
 
 
@@ -81,6 +80,7 @@ class Bound(NamedTuple):
     precision: Tensor | None
     temperature: float
     n_samples: int
+    keeps_mean: bool
     seed: int
 
     def best_precision(self, q: Gaussians) -> Tensor:
@@ -119,7 +119,7 @@ class Bound(NamedTuple):
         """Gaussians, their bound, which is never below that of the start, and whether the search converged."""
 
         def value(at: list[Tensor], slope: bool = False) -> float:
-            return self.value(lambda: start.moved(*at), slope)
+            return self.value(lambda: start.moved(at[0] * (not self.keeps_mean), *at[1:]), slope)
 
         zeros = [torch.zeros_like(one) for one in (start.mean, start.mean, start.root)]
         found, converged = climb(value, zeros, iterations, progress)

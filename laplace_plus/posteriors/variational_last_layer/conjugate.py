@@ -5,6 +5,7 @@ With features Φ, residuals r of the trained weights w, β = 1/(σ²T) and prior
     m = w + P⁻¹ (β Φᵀr − α (w − μ)),   P = β ΦᵀΦ + α I,   S = P⁻¹,
     log p(y) = −N/2T log 2πσ² − ½ (β ‖r − Φ(m − w)‖² + α ‖m − μ‖²) − ½ log det(P/α).
 
+At another m, such as w, with the same S, that is the bound on log p(y), and Laplace's approximation of it.
 Where σ⁻² has the prior ``Gamma(a₀, a₀ σ₀²)`` and the weights ``N(μ, σ²/α)``, β = 1/T, and σ⁻² has the posterior
 ``Gamma(a, b)``: ``a = a₀ + N/2T``, and b is half of what is in brackets above more than ``a₀ σ₀²``.
 """
@@ -51,24 +52,24 @@ class Regression(NamedTuple):
         gram, cross, squares, size = (own + new for own, new in zip(self[:4], other[:4], strict=True))
         return Regression(gram, cross, squares, size, self.weights)
 
-    def solve(self, alpha: Tensor, noise: Tensor, mean: Tensor, temperature: float, shape: float | None) -> Solution:
-        """The posterior at α, σ (or σ₀ with ``shape`` a₀), and ``μ [C, D]``; ConfigurationError without a variance."""
+    def solve(self, alpha: Tensor, noise: Tensor, mean: Tensor, heat: float, shape: float, keeps: bool) -> Solution:
+        """The posterior at α, σ (with ``shape`` a₀ > 0: σ₀), ``μ [C, D]`` and T, with ``m = w`` if it ``keeps`` w."""
         values, vectors = torch.linalg.eigh(self.gram)
         values, variance = values.clamp_min(0.0).unsqueeze(1), noise.to(self.squares).square().expand_as(self.squares)
-        beta = (1 / variance if shape is None else torch.ones_like(variance)) / temperature
+        beta = (torch.ones_like(variance) if shape else 1 / variance) / heat
         away, cross = vectors.mT @ (self.weights - mean).mT, vectors.mT @ self.cross  # [D, C], in the eigenbasis
         total = values * beta + alpha
-        step = (beta * cross - alpha * away) / total
+        step = (beta * cross - alpha * away) / total * (not keeps)
         errors = self.squares + (step * (values * step - 2 * cross)).sum(0)
         fit = beta * errors.clamp_min(0.0) + alpha * (away + step).square().sum(0)
-        half, root = self.size / (2 * temperature), vectors * total.rsqrt().mT.unsqueeze(1)
+        half, root = self.size / (2 * heat), vectors * total.rsqrt().mT.unsqueeze(1)
         evidence, weights = (alpha / total).log().sum(0) / 2 - half * LOG_2PI, self.weights + (vectors @ step).mT
-        if shape is None:
+        if not shape:
             return Solution(Gaussians(weights, root), (evidence - half * variance.log() - fit / 2).sum())
         first, a, rate = shape * variance, float(shape + half), shape * variance + fit / 2
         if not a > 1:
-            what, fix = "Student-t noise has no variance after so few data.", "Raise noise_shape."
-            raise ConfigurationError(what, expected="noise_shape + N/2 > 1", got=f"{a:.3g}", fix=fix)
+            what = "Student-t noise has no variance after so few data."
+            raise ConfigurationError(what, expected="noise_shape + N/2 > 1", got=f"{a:.3g}", fix="Raise noise_shape.")
         gammas = torch.lgamma(torch.tensor([a, shape], dtype=torch.float64)).diff().neg().to(rate)
         q = Gaussians(weights, root * (rate / (a - 1)).sqrt()[:, None, None])
         return Solution(q, (evidence + gammas + shape * first.log() - a * rate.log()).sum(), a, rate)

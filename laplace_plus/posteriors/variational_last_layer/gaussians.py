@@ -59,8 +59,8 @@ class Gaussians(NamedTuple):
     def deviations(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draws of ``w − m``, ``[n, C, D]``."""
         noise = standard_normal((n, *self.mean.shape), like=self.mean, generator=generator)
-        dense = self.root.shape != self.mean.shape
-        return torch.einsum("cde,nce->ncd", self.root, noise) if dense else self.root * noise
+        diagonal = self.root.shape == self.mean.shape
+        return self.root * noise if diagonal else torch.einsum("cde,nce->ncd", self.root, noise)
 
 
 def climb(
@@ -82,7 +82,5 @@ def climb(
         closure()
     converged = all(float(leaf.grad.abs().max()) <= TOLERANCE for leaf in leaves if leaf.grad is not None)
     if not converged:
-        warnings.warn(
-            "The search ended before the bound's slope vanished; raise max_iterations.", ConvergenceWarning, 9
-        )
+        warnings.warn("The search ended before the slope vanished; raise max_iterations.", ConvergenceWarning, 9)
     return [leaf.detach() for leaf in leaves], converged

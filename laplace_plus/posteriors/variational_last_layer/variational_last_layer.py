@@ -32,19 +32,19 @@ from laplace_plus.posteriors.variational_last_layer.gaussians import HISTORY, Ga
 from laplace_plus.predictive import linearized
 from laplace_plus.selection import Selection
 
-_OPTIONS = "covariance", "bound", "n_samples", "noise", "noise_shape", "max_iterations"
+_OPTIONS = "mean", "covariance", "bound", "n_samples", "noise", "noise_shape", "max_iterations"
 
 
 class VariationalLastLayer(Posterior):
     """Gaussians over the weights of a linear last layer, by maximising a lower bound on its evidence.
 
     The features φ that enter the last layer stay as they are. Outputs ``w_kᵀφ`` have independent ``w_k ~ N(m_k, S_k)``,
-    with the prior ``N(μ, I/α)``. Unlike a Laplace approximation's, the mean is *not* the trained weights, but optimal.
-    In regression with Gaussian noise this is the exact posterior, the bound is the evidence, and other hyperparameters
-    take effect at once. With ``noise="student_t"`` an output's noise precision has the prior ``Gamma(a₀, a₀ σ₀²)``, σ₀
-    being the likelihood's noise, and the weights have ``N(μ, σ²/α)``; predictions are Student-t with ``2 a₀ + N``
-    degrees of freedom. Other likelihoods: :meth:`fit` searches at the present α, from the Laplace approximation, and
-    :meth:`fit_prior_precision` goes on from there and tunes α, too. An α that is set by hand needs another fit.
+    with the prior ``N(μ, I/α)``. In regression with Gaussian noise that is known in closed form, and follows other
+    hyperparameters at once: with ``mean="optimal"`` it is the exact posterior, and the bound the evidence. With
+    ``noise="student_t"`` an output's noise precision has the prior ``Gamma(a₀, a₀ σ₀²)``, σ₀ being the likelihood's
+    noise, and the weights have ``N(μ, σ²/α)``; predictions are Student-t with ``2 a₀ + N`` degrees of freedom. Other
+    likelihoods: :meth:`fit` searches at the present α, from the Laplace approximation, and :meth:`fit_prior_precision`
+    goes on from there and tunes α, too. An α that is set by hand needs another fit.
 
     The search takes some 30·C·D² numbers for C outputs and D features (diagonal: 30·C·D) beside the features. These are
     computed anew in each step, batch by batch, where they take more than a quarter of the memory budget. :meth:`fit`
@@ -53,8 +53,9 @@ class VariationalLastLayer(Posterior):
 
     Args:
         model, likelihood: As for :class:`Posterior`.
+        mean: ``"trained"``, or ``"optimal"``, which predicted worse where features fit their training data closely.
         covariance: ``"dense"`` or ``"diagonal"``; with Gaussian noise dense.
-        bound: For classes ``"reduced_kn"``, ``"jensen"`` or ``"mc"``: see ``bounds.expected_log_density``.
+        bound: For classes ``"jensen"``, ``"reduced_kn"`` or ``"mc"``: see ``bounds.expected_log_density``.
         n_samples: Of ``"mc"``, an even number; they are the same throughout the search.
         noise, noise_shape: ``"gaussian"`` or ``"student_t"``, and a₀.
         max_iterations: Of L-BFGS.
@@ -84,6 +85,7 @@ class VariationalLastLayer(Posterior):
         model: nn.Module,
         likelihood: Any,
         *,
+        mean: Literal["trained", "optimal"] = "trained",
         covariance: Literal["dense", "diagonal"] = "dense",
         bound: str | None = None,
         n_samples: int = 20,
@@ -97,6 +99,7 @@ class VariationalLastLayer(Posterior):
         backend: str | Backend = "native",
         memory_budget: int | str | None = None,
     ):
+        check_choice("mean", mean, ("trained", "optimal"))
         check_choice("covariance", covariance, ("dense", "diagonal"))
         check_choice("noise", noise, ("gaussian", "student_t"))
         check_counts(n_samples=n_samples, max_iterations=max_iterations)
@@ -105,8 +108,9 @@ class VariationalLastLayer(Posterior):
         self._own = {name: value for name, value in locals().items() if name in _OPTIONS}
         exact = self.likelihood.is_gaussian
         if (covariance, bound) != ("dense", None) if exact else noise == "student_t" or n_samples % 2:
-            expected = "a dense covariance and no bound" if exact else 'noise="gaussian", and an even n_samples'
-            raise ConfigurationError("These options do not fit the likelihood.", expected=expected, got=str(self._own))
+            raise ConfigurationError(
+                "These options do not fit the likelihood, or n_samples is odd.", got=str(self._own)
+            )
         self._kind = "" if exact else resolve_bound(self.likelihood, bound)
 
     @override
@@ -173,7 +177,7 @@ class VariationalLastLayer(Posterior):
 
     def _bound(self, rows: Any, alpha: Tensor | None) -> Bound:
         own = self._weights(self._prior_mean), alpha, float(self._temperature.detach()), self._own["n_samples"]
-        return Bound(rows, self.likelihood, self._kind, *own, self._seed)
+        return Bound(rows, self.likelihood, self._kind, *own, self._own["mean"] == "trained", self._seed)
 
     def _take(self, q: Gaussians) -> None:
         vector = self.network.vector().clone()
@@ -193,8 +197,8 @@ class VariationalLastLayer(Posterior):
 
     def _solution_at(self, alpha: Tensor, noise: Tensor | None) -> Solution:
         assert self._sums is not None and noise is not None
-        shape = self._own["noise_shape"] if self._own["noise"] == "student_t" else None
-        own = self._weights(self._prior_mean), float(self._temperature.detach()), shape
+        shape = self._own["noise_shape"] if self._own["noise"] == "student_t" else 0.0
+        own = self._weights(self._prior_mean), float(self._temperature.detach()), shape, self._own["mean"] == "trained"
         return self._sums.solve(alpha.to(self._sums.gram), noise, *own)
 
     @override
@@ -278,7 +282,7 @@ class VariationalLastLayer(Posterior):
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
         if not shape.numel() or shape[-1] != self.n_outputs:
             linearized.require_outputs(shape, self.n_outputs, x)
-            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
+            raise DataError("There is nothing to predict.", got="no example")
         features, only = head_features(self.network, capture)[1], linearized.wants_variances(outputs, joint)
         mean, pushed = (features @ self._q.mean.mT).view(shape).to(dtype), self._q.pushed(features)
         check_outputs(mean)
