@@ -1,9 +1,9 @@
 """Training by the data-emphasised bound, and tuning by it (Harvey, Petrov and Hughes, 2025, arXiv:2502.01861).
 
-For P weights, N data and groups g of P_g weights with ``q = N(θ, σ_g² I)`` and prior ``N(θ_p, τ_g² I)``,
+For P weights, N data and groups g of P_g weights, with ``q = N(θ, σ² I)`` and prior ``N(θ_p, τ_g² I)``,
 
     J = κ E_q[log p(D|θ)] − KL(q ‖ p),   κ = max(1, P/N),
-    τ_g² = ‖θ − θ_p‖²_g / P_g + σ_g²,    KL = ½ Σ_g P_g log(τ_g²/σ_g²),
+    τ_g² = ‖θ − θ_p‖²_g / P_g + σ²,      KL = ½ Σ_g P_g log(τ_g²/σ²),
 
 where τ is the best one for each θ and σ. With κ = 1 that is the evidence lower bound, which underfits where P is many
 times N; with κ = P/N it chooses hyperparameters without held-out data. Its q is far narrower than a posterior.
@@ -51,9 +51,9 @@ class DataEmphasizedTraining:
 
     Attributes:
         model: The network that was passed in, trained in place.
-        posterior: A :class:`Diagonal` whose variance is σ_g² throughout a group, and whose ``prior_precision`` is
-            ``1/τ_g²``. It is colder than a posterior: fit another class with these precisions for error bars.
-        prior_std, std: τ and σ of each group, ``[G]`` float64.
+        posterior: A :class:`Diagonal` of variances σ², whose ``prior_precision`` is ``1/τ_g²``. It is colder than a
+            posterior: fit another class with these precisions for error bars.
+        prior_std, std: τ of each group, ``[G]``, and σ, 0-d; float64.
         emphasis: κ.
         losses: The mean of ``−J/(κN)`` over each epoch, in nats for each example.
         n_data: N.
@@ -82,7 +82,7 @@ def train_data_emphasized(
     optimizer_options: Mapping[str, Any] | None = None,
     scheduler: SchedulerFactory | None = None,
     schedule_by: Literal["epoch", "batch"] = "epoch",
-    max_gradient_norm: float | None = None,
+    max_gradient_norm: float | None = 1.0,
     checkpoint: str | Path | None = None,
     resume: bool = False,
     progress: bool = False,
@@ -104,14 +104,14 @@ def train_data_emphasized(
         emphasis: κ: ``"P/N"``, but at least 1, or a number.
         prior_mean: θ_p: the ``"pretrained"`` weights, those of the model as it is passed; a number; or ``[P]``, such as
             these for the backbone and zeros for a new head.
-        structure: Which weights share σ and τ: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or groups.
-        initial_std: Where each σ starts.
+        structure: Which weights share τ: ``"scalar"``, ``"layerwise"``, ``"normalized_groups"`` or groups.
+        initial_std: Where σ starts.
         optimizer: It is given the weights and ρ, ``σ = log(1 + exp ρ)``. Of several learning rates take that with the
             least loss at the end.
-        optimizer_options: By default, of SGD, a learning rate of .01 and a momentum of .9.
+        optimizer_options: By default, of SGD, a learning rate of .1 and a momentum of .9.
         scheduler: Called with the optimizer.
         schedule_by: ``"epoch"`` or ``"batch"``.
-        max_gradient_norm: Where to clip the norm of the whole gradient.
+        max_gradient_norm: Where to clip the norm of the whole gradient; None for nowhere.
         checkpoint: A folder that is written after every epoch.
         resume: Whether to continue from it; the model has to be the one that the run started from.
         progress: Whether to show a progress bar.
@@ -132,7 +132,7 @@ def train_data_emphasized(
     check_positive(initial_std=initial_std)
     emphasis_of(emphasis, 1, 1)
     check_structure(structure)
-    options = {"lr": 0.01, "momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    options = {"lr": 0.1, "momentum": 0.9} if optimizer is torch.optim.SGD else {}
     resolved = resolve_likelihood(likelihood)
     pretrained = isinstance(prior_mean, str) and prior_mean == "pretrained"
     arguments |= {
@@ -143,15 +143,23 @@ def train_data_emphasized(
     }
     # What training by the evidence has besides: the run ends with its only update.
     fixed: dict[str, Any] = {"posterior": Diagonal, "prior_precision": 1.0, "temperature": 1.0, "tune_noise": False}
-    fixed |= {"backend": None, "burn_in": 0, "frequency": epochs, "hyper_steps": 1, "hyper_lr": 0.1, "callback": None}
-    settings = Settings(**arguments, **fixed, early_stopping=False, patience=None)
+    fixed |= {"backend": None, "burn_in": 0, "frequency": 2**31, "hyper_steps": 1, "hyper_lr": 0.1, "callback": None}
+    settings = _Settings(**arguments, **fixed, early_stopping=False, patience=None)
     run = _Run(model, loader, loader, settings, generator)
     run.train()
     return run.result()
 
 
-class _Scales:
-    """ρ of each group, and its place among what a run stores."""
+class _Settings(Settings):
+    """The arguments of a run."""
+
+    def described(self, *run: Any) -> dict[str, Any]:
+        """As of any training, and what this one has besides."""
+        return {**super().described(*run), "emphasis": self.emphasis, "initial_std": self.initial_std}
+
+
+class _Scale:
+    """ρ, in its place among what a run stores."""
 
     def __init__(self, rho: Tensor):
         self.rho = rho.requires_grad_()
@@ -173,12 +181,12 @@ class _Run(Run):
         one = settings.structure == "scalar"
         index = torch.zeros_like(posterior.prior_groups.index) if one else posterior.prior_groups.index
         self.index, factory = index.to(self.device), settings.optimizer
-        start = torch.full((int(index.max()) + 1,), settings.initial_std, dtype=torch.float64, device=self.device)
-        self.scales = _Scales(start.expm1().log())
-        self.ascent = cast(Any, self.scales)
+        start = torch.tensor(settings.initial_std, dtype=torch.float64, device=self.device)
+        self.scale = _Scale(start.expm1().log())
+        self.ascent = cast(Any, self.scale)
         self.sizes = torch.bincount(self.index).double()
         if callable(factory):
-            settings.optimizer = lambda weights, **options: factory([*weights, self.scales.rho], **options)
+            settings.optimizer = lambda weights, **options: factory([*weights, self.scale.rho], **options)
 
     @property
     def emphasis(self) -> float:
@@ -186,25 +194,25 @@ class _Run(Run):
         return emphasis_of(self.settings.emphasis, self.network.n_parameters, self.n_data)
 
     def _levels(self) -> tuple[Tensor, Tensor]:
-        """σ² and τ² of each group, ``[G]`` float64, differentiable in the weights and ρ."""
+        """σ², 0-d, and τ² of each group, ``[G]``, float64; differentiable in the weights and ρ."""
         named = dict(self.network.model.named_parameters())
         theta = torch.cat([named[name].flatten().double() for name in self.network.parameter_names])
         squares = (theta - self.posterior.prior_mean.to(theta)).square()
-        variance = softplus(self.scales.rho).square()
-        return variance, squares.new_zeros(len(variance)).index_add(0, self.index, squares) / self.sizes + variance
+        variance = softplus(self.scale.rho).square()
+        return variance, torch.zeros_like(self.sizes).index_add(0, self.index, squares) / self.sizes + variance
 
     def objective(self) -> Any:
         """``−J/(κN)`` estimated from a batch."""
         network, likelihood, kappa = self.network, self.posterior.likelihood, self.emphasis
-        named = dict(network.model.named_parameters())
-        places = dict(zip(network.parameter_names, self.index.split([s.size for s in network.selected]), strict=True))
+        named = {name: own for name, own in network.model.named_parameters() if name in network.parameter_names}
 
         def loss(batch: Batch) -> Tensor:
             variance, prior = self._levels()
             sampled = {}
-            for name, place in places.items():
-                noise = standard_normal(named[name].shape, like=named[name], generator=self.generator)
-                sampled[name] = named[name] + variance.sqrt()[place].view_as(noise).to(noise) * noise
+            for name, own in named.items():
+                sampled[name] = own + variance.sqrt().to(own) * standard_normal(
+                    own.shape, like=own, generator=self.generator
+                )
             raw = torch.func.functional_call(network.model, sampled, *bind(network.model, batch.inputs))
             outputs = likelihood.arrange(output_tensor(raw))
             likelihood.validate(outputs, batch.target)
