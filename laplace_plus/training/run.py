@@ -274,8 +274,7 @@ class Run:
 
     def objective(self) -> Callable[[Batch], Tensor]:
         """The loss of a batch."""
-        size = self.mean_batch_size
-        return TrainingObjective(self.model, self.posterior, n_data=self.n_data, mean_batch_size=size)
+        return TrainingObjective(self.model, self.posterior, n_data=self.n_data, mean_batch_size=self.mean_batch_size)
 
     def _schedule(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

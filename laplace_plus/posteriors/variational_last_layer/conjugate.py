@@ -5,9 +5,9 @@ With features Φ, residuals r of the trained weights w, β = 1/(σ²T) and prior
     m = w + P⁻¹ (β Φᵀr − α (w − μ)),   P = β ΦᵀΦ + α I,   S = P⁻¹,
     log p(y) = −N/2T log 2πσ² − ½ (β ‖r − Φ(m − w)‖² + α ‖m − μ‖²) − ½ log det(P/α).
 
-At another m, such as w, with the same S, that is the bound on log p(y), and Laplace's approximation of it.
-Where σ⁻² has the prior ``Gamma(a₀, a₀ σ₀²)`` and the weights ``N(μ, σ²/α)``, β = 1/T, and σ⁻² has the posterior
-``Gamma(a, b)``: ``a = a₀ + N/2T``, and b is half of what is in brackets above more than ``a₀ σ₀²``.
+At another m, such as w, that is a bound on it, and Laplace's approximation. Where σ⁻² has the prior
+``Gamma(a₀, a₀ σ₀²)`` and the weights ``N(μ, σ²/α)``, β = 1/T, and σ⁻² has the posterior ``Gamma(a, b)``:
+``a = a₀ + N/2T``, and b is half of what is in brackets above more than ``a₀ σ₀²``.
 """
 
 from __future__ import annotations

@@ -75,7 +75,6 @@ class VariationalLastLayer(Posterior):
     one_precision = True
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
 
-    _q: Gaussians
     _sums: Regression | None = None
     _solution: Solution | None = None
     _key: tuple[Any, ...] | None = None
