@@ -26,8 +26,8 @@ _THIN = 0.75
 """Rows for each column up to which the Gram matrix of the rows is decomposed. With more, completing its eigenvectors
 takes as long as the eigenvectors of the sum."""
 
-_TAKEN = 128
-"""Rows that a sum of limited rank takes at a time, at most a quarter of its columns: its Gram matrices stay small."""
+_TAKEN = 1024
+"""Rows that a sum of limited rank takes at a time."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class GramSum:
         if self.rank is None and count >= self.size:
             kernels.symmetric_update(self._lower(), rows)
             return
-        taken = count if self.rank is None else max(self.rank, min(_TAKEN, self.size // 4))
+        taken = count if self.rank is None else _TAKEN
         for part in rows.split(taken, 1) if count else ():
             self._rows.append(part.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format))
             self._n_rows += part.shape[1]
@@ -223,11 +223,13 @@ class GramSum:
 
     def leading(self) -> tuple[Tensor, Tensor]:
         """``Lᵀ [G, k, d]`` of the leading eigenpairs, ``L Lᵀ ≤ Σ x xᵀ``, and the trace ``[G]`` of the difference."""
-        rows = self.rows().double()
-        pairs = _eigen_of_rows(self.rows(), self.rank)
+        rows = self.rows()
+        few = rows if self.rank is None or rows.shape[1] <= 4 * self.rank else _condensed(rows, 2 * self.rank)
+        pairs = _eigen_of_rows(few, self.rank)
         kept = pairs.values.double()
-        leading = (pairs.combinations * kept[:, None, : pairs.combinations.shape[2]].sqrt()).mT @ rows
-        return leading.to(self.dtype), self.discarded + (rows.square().sum((1, 2)) - kept.sum(1)).clamp(min=0)
+        leading = (pairs.combinations * kept[:, None, : pairs.combinations.shape[2]].sqrt()).mT @ few.double()
+        lost = rows.double().square().sum((1, 2)) - kept.sum(1)
+        return leading.to(self.dtype), self.discarded + lost.clamp(min=0)
 
     def eigen(self) -> EigenPairs:
         """The eigendecomposition; where there are only rows, no eigenvalue is negative."""
@@ -321,6 +323,18 @@ def weighted_rows(sums: Sequence[GramSum], weights: Tensor) -> Tensor:
     """``X [G, n, d]`` with ``XᵀX = Σ_k w_k S_k`` for sums of rows; differentiable in the positive weights ``[K]``."""
     each = [own.rows() if own.rank is None else own.leading()[0] for own in sums]
     return torch.cat([rows.to(weights.dtype) * weight.sqrt() for rows, weight in zip(each, weights, strict=True)], 1)
+
+
+def _condensed(rows: Tensor, rank: int) -> Tensor:
+    """``QᵀX`` for ``X [G, n, d]`` with orthonormal Q ``[G, n, r]`` that holds nearly the leading left singular vectors.
+
+    By subspace iteration (Halko, Martinsson and Tropp, 2011) from a fixed start. ``XᵀQ QᵀX ≤ XᵀX`` whatever Q.
+    """
+    start = torch.randn(rows.shape[2], rank, generator=torch.Generator().manual_seed(0), dtype=rows.dtype)
+    basis = torch.linalg.qr(rows @ start.to(rows.device))[0]
+    for _ in range(2):
+        basis = torch.linalg.qr(rows @ (rows.mT @ basis))[0]
+    return basis.mT @ rows
 
 
 def _eigen_of_rows(rows: Tensor, rank: int | None) -> ThinEigenPairs:
