@@ -1,10 +1,12 @@
-"""Posteriors over low-rank adapters: which package is a documentation string from?
+"""Posteriors over low-rank adapters of a small transformer, beside a temperature and an ensemble.
 
-    python benchmarks/adapters.py [--seeds 5] [--page benchmarks/results/adapters.md]
+    python benchmarks/adapters.py [--task digits] [--seeds 5] [--page benchmarks/results/adapters.md]
 
-The texts are documentation strings of installed packages. A small transformer is pre-trained by guessing masked words
-in all of them. It is then adapted by LoRA, without weight decay, to a few labelled texts of eight packages.
-Unfamiliar texts are from packages without a label. Five seeds take about half an hour on one core.
+``documentation``: which package is a documentation string from? The texts are those of installed packages. The
+transformer is pre-trained by guessing masked words in all of them. It is then adapted by LoRA, without weight decay, to
+a few labelled texts of eight packages. Unfamiliar texts are from packages without a label. Five seeds take more than
+half an hour on one core. ``digits``: the same with the pixels of scikit-learn's digits as 64 tokens, the digits 0 to 7
+as classes, and 8 and 9 as unfamiliar; five seeds take about five minutes.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -40,16 +45,25 @@ UNKNOWN = ("hypothesis", "onnxscript", "timm", "jsonargparse", "fsspec", "jinja2
 LENGTH, WORDS = 48, 4000
 TEMPERATURES = torch.logspace(-0.5, 1.5, 80)
 
-INTRODUCTION = """# Posteriors over low-rank adapters
+INTRODUCTION = """# Posteriors over low-rank adapters{title}
 
-`python benchmarks/adapters.py` measured and wrote this page: {seeds} seeds, other texts and weights in each. A small
-transformer of two layers and 64 units, pre-trained on masked words of documentation strings, learns by LoRA from
-{train} labelled texts which of {classes} packages a text is from: rank 8 on all linear layers, and a classifier.
-Package names are masked. Scores are on {test} other texts. OOD AUROC is against texts of six packages without a label,
-by the entropy of the prediction, and by the mutual information. The temperature is fitted to {held} held-out texts,
-which no other row sees. Posteriors have their defaults; `lp.TrainingFreeLoRA` takes the training texts as anchors.
-Means over seeds, ± the standard error of the difference to the adapted network.
+`python benchmarks/adapters.py{arguments}` measured and wrote this page: {seeds} seeds. {task} Scores are on {test}
+other examples. OOD AUROC is against {ood} unfamiliar ones, by the entropy of the prediction, and by the mutual
+information. The temperature is fitted to {held} held-out examples; rows that see these, too, say so. Posteriors have
+their defaults; `lp.TrainingFreeLoRA` takes the training examples as anchors, by the network's own labels, unless a row
+says otherwise. Means over seeds, ± the standard error of the difference to the adapted network.
 """
+
+TASKS = {
+    "documentation": """Other texts and weights in each. A small transformer of two layers and 64 units, pre-trained on
+masked words of documentation strings, learns by LoRA from {train} labelled texts which of 8 packages a text is from:
+rank 8 on all linear layers, and a classifier. Package names are masked. Unfamiliar texts are from six packages more.""",
+    "digits": """Other images and weights in each. A small transformer of two layers and 32 units, pre-trained on masked
+pixels of scikit-learn's digits (64 tokens, 17 grey levels), learns by LoRA from {train} labelled images which of the
+digits 0 to 7 they show: rank 8 on all linear layers, and a classifier. Unfamiliar images show 8 and 9.""",
+}
+LARGER = 2.0 ** torch.arange(0, 12, 2)
+ADAPTED, WARMED = "adapted network", "temperature, held-out"
 
 
 def documentation(package: str, most: int, generator: random.Random) -> list[list[str]]:
@@ -82,39 +96,88 @@ def documentation(package: str, most: int, generator: random.Random) -> list[lis
     return texts[:most]
 
 
-def encoded(texts: list[list[str]], vocabulary: dict[str, int]) -> dict[str, Tensor]:
-    """Padded word numbers ``[N, T]`` (0 pads, 1 is unknown, 2 is masked) and their mask."""
-    ids = torch.zeros(len(texts), LENGTH, dtype=torch.long)
-    for row, words in zip(ids, texts, strict=True):
-        row[: len(words)] = torch.tensor([vocabulary.get(word, 1) for word in words])
+def inputs_of(ids: Tensor) -> dict[str, Tensor]:
+    """Token numbers ``[N, T]`` (0 pads, 1 is unknown, 2 is masked) with their mask."""
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
-def pretrained(texts: dict[str, Tensor], steps: int) -> transformers.BertForMaskedLM:
-    """A small transformer that guesses masked words."""
+def encoded(texts: list[list[str]], vocabulary: dict[str, int]) -> Tensor:
+    """Padded word numbers ``[N, T]``."""
+    ids = torch.zeros(len(texts), LENGTH, dtype=torch.long)
+    for row, words in zip(ids, texts, strict=True):
+        row[: len(words)] = torch.tensor([vocabulary.get(word, 1) for word in words])
+    return ids
+
+
+Parts = dict[str, tuple[dict[str, Tensor], Tensor]]
+"""Inputs and labels for adapting (``train``), held out, for ``test``, and unfamiliar ones (``ood``)."""
+
+
+def texts_of_packages(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
+    """The pre-trained network of ``"documentation"``, and the data of a seed."""
+    known = [documentation(name, 700, random.Random(0)) for name in KNOWN]
+    unknown = [documentation(name, 150, random.Random(0)) for name in UNKNOWN]
+    counts = Counter(word for texts in known for text in texts for word in text)
+    vocabulary = {word: number + 3 for number, (word, _) in enumerate(counts.most_common(WORDS - 3))}
+    ids = encoded([text for texts in known for text in texts], vocabulary)
+    base = pretrained(ids, steps, WORDS, units=64, share=0.15, dropout=0.1)
+
+    def parts(seed: int) -> Parts:
+        draw, data, start = random.Random(seed), {}, 0
+        order = [draw.sample(texts, len(texts)) for texts in known]
+        for part, size in (("train", 200), ("held", 200), ("test", 800)):
+            each = size // len(KNOWN)
+            texts = [text for own in order for text in own[start : start + each]]
+            labels = torch.arange(len(KNOWN)).repeat_interleave(each)
+            data[part], start = (inputs_of(encoded(texts, vocabulary)), labels), start + each
+        texts = draw.sample([text for own in unknown for text in own], 400)
+        return data | {"ood": (inputs_of(encoded(texts, vocabulary)), torch.zeros(0))}
+
+    return base, parts
+
+
+def pixels_of_digits(steps: int) -> tuple[nn.Module, Callable[[int], Parts]]:
+    """The pre-trained network of ``"digits"``, and the data of a seed."""
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    ids = images.long() + 3
+    base = pretrained(ids, steps, 20, units=32, share=0.3, dropout=0.0)
+
+    def parts(seed: int) -> Parts:
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+        known, unknown = order[labels[order] < 8], order[labels[order] >= 8]
+        rows = {"train": known[:200], "held": known[200:400], "test": known[400:800], "ood": unknown[:200]}
+        return {part: (inputs_of(ids[own]), labels[own]) for part, own in rows.items()}
+
+    return base, parts
+
+
+def pretrained(
+    ids: Tensor, steps: int, vocabulary: int, units: int, share: float, dropout: float
+) -> transformers.BertForMaskedLM:
+    """A small transformer that guesses masked ones of the tokens ``[N, T]``."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, pad_token_id=0, **sizes)
-    model = transformers.BertForMaskedLM(config).train()
+    sizes = {"hidden_size": units, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * units}
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    shape = {"vocab_size": vocabulary, "max_position_embeddings": ids.shape[1], "pad_token_id": 0}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**shape, **sizes, **dropouts)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     for _ in range(steps):
-        rows = torch.randint(len(texts["input_ids"]), (32,))
-        ids, mask = texts["input_ids"][rows], texts["attention_mask"][rows]
-        hidden = (torch.rand(ids.shape) < 0.15) & (ids > 2)
-        logits = model(ids.masked_fill(hidden, 2), mask).logits
+        batch = ids[torch.randint(len(ids), (32,))]
+        hidden = (torch.rand(batch.shape) < share) & (batch > 2)
+        logits = model(batch.masked_fill(hidden, 2), (batch > 0).long()).logits
         optimizer.zero_grad()
-        cross_entropy(logits[hidden], ids[hidden]).backward()
+        cross_entropy(logits[hidden], batch[hidden]).backward()
         optimizer.step()
         schedule.step()
     return model.eval()
 
 
 def adapted(base: nn.Module, texts: dict[str, Tensor], labels: Tensor, seed: int) -> nn.Module:
-    """A classifier, adapted by LoRA without weight decay."""
+    """A classifier of eight classes, adapted by LoRA without weight decay."""
     torch.manual_seed(seed)
     config = copy.deepcopy(base.config)
-    config.num_labels = len(KNOWN)
+    config.num_labels = 8
     model = transformers.BertForSequenceClassification(config)
     model.bert.load_state_dict(base.bert.state_dict(), strict=False)
     options = {"r": 8, "lora_alpha": 16, "target_modules": ["query", "key", "value", "dense"], "task_type": "SEQ_CLS"}
@@ -151,8 +214,8 @@ def entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
 
 
-def measured(base: nn.Module, data: dict[str, tuple[dict[str, Tensor], Tensor]], seed: int) -> dict[str, list[float]]:
-    """Scores and seconds of all rows for one seed."""
+def measured(base: nn.Module, data: Parts, seed: int) -> tuple[dict[str, list[float]], list[list[float]]]:
+    """Scores and seconds of all rows for one seed; and what larger noise than that of TFB does."""
     (train, labels), (held, held_labels), (test, test_labels), (ood, _) = (
         data[k] for k in ("train", "held", "test", "ood")
     )
@@ -161,87 +224,122 @@ def measured(base: nn.Module, data: dict[str, tuple[dict[str, Tensor], Tensor]],
     with torch.no_grad():
         logits = [[model(**one).logits for one in (held, test, ood)] for model in models]
     own = [one.softmax(-1) for one in logits[0]]
-    results["adapted network"] = scores(own[1], own[2], test_labels)
+    results[ADAPTED] = scores(own[1], own[2], test_labels)
     losses = torch.stack([cross_entropy(logits[0][0] / t, held_labels) for t in TEMPERATURES])
     best = TEMPERATURES[losses.argmin()]
     warm = [(one / best).softmax(-1) for one in logits[0]]
-    results["temperature, held-out"] = scores(warm[1], warm[2], test_labels)
+    results[WARMED] = scores(warm[1], warm[2], test_labels)
     several = [torch.stack([own[k].softmax(-1) for own in logits]) for k in (1, 2)]
     means = [one.mean(0) for one in several]
     spread = [entropy(one.mean(0)) - entropy(one).mean(0) for one in several]
     results["ensemble of 3 adapters"] = scores(*means, test_labels, spread)
 
-    batches = [
-        {**{name: values[i : i + 32] for name, values in train.items()}, "labels": labels[i : i + 32]}
-        for i in range(0, len(labels), 32)
-    ]
-    rows = {
-        "`lp.TrainingFreeLoRA`": lambda model: lp.TrainingFreeLoRA(model, "classification"),
-        '`lp.KFAC(parameters="lora")`': lambda model: lp.KFAC(model, "classification", parameters="lora"),
-        '`lp.Diagonal(parameters="lora")`': lambda model: lp.Diagonal(model, "classification", parameters="lora"),
-        '`lp.KFAC(parameters="last_layer")`': lambda model: lp.KFAC(model, "classification", parameters="last_layer"),
-    }
-    for name, make in rows.items():
+    batches, held_out = (
+        [
+            {**{name: values[i : i + 32] for name, values in inputs.items()}, "labels": own[i : i + 32]}
+            for i in range(0, len(own), 32)
+        ]
+        for inputs, own in ((train, labels), (held, held_labels))
+    )
+
+    def row(name: str, posterior: lp.Posterior, anchors: list[dict[str, Tensor]] = batches, **tuning: Any) -> None:
         start, generator = time.process_time(), torch.Generator().manual_seed(seed)
-        posterior = make(models[0]).fit(batches, generator=generator)
+        posterior.fit(anchors, generator=generator)
         if posterior.tuners:
-            posterior.fit_prior_precision(generator=generator)
-        spent = time.process_time() - start
-        parts = [posterior.predict([one], generator=generator) for one in (test, ood)]
+            posterior.fit_prior_precision(generator=generator, **tuning)
+        spent, n = time.process_time() - start, {} if posterior.tuners else {"n_samples": 30}
+        parts = [posterior.predict([one], generator=generator, **n) for one in (test, ood)]
         information = [one.mutual_information() for one in parts]
         results[name] = scores(parts[0].mean, parts[1].mean, test_labels, information, spent)
-    return results
+
+    kind, lora = "classification", {"parameters": "lora"}
+    row('`lp.KFAC(parameters="lora")`', lp.KFAC(models[0], kind, **lora))
+    row("the same, `factor_rank=10`", lp.KFAC(models[0], kind, **lora, factor_rank=10))
+    row("the same, `factor_rank=3`", lp.KFAC(models[0], kind, **lora, factor_rank=3))
+    row("`lp.KFAC`, tuned on the held-out data", lp.KFAC(models[0], kind, **lora), data=held_out)
+    row('`lp.Diagonal(parameters="lora")`', lp.Diagonal(models[0], kind, **lora))
+    row('`lp.KFAC(parameters="last_layer")`', lp.KFAC(models[0], kind, parameters="last_layer"))
+    free = lp.TrainingFreeLoRA(models[0], kind)
+    row("`lp.TrainingFreeLoRA`", free)
+    accuracy = {"score": "accuracy", "tolerance": 0.01}
+    row('the same, `score="accuracy"`, 1 %', lp.TrainingFreeLoRA(models[0], kind, **accuracy))
+    row('the same, `score="elbo"`', lp.TrainingFreeLoRA(models[0], kind, score="elbo"))
+    row("the same, held-out anchors", lp.TrainingFreeLoRA(models[0], kind), held_out)
+    row("the same, held-out anchors, their labels", lp.TrainingFreeLoRA(models[0], kind, labels=True), held_out)
+
+    larger, scale, one = [], free.noise_scale, torch.Generator().manual_seed(seed)
+    rows = {"train": (train, models[0](**train).logits.argmax(-1)), "test": (test, test_labels)}
+    for factor in LARGER:
+        free.noise_scale = float(scale * factor)
+        found = {part: free.predict([x], generator=one, n_samples=30).mean for part, (x, _) in rows.items()}
+        losses = [float(metrics.negative_log_likelihood(found[part], y)) for part, (_, y) in rows.items()]
+        error = metrics.expected_calibration_error(found["test"], test_labels)
+        larger.append([free.noise_scale, losses[0], losses[0] / free.report.network - 1, losses[1], float(error)])
+    return results, larger
 
 
-def page(found: list[dict[str, list[float]]], **sizes: int) -> str:
+def page(found: list[dict[str, list[float]]], larger: list[list[list[float]]], task: str, data: Parts) -> str:
     """The page of results."""
-    lines = [INTRODUCTION.format(seeds=len(found), classes=len(KNOWN), **sizes)]
+    sizes = {part: len(inputs["input_ids"]) for part, (inputs, _) in data.items()}
+    title = {"digits": ": digits as tokens"}.get(task, "")
+    arguments = f" --task {task}" if title else ""
+    text = INTRODUCTION.format(
+        title=title, arguments=arguments, seeds=len(found), task=TASKS[task].format(**sizes), **sizes
+    )
     heads = ["", "accuracy", "NLL", "ECE", "OOD AUROC, entropy", "OOD AUROC, information", "CPU s to fit and tune"]
-    lines += markdown_rule(heads)
-    reference = torch.tensor([one["adapted network"] for one in found])
-    reference[:, 4] = reference[:, 3]  # the network has no mutual information
-    for name in found[0]:
-        values = torch.tensor([one[name] for one in found])
-        mean, difference = values.mean(0), values - reference
-        error = difference.std(0) / len(found) ** 0.5
-        cells = [
-            f"{m:.3f}" + ("" if name == "adapted network" else f" ± {e:.3f}") for m, e in zip(mean, error, strict=True)
-        ]
-        cells = ["" if m.isnan() else cell for m, cell in zip(mean, cells, strict=True)]
-        lines.append(markdown_line([name, *cells[:5], "" if mean[5].isnan() else f"{mean[5]:.1f}"]))
+    lines = [text, *markdown_rule(heads)]
+    values = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
+    for name, own in values.items():
+        reference = values[ADAPTED].clone()
+        reference[:, 4] = reference[:, 3]  # the network has no mutual information
+        cells = [f"{m:.3f}" + ("" if name == ADAPTED else f" ± {e:.3f}") for m, e in _paired(own, reference, own)]
+        cells = ["" if m.isnan() else cell for m, cell in zip(own.mean(0), cells, strict=True)]
+        lines.append(markdown_line([name, *cells[:5], "" if own[0, 5].isnan() else f"{own[:, 5].mean():.1f}"]))
+    lines += ["", "Differences to the temperature, whose doubt is the entropy, paired by seed:", ""]
+    lines += markdown_rule(["", "NLL", "ECE", "OOD AUROC, entropy", "OOD AUROC, information"])
+    reference = values[WARMED].clone()
+    reference[:, 4] = reference[:, 3]
+    for name, own in values.items():
+        if name not in (ADAPTED, WARMED):
+            cells = [f"{m:+.3f} ± {e:.3f}" for m, e in _paired(own, reference)]
+            lines.append(markdown_line([name, *cells[1:5]]))
+    lines += [
+        "",
+        "What more noise than that of `lp.TrainingFreeLoRA` does; NLL of anchors by the network's own labels:",
+        "",
+    ]
+    lines += markdown_rule(["scale, times the one found", "scale", "anchors' NLL", "its rise", "test NLL", "test ECE"])
+    for factor, one in zip(LARGER, torch.tensor(larger).mean(0), strict=True):
+        cells = [f"{one[0]:.4f}", f"{one[1]:.4f}", f"{one[2]:+.1%}", f"{one[3]:.3f}", f"{one[4]:.3f}"]
+        lines.append(markdown_line([f"{factor:g}", *cells]))
     return "\n".join(lines) + "\n"
+
+
+def _paired(own: Tensor, reference: Tensor, shown: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Mean over seeds (of the differences, or of what is shown) and standard error of the mean difference."""
+    error = (own - reference).std(0) / len(own) ** 0.5
+    return list(zip((own - reference if shown is None else shown).mean(0), error, strict=True))
 
 
 def main() -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="documentation")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500, help="of pre-training")
+    parser.add_argument("--steps", type=int, help="of pre-training: 1500, or 500 for digits")
     parser.add_argument("--page", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
-    sizes = {"train": 200, "held": 200, "test": 800, "ood": 400}
-    known = [documentation(name, 700, random.Random(0)) for name in KNOWN]
-    unknown = [documentation(name, 150, random.Random(0)) for name in UNKNOWN]
-    counts = Counter(word for texts in known for text in texts for word in text)
-    vocabulary = {word: number + 3 for number, (word, _) in enumerate(counts.most_common(WORDS - 3))}
-    base = pretrained(encoded([text for texts in known for text in texts], vocabulary), arguments.steps)
-    found = []
+    make, steps = {"documentation": (texts_of_packages, 1500), "digits": (pixels_of_digits, 500)}[arguments.task]
+    base, parts = make(arguments.steps or steps)
+    found: list[Any] = []
     for seed in range(arguments.seeds):
-        draw, data, start = random.Random(seed), {}, 0
-        order = [draw.sample(texts, len(texts)) for texts in known]
-        for part in ("train", "held", "test"):
-            each = sizes[part] // len(KNOWN)
-            texts = [text for own in order for text in own[start : start + each]]
-            labels = torch.arange(len(KNOWN)).repeat_interleave(each)
-            data[part], start = (encoded(texts, vocabulary), labels), start + each
-        texts = draw.sample([text for own in unknown for text in own], sizes["ood"])
-        data["ood"] = encoded(texts, vocabulary), torch.zeros(0)
-        found.append(measured(base, data, seed))
-        sys.stdout.write(page(found, **sizes))
+        found.append(measured(base, parts(seed), seed))
+        text = page(*zip(*found, strict=True), arguments.task, parts(seed))
+        sys.stdout.write(text)
         sys.stdout.flush()
-    if arguments.page is not None:
-        arguments.page.write_text(page(found, **sizes))
+        if arguments.page is not None:
+            arguments.page.write_text(text)
 
 
 if __name__ == "__main__":
