@@ -256,10 +256,7 @@ def last_layer_curvature(
         block = DiagonalBlock(squares[None, None].to(dtype))
     elif isinstance(structure, KroneckerStructure):
         right = GramSum(1, layout.shape[2], dtype=dtype, device=inputs.device, rank=structure.factor_rank)
-        if right.rank is None:
-            right = GramSum.of((inputs.T @ inputs)[None].to(dtype))
-        else:
-            right.add_rows(inputs[None])
+        right.add_rows(inputs[None])
         count = torch.tensor(float(len(inputs)), dtype=torch.float64)
         if layout.shape[1] > structure.dense_outputs:
             block = DiagonalOutputBlock(hessian.diagonal.sum(0)[None, None].to(dtype), right, count)

@@ -92,9 +92,7 @@ def training_end(
     decay: Tensor | None = None,
     rank: int | None = None,
 ) -> TrainingEnd:
-    """Look at a share of each batch, scaled to all N data, in one pass with derivatives; ``decay`` is a known δ.
-
-    Kronecker factors are of that ``rank``, None for all of it.
+    """Look at a share of each batch, scaled to all N data, in one pass; ``decay`` is a known δ, ``rank`` a factor's.
 
     UnsupportedError: torch has no derivatives in all weights, or not the memory. What the loader raises stays as it is.
     """

@@ -115,11 +115,7 @@ class KFAC(GaussianPosterior):
 
     @property
     def discarded_trace(self) -> dict[str, float]:
-        """The share of the curvature's trace that ``factor_rank`` left out, at unit noise, by the names of parameters.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-        """
+        """The share of the curvature's trace that ``factor_rank`` left out, at unit noise, by parameter name."""
         return {
             name: block.discarded_trace
             for layout, block in self.sums.curvature

@@ -26,9 +26,6 @@ _THIN = 0.75
 """Rows for each column up to which the Gram matrix of the rows is decomposed. With more, completing its eigenvectors
 takes as long as the eigenvectors of the sum."""
 
-_TAKEN = 1024
-"""Rows that a sum of limited rank takes at a time."""
-
 
 @dataclass
 class EigenPairs:
@@ -111,11 +108,8 @@ class GramSum:
         size: d.
         dtype: The type that products are summed in.
         device: Where.
-        rank: How many eigenpairs are kept, where these are not all; no ``d × d`` matrix is formed then. A thin singular
-            value decomposition takes its place whenever there are more than twice as many rows.
-
-    Attributes:
-        discarded: The trace ``[G]`` of what these decompositions have left out, which is positive semi-definite.
+        rank: How many eigenpairs are kept, where these are not all: no ``d × d`` matrix is formed. Thin singular value
+            decompositions of more than twice as many rows have left out a semi-definite matrix of trace ``discarded``.
     """
 
     def __init__(self, groups: int, size: int, *, dtype: torch.dtype, device: torch.device, rank: int | None = None):
@@ -151,8 +145,7 @@ class GramSum:
         if self.rank is None and count >= self.size:
             kernels.symmetric_update(self._lower(), rows)
             return
-        taken = count if self.rank is None else _TAKEN
-        for part in rows.split(taken, 1) if count else ():
+        for part in rows.split(count if self.rank is None else 1024, 1) if count else ():
             self._rows.append(part.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format))
             self._n_rows += part.shape[1]
             if self.rank is not None and self._n_rows > 2 * self.rank:

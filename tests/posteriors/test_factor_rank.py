@@ -231,3 +231,34 @@ def test_weights_without_curvature_keep_the_prior():
     assert posterior.discarded_trace["0.weight"] == 0.0
     assert "zero: keeps the prior" in str(posterior.summary())
     assert_close(posterior.variance()[:960], torch.ones(960, dtype=torch.float64))
+
+
+class Tokens(nn.Module):
+    """Maps tokens ``[B, T, d]`` one by one, and averages."""
+
+    def __init__(self, width, inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(width, inner), nn.Linear(inner, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).mean(1))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("width", "inner", "tokens"), [(12, 7, 9), (6, 14, 9), (6, 5, 20), (20, 18, 3)])
+def test_tokens(sharing, width, inner, tokens):
+    """Whichever order of products is the cheaper one."""
+    model, generator = Tokens(width, inner).double(), torch.Generator().manual_seed(1)
+    x = torch.randn(30, tokens, width, generator=generator, dtype=torch.float64)
+    posterior = lp.KFAC(model, "classification", factor_rank=3, weight_sharing=sharing)
+    posterior.fit([(x[:20], torch.arange(20) % 3), (x[20:], torch.arange(10) % 3)])
+    assert_close(posterior.precision_matrix(), dense(posterior), rtol=1e-11, atol=1e-11)
+    covariance, few = torch.linalg.inv(dense(posterior)), x[:4]
+    jacobian = torch.func.jacrev(lambda v: posterior.network(few, posterior.network.substitute(v)))(posterior.mean)
+    expected = torch.einsum("ncp,pq,mdq->ncmd", jacobian, covariance, jacobian)
+    assert_close(posterior.functional_posterior(few, joint=True).covariance, expected, rtol=1e-9, atol=1e-13)
+    own = torch.einsum("ncnd->ncd", expected)
+    assert_close(posterior.functional_posterior(few).covariance, own, rtol=1e-9, atol=1e-13)
+    diagonal = posterior.functional_posterior(few, outputs="diagonal").covariance
+    assert_close(diagonal, own.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-13)
