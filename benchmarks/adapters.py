@@ -57,7 +57,7 @@ says otherwise. Means over seeds, ± the standard error of the difference to the
 TASKS = {
     "documentation": """Other texts and weights in each. A small transformer of two layers and 64 units, pre-trained on
 masked words of documentation strings, learns by LoRA from {train} labelled texts which of 8 packages a text is from:
-rank 8 on all linear layers, and a classifier. Package names are masked. Unfamiliar texts are from six packages more.""",
+rank 8 on all linear layers, and a classifier. Package names are masked. Unfamiliar texts are from six others.""",
     "digits": """Other images and weights in each. A small transformer of two layers and 32 units, pre-trained on masked
 pixels of scikit-learn's digits (64 tokens, 17 grey levels), learns by LoRA from {train} labelled images which of the
 digits 0 to 7 they show: rank 8 on all linear layers, and a classifier. Unfamiliar images show 8 and 9.""",
