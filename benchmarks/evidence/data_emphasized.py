@@ -38,7 +38,7 @@ def main(
     data: Path,
     page: Path,
     sizes: tuple[int, ...] = (1000, 5000),
-    weight_decays: tuple[float, ...] = (0.0, 5e-4, 5e-3, 2e-2),
+    weight_decays: tuple[float, ...] = (0.0, 5e-4, 5e-3, 2e-2, 5e-2),
     emphases: tuple[str, ...] = ("P/N", "1"),
     learning_rates: tuple[float, ...] = (0.1, 0.02),
     seeds: tuple[int, ...] = (0, 1, 2),

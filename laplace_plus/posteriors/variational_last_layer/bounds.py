@@ -29,7 +29,7 @@ def resolve_bound(likelihood: Likelihood, bound: str | None) -> str:
     """The name of the bound, by default the likelihood's first; ConfigurationError for one that it does not have."""
     known: tuple[str, ...] = ("mc",) if likelihood.couples_outputs else ("quadrature", "mc")
     if isinstance(likelihood, Categorical):
-        known = ("jensen", "reduced_kn", "mc")
+        known = ("reduced_kn", "jensen", "mc")
     elif isinstance(likelihood, HeteroscedasticGaussian):
         known = ("exact", "mc")
     if bound not in (None, *known):

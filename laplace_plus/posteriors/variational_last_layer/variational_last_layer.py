@@ -55,7 +55,7 @@ class VariationalLastLayer(Posterior):
         model, likelihood: As for :class:`Posterior`.
         mean: ``"trained"``, or ``"optimal"``, which predicted worse where features fit their training data closely.
         covariance: ``"dense"`` or ``"diagonal"``; with Gaussian noise dense.
-        bound: For classes ``"jensen"``, ``"reduced_kn"`` or ``"mc"``: see ``bounds.expected_log_density``.
+        bound: For classes ``"reduced_kn"``, ``"jensen"`` or ``"mc"``: see ``bounds.expected_log_density``.
         n_samples: Of ``"mc"``, an even number; they are the same throughout the search.
         noise, noise_shape: ``"gaussian"`` or ``"student_t"``, and a₀.
         max_iterations: Of L-BFGS.
