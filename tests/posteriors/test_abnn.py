@@ -375,6 +375,18 @@ def test_too_much_noise_is_halved_and_said_at_the_line_that_fits():
         assert lp.ABNN(model, "classification", scale=0.01).fit(data, generator=seeded()).noise_scale == 0.01
 
 
+def test_interpolated_data_are_said_to_tell_nothing():
+    model, data = classified()
+    model[3].weight.data *= 1000
+    model.eval()
+    known = [(x, model(x).argmax(-1)) for x, _ in data]
+    with pytest.warns(NoGainWarning, match="interpolates its training data") as caught:
+        posterior = lp.ABNN(model, "classification", scale=1e-4, epochs=0).fit(known, generator=seeded())
+    assert caught[0].filename == __file__
+    assert posterior.report.network_nll < 0.01
+    assert posterior.noise_scale == 1e-4
+
+
 def test_fine_tuning_that_harms_leaves_the_network():
     model, data = trained()
     with pytest.warns(NoGainWarning, match="the posterior now is the network"):

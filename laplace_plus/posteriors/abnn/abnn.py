@@ -24,6 +24,7 @@ from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, NoGainWarning, NonFiniteError, SelectionError, UnsupportedError
 from laplace_plus.evidence import Tuner, TuningResult, Validation
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
+from laplace_plus.leave_one_out.predictions import INTERPOLATION
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
@@ -119,7 +120,7 @@ class ABNN(ResumableFit):
         NonFiniteError: Fine-tuning diverged.
 
     Warns:
-        NoGainWarning: The scale is not the one that was asked for.
+        NoGainWarning: The scale is not the one that was asked for, or the network interpolates its training data.
 
     Example:
         >>> import laplace_plus as lp
@@ -234,6 +235,9 @@ class ABNN(ResumableFit):
             what = f"Noise of scale {self.scale:.3g} costs {lost[0]:.1%} of the accuracy on the training data"
             now = f"it is {scale:.3g} now" if fine_tuned else "the posterior now is the network"
             warnings.warn(f"{what}; {now}. fit_scale(held_out) chooses better.", NoGainWarning, stacklevel=5)
+        elif self.likelihood.is_classifier and self.report.network_nll < INTERPOLATION and self.scale:
+            what = "The network interpolates its training data, which then do not tell whether noise helps."
+            warnings.warn(f"{what} fit_scale(held_out) does.", NoGainWarning, stacklevel=5)
 
     def _fine_tuned(self, data: Iterable[Any], start: FitStart, *, progress: bool) -> Tensor:
         """Members after SGD, ``[M, P]``; all take their steps in the same pass."""
