@@ -69,7 +69,8 @@ class Groups:
     def __post_init__(self) -> None:
         index, n = self.index, len(self.names)
         integers = isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.long and len(index) > 0
-        if not integers or index.unique().tolist() != list(range(n)):
+        ends = [int(end) for end in index.aminmax()] if integers else []
+        if ends != [0, n - 1] or not bool(self.sizes().all()):
             raise ConfigurationError(
                 "The groups of a prior do not cover the parameters.",
                 expected=f"the numbers 0 … {n - 1} of {n} groups, each at least once, [P]",

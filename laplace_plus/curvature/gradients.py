@@ -310,6 +310,13 @@ def first_look(network: Network, batch: Batch) -> Capture | None:
     return capture_batch(network, batch)
 
 
+def bytes_per_example(network: Network, inputs: Any) -> int:
+    """What the network remembers of it, after a look at inputs where a posterior was loaded and a budget given."""
+    if network.bytes_per_example is None and _memory.is_given():
+        first_look(network, Batch(inputs, torch.empty(batches.batch_size(inputs))))
+    return network.bytes_per_example or 0
+
+
 def pieces(network: Network, inputs: Any, bytes_each: int, allowed: int) -> list[Any]:
     """A batch's inputs, in parts of ``allowed`` bytes where they take more and examples do not depend on each other."""
     size = batches.batch_size(inputs) if bytes_each and network.can_cut is None else 0

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from laplace_plus import batches
 from laplace_plus._memory import budget
-from laplace_plus.curvature.gradients import evaluate, pieces
+from laplace_plus.curvature.gradients import bytes_per_example, evaluate, pieces
 from laplace_plus.differentiability import differentiable_kernels
 from laplace_plus.errors import NETWORK_ERRORS
 from laplace_plus.network import Network
@@ -237,7 +237,7 @@ class _Pieces(Linearization, Pullback):
 @torch.no_grad()
 def linearize(network: Network, vector: Tensor, inputs: Any, ad_modes: ADModes) -> Linearization:
     """The linearised network on a batch, in parts where both modes' graphs exceed the memory budget."""
-    parts = pieces(network, inputs, 4 * (network.bytes_per_example or 0), budget(network.device))
+    parts = pieces(network, inputs, 4 * bytes_per_example(network, inputs), budget(network.device))
     if len(parts) == 1:
         return Linearization(network, vector, inputs, ad_modes)
     point = network.substitute(vector)

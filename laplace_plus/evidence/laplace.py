@@ -78,10 +78,12 @@ class LaplaceModel:
         """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64."""
         known = {} if self.prior_mean.requires_grad else self._known_scatter  # a derivative's graph is used up by one
         if structure not in known:
-            squares = self._unit_prior.deviation(self.vector).double().square()
-            if structure == "scalar":
-                squares = squares.sum()
-            elif structure == "layerwise":
+            away = self._unit_prior.deviation(self.vector)
+            if structure == "scalar":  # in float64, which takes no more than these
+                squares = torch.stack([part.double().square().sum() for part in away.split(2**20)]).sum()
+            else:
+                squares = away.double().square()
+            if structure == "layerwise":
                 empty = torch.zeros(self.n_layers, dtype=torch.float64, device=squares.device)
                 squares = empty.index_add(0, self.layer_index.to(squares.device), squares)
             known[structure] = squares
@@ -210,7 +212,7 @@ class LaplaceModel:
         layers = [layer for layer in self._layers.values() if isinstance(layer, int)]
         groups = [0] * len(blocks) if structure == "scalar" else layers
         complete = len(blocks) == len(groups) == len(self.parameter_slices)
-        if structure == "diagonal" or not complete:
+        if structure == "diagonal" or not complete or 32 * len(self.vector) > _memory.budget(self.vector.device):
             return None
         spectra = [block.spectrum(weights) for block in blocks]
         return None if any(spectrum.nodes is None for spectrum in spectra) else JoinedSpectra(spectra, groups)

@@ -123,7 +123,7 @@ class Objective:
 
     def sizes(self) -> Tensor:
         """The number of entries that share each precision, ``[n_precisions]`` float64."""
-        return self._sums(torch.ones(len(self.model.vector), dtype=torch.float64, device="cpu"))
+        return self._sums(torch.ones((), dtype=torch.float64, device="cpu").expand(len(self.model.vector)))
 
     def _sums(self, entries: Tensor) -> Tensor:
         if self.structure == "diagonal":

@@ -20,7 +20,7 @@ from torch import Tensor
 from laplace_plus import batches
 from laplace_plus._memory import budget, chunk_bytes, require_free, require_room, slices
 from laplace_plus.curvature.capture import Capture
-from laplace_plus.curvature.gradients import Gradients, pieces, same_outputs
+from laplace_plus.curvature.gradients import Gradients, bytes_per_example, pieces, same_outputs
 from laplace_plus.curvature.native import output_layer_gradients
 from laplace_plus.curvature.structures import GENERAL, Layout
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError
@@ -103,14 +103,16 @@ def functional_posteriors(
         DataError: Inputs for which the network takes another path than while fitting.
     """
     again = partial(functional_posteriors, network, factor_sets, differentiable=differentiable, layouts=layouts)
-    graph, shared = network.bytes_per_example or 0, outputs is None or isinstance(outputs, (str, slice))
-    cuts = graph > _SMALL_GRAPH and apart and shared and not joint  # graph of one example, as the fit has learnt
+    graph = network.bytes_per_example or bytes_per_example(network, inputs)  # of one example, as the fit has learnt
+    shared = outputs is None or isinstance(outputs, (str, slice))
+    cuts = graph > _SMALL_GRAPH and apart and shared and not joint
     if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) > 1:
         every = [again(part, outputs=outputs, expected_outputs=expected_outputs) for part in parts]
         return [FunctionalPosterior(*map(torch.cat, zip(*one, strict=True))) for one in zip(*every, strict=True)]
-    graph += graph * (expected_outputs or 1) // 2  # the gradients of all outputs at a time
+    graph += graph * (expected_outputs or 1) // 2  # with the gradients of all outputs, as measured
     cuts = joint and apart and shared and graph > _SMALL_GRAPH
-    if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 4)) > 1:
+    if cuts and len(parts := pieces(network, inputs, graph, budget(network.device) // 2)) > 1:
+        require_room(2 * graph, "the gradients of all outputs of two examples", network.device, if_given=True)
         pairs = partial(again, joint=True, outputs=outputs, expected_outputs=expected_outputs, apart=False)
         return _across(pairs, inputs, batches.batch_size(parts[0]))
     capture = Capture(network, inputs, differentiable=differentiable)

@@ -359,9 +359,25 @@ def test_predictions_keep_to_the_memory_budget_from_the_forward_pass_on():
     want = large.functional_posterior(x, joint=True)
     sizes.clear()
     found = small.functional_posterior(x, joint=True)  # any two parts of the batch meet
+    small.memory_budget = "100 KiB"
+    with pytest.raises(ConfigurationError, match="outputs of two examples"):
+        small.functional_posterior(x, joint=True)
     assert max(sizes) < 60
     for mine, theirs in zip(found, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("n_samples", [None, 3])
+def test_predictions_of_a_loaded_posterior_keep_to_the_memory_budget(tmp_path, n_samples):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 1000), nn.Tanh(), nn.Linear(1000, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
+    lp.Diagonal(net, "classification").fit([(x, y)]).save(tmp_path / "posterior")
+    loaded, sizes = lp.load(tmp_path / "posterior", net), []
+    loaded.memory_budget = "1 MiB"
+    net.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    loaded.functional_posterior(x, n_samples=n_samples, generator=torch.Generator().manual_seed(0))
+    assert max(sizes) < 60
 
 
 def test_samples_and_heads_keep_to_the_memory_budget_from_the_forward_pass_on():

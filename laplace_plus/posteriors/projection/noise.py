@@ -31,7 +31,7 @@ from laplace_plus.structured.blocks import check_forms
 _TOGETHER = 8
 """Vectors in one stage of a fit: products with so many share their passes, and an interruption loses little."""
 
-_VECTORS, _IN_RANGE = 7, 3
+_VECTORS, _IN_RANGE = 10, 3
 """Vectors that the projection of one takes, as measured, and more for each whose part in the range is kept."""
 
 
