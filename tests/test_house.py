@@ -108,7 +108,6 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "fields",
         "mixtures",
         "training.data_emphasized",
-        "uses",
     )
 }
 

@@ -8,7 +8,6 @@ some random classes may count more. Predictions are averaged over members and no
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -21,7 +20,14 @@ from typing_extensions import override
 from laplace_plus._progress import progress_bar
 from laplace_plus.batches import Batch
 from laplace_plus.curvature import Backend
-from laplace_plus.errors import ConfigurationError, NoGainWarning, NonFiniteError, SelectionError, UnsupportedError
+from laplace_plus.errors import (
+    ConfigurationError,
+    NoGainWarning,
+    NonFiniteError,
+    SelectionError,
+    UnsupportedError,
+    warn,
+)
 from laplace_plus.evidence import Tuner, TuningResult, Validation
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
 from laplace_plus.leave_one_out.predictions import INTERPOLATION
@@ -234,10 +240,10 @@ class ABNN(ResumableFit):
         if len(lost) > 1:
             what = f"Noise of scale {self.scale:.3g} costs {lost[0]:.1%} of the accuracy on the training data"
             now = f"it is {scale:.3g} now" if fine_tuned else "the posterior now is the network"
-            warnings.warn(f"{what}; {now}. fit_scale(held_out) chooses better.", NoGainWarning, stacklevel=5)
+            warn(f"{what}; {now}. fit_scale(held_out) chooses better.", NoGainWarning)
         elif self.likelihood.is_classifier and self.report.network_nll < INTERPOLATION and self.scale:
             what = "The network interpolates its training data, which then do not tell whether noise helps."
-            warnings.warn(f"{what} fit_scale(held_out) does.", NoGainWarning, stacklevel=5)
+            warn(f"{what} fit_scale(held_out) does.", NoGainWarning)
 
     def _fine_tuned(self, data: Iterable[Any], start: FitStart, *, progress: bool) -> Tensor:
         """Members after SGD, ``[M, P]``; all take their steps in the same pass."""
@@ -430,7 +436,7 @@ class ABNN(ResumableFit):
         fine_tuned, scale = candidates[best // len(likelihoods)]
         if not fine_tuned and scale == 0:
             what = "On the held-out data no noise predicts better than the network, which is what the posterior now is."
-            warnings.warn(what, NoGainWarning, stacklevel=6)
+            warn(what, NoGainWarning)
         return NoiseResult(
             method="validation",
             prior_precision=self._prior_precision,
