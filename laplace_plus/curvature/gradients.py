@@ -280,7 +280,7 @@ def micro_batches(network: Network, batch: Batch) -> Iterator[tuple[Batch, Gradi
             _memory.require_room(each, "the gradients of one output for one example", network.device)
             step = max(1, quick // each)
     if step >= size:
-        whole = first if first is not None and first.output_shape[0] == size else capture_batch(network, batch)
+        whole = first if first is not None and first.inputs is batch.inputs else capture_batch(network, batch)
         yield batch, Gradients(network, whole)
         return
     del first

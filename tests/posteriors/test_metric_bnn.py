@@ -536,5 +536,5 @@ def test_bad_requests_are_named(problem):
     with pytest.raises(ConfigurationError, match="no pairs"):
         lp.MetricBNN(net, "classification", n_steps=1, latent={"anchored": False}).fit(data)
     posterior.memory_budget = 100
-    with pytest.raises(ConfigurationError, match="fit into memory"):
+    with pytest.raises(ConfigurationError, match="does not hold"):
         posterior.fit(data)
