@@ -121,9 +121,9 @@ def test_the_package_does_not_grow():
     # understand the library.
     apart = {*ADAPTERS, *(module for folder in METHODS for module in in_folder(folder))}
     core = [module for module in size.FILES if module not in apart]
-    assert size.lines_of(core) <= 39_184
-    assert size.code_of(core) <= 24_994
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_150
+    assert size.lines_of(core) <= 39_186
+    assert size.code_of(core) <= 24_996
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_152
 
 
 def test_adapters_are_thin():
