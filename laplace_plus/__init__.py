@@ -22,6 +22,7 @@ from laplace_plus import (
     metrics,
     plotting,
     structured,
+    uses,
 )
 from laplace_plus._version import __version__
 from laplace_plus.calibration import CalibratedPosterior, calibrate
@@ -95,6 +96,7 @@ __all__ = [
     "testing",
     "train_data_emphasized",
     "train_marginal_likelihood",
+    "uses",
 ]
 __all__ += posteriors.__all__
 
