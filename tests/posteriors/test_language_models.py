@@ -540,3 +540,59 @@ def test_top_tokens_with_error_bars():
     mixed, own = samples.mean(0), -(samples * samples.log()).sum(-1).mean(0)
     information = -(mixed * mixed.log()).sum(-1) - own
     assert_close(whole.mutual_information(), information, rtol=1e-8, atol=1e-12)
+
+
+@each
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_texts_information_is_that_of_its_own_tokens(kind, side):
+    """Summed and averaged over them, of the same networks; padding has no part in it."""
+    model = adapted(kind).eval()
+    posterior = lp.KFAC(model, "classification").fit([padded("left")])
+
+    def information(batch):
+        drawn = torch.Generator().manual_seed(0)
+        return posterior.predictive(batch, method="sampled", n_samples=5, generator=drawn).mutual_information()
+
+    batch = inputs_of(padded(side))
+    own = information(batch) * batch["attention_mask"]
+    lengths = batch["attention_mask"].sum(1)
+    expected = []
+    for one in alone():
+        samples = [
+            functional_call(model, posterior.network.substitute(vector), (), inputs_of(one)).logits[0].softmax(-1)
+            for vector in posterior.sample(5, generator=torch.Generator().manual_seed(0))
+        ]
+        samples = torch.stack(samples)  # [S, T, V]
+        entropies = torch.special.entr(torch.cat([samples, samples.mean(0, keepdim=True)])).sum(-1)
+        expected.append((entropies[-1] - entropies[:-1].mean(0)).sum())
+    expected = torch.stack(expected)
+    assert_close(own.sum(1), expected, rtol=ROUNDING[kind], atol=ROUNDING[kind])
+    assert_close(own.sum(1) / lengths, expected / torch.tensor(LENGTHS), rtol=ROUNDING[kind], atol=ROUNDING[kind])
+    assert expected.min() > 1e-4
+
+
+class Interrupted(Exception):
+    """Raised in the midst of a stream."""
+
+
+@pytest.mark.parametrize("options", [{}, {"factor_rank": 3}])
+def test_an_interrupted_stream_of_texts_goes_on(options, tmp_path):
+    """Texts of different lengths; nobody knows how many."""
+    model = adapted("llama")
+
+    def stream(most=None):
+        for number, batch in enumerate(alone()):
+            if number == most:
+                raise Interrupted
+            yield batch
+
+    def posterior():
+        return lp.KFAC(model, "classification", parameters="lora", memory_budget="64 MiB", **options)
+
+    whole = posterior().fit(stream())
+    with pytest.raises(Interrupted):
+        posterior().fit(stream(2), checkpoint=tmp_path)
+    found = posterior().fit(stream(), checkpoint=tmp_path)
+    assert found.n_data == whole.n_data == len(LENGTHS)
+    assert torch.equal(found.variance(), whole.variance())
+    assert torch.equal(found.log_marginal_likelihood(), whole.log_marginal_likelihood())
