@@ -157,7 +157,7 @@ class Network:
         # Found in the public method that runs, as nothing changes the model meanwhile; empty outside, and stays so.
         self.kept: dict[str, Any] = {}
         with turn(self.model):
-            _refuse_unsuitable(self.model)
+            refuse_unsuitable(self.model)
             self.select_last_layer(None)
         # Whether a gradient of the outputs reaches a parameter, where autograd had to be asked.
         self.reached: dict[str, bool] = {}
@@ -443,7 +443,8 @@ class Network:
         return found
 
 
-def _refuse_unsuitable(model: nn.Module) -> None:
+def refuse_unsuitable(model: nn.Module) -> None:
+    """Raise for scripted, lazy and meta modules, and such as normalise by the statistics of the batch."""
     if isinstance(model, torch.jit.ScriptModule):
         what, fix = "A TorchScript module hides its operations.", "Pass the module that was scripted."
         raise UnsupportedError(what, expected="a plain nn.Module", got="a torch.jit.ScriptModule", fix=fix)
@@ -453,9 +454,8 @@ def _refuse_unsuitable(model: nn.Module) -> None:
             raise ConfigurationError(what, expected="a trained network", got="a network without weights", fix=fix)
     for name, module in model.named_modules():
         if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
-            raise ConfigurationError(
-                f"Lazy module {name!r} is not initialised.", fix="Run the model once on a batch before wrapping it."
-            )
+            what, fix = f"Lazy module {name!r} is not initialised.", "Run the model once on a batch before wrapping it."
+            raise ConfigurationError(what, fix=fix)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise UnsupportedError(
                 f"Module {name!r} normalises by the statistics of the batch, so examples depend on each other.",

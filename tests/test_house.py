@@ -100,7 +100,7 @@ ADAPTERS = [  # to packages that the library does not need
 
 
 METHODS = {  # folders that nothing but the top level imports, by their limit in lines
-    f"laplace_plus.{folder}": 600
+    f"laplace_plus.{folder}": 610
     for folder in (
         "posteriors.abnn",
         "posteriors.training_free_lora",
@@ -121,9 +121,9 @@ def test_the_package_does_not_grow():
     # understand the library.
     apart = {*ADAPTERS, *(module for folder in METHODS for module in in_folder(folder))}
     core = [module for module in size.FILES if module not in apart]
-    assert size.lines_of(core) <= 39_186
-    assert size.code_of(core) <= 24_997
-    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_152
+    assert size.lines_of(core) <= 39_199
+    assert size.code_of(core) <= 25_007
+    assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_155
 
 
 def test_adapters_are_thin():

@@ -87,7 +87,8 @@ def resolve_tuner(owner: str, tuners: Mapping[str, type[Any]], tuner: Any, optio
     given = {name: value for name, value in options.items() if value is not None}
     known = ", ".join(dict.fromkeys(['"auto"', *(f'"{name}"' for name in tuners)]))
     if not tuners:
-        raise UnsupportedError(f"{owner} has no prior to tune.", got=f"fit_prior_precision({tuner!r})")
+        what, got = f"{owner} has no prior to tune.", f"fit_prior_precision({tuner!r})"
+        raise UnsupportedError(what, expected="a class with tuners", got=got)
     if not isinstance(tuner, str):
         if type(tuner) not in tuners.values():
             types = ", ".join(dict.fromkeys(f"lp.{cls.__name__}" for cls in tuners.values()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from laplace_plus._memory import chunk_bytes, slices
+from laplace_plus._memory import chunk_bytes, require_free, slices
 from laplace_plus.batches import Batch, batch_size, cut, describe
 from laplace_plus.curvature import Backend, Curvature, Layout, Native, Structure
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
@@ -22,7 +22,7 @@ from laplace_plus.fields.grid import Grid
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import check_finite, check_outputs
 from laplace_plus.likelihoods.categorical import independent_variances
-from laplace_plus.network import Network, unwrap
+from laplace_plus.network import Network, refuse_unsuitable, unwrap
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
 from laplace_plus.posteriors.gaussian import GaussianPosterior
 from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, output_indices, wants_variances
@@ -117,6 +117,8 @@ class SpatialField(GaussianPosterior):
             edges = (high - low for low, high in zip(self.grid.lower, self.grid.upper, strict=True))
             prior_precision = (resolution / max(edges)) ** 2
         common = {**common_arguments(locals()), "parameters": [PARAMETER]}
+        refuse_unsuitable(unwrap(model))
+        require_free(8 * self.grid.n_vertices * self.grid.d, "The grid", torch.device("cpu"), "Lower the resolution.")
         super().__init__(Displaced(unwrap(model), self.grid, render), likelihood, **common)
         self.model = self.field.model
         _require(not self.prior_mean.any(), "prior_mean", "0, as the trained field is not displaced", prior_mean)
@@ -144,6 +146,8 @@ class SpatialField(GaussianPosterior):
             fix = "Give the box that the field was trained in, in the units of its coordinates."
             expected = f"points from {list(self.grid.lower)} to {list(self.grid.upper)}"
             raise DataError("No sample point of any ray is in the box.", expected=expected, fix=fix)
+        if all(block.is_zero() for _, block in sums.curvature):
+            raise self.zero_curvature()
         self.adopt(sums if before is None else before.plus(sums), self.network.vector())
         if self.field.render is not None:
             self._example = None  # random rays would tell little of the field
@@ -354,6 +358,8 @@ class SpatialField(GaussianPosterior):
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(header, tensors)
+        if [layout.key for layout, _ in self.sums.curvature] != [PARAMETER]:
+            raise ValueError("blocks of another kind")
         if header.get("rendered"):
             self.field.render = _missing
 

@@ -36,6 +36,14 @@ class Part(dict[str, Any]):
         raise CheckpointError(f"The checkpoint has no {key!r}.", expected=key, got=", ".join(self))
 
 
+def count_of(header: Mapping[str, Any], key: str) -> int:
+    """A whole number from 0 of a checkpoint."""
+    found = header[key]
+    if type(found) is not int or found < 0:
+        raise CheckpointError(f"The checkpoint has another {key}.", expected="a whole number from 0", got=repr(found))
+    return found
+
+
 class Checkpoint:
     """A folder with the finished stages of one computation; ``identity`` (JSON) is its network, data and settings.
 
@@ -97,7 +105,7 @@ def kept(
     CheckpointError if they are not the same, in the same order.
     """
     found = checkpoint.read(stage, device)
-    count, known = (0, []) if found is None else (found[0]["batches"], found[0]["data"])
+    count, known = (0, []) if found is None else (count_of(found[0], "batches"), found[0]["data"])
     sums, number, due = DataSums(device), 0, time.monotonic() + PAUSE
 
     def put() -> float:

@@ -41,9 +41,12 @@ class Ensemble:
 
     def __init__(self, models: Iterable[nn.Module], likelihood: Any):
         self.likelihood: Likelihood = resolve_likelihood(likelihood)
-        self.networks = tuple(Network(model, "all", self.likelihood.arrange) for model in models)
+        each = () if isinstance(models, nn.Module) or not isinstance(models, Iterable) else models
+        self.networks = tuple(Network(model, "all", self.likelihood.arrange) for model in each)
         if not self.networks:
-            raise ConfigurationError("An ensemble needs networks.", expected="one or more models", got="none")
+            raise ConfigurationError(
+                "An ensemble needs networks.", expected="one or more models", got=type(models).__name__
+            )
 
     def __repr__(self) -> str:
         return f"Ensemble({len(self.networks)} networks, {self.likelihood!r})"
@@ -97,7 +100,12 @@ class Ensemble:
 
         Raises:
             ConfigurationError: Networks with other outputs than the first one's.
+            DataError: No example.
             InputError: A network fails on these inputs.
         """
+        if not isinstance(generator, (torch.Generator, type(None))):
+            raise ConfigurationError("The generator is none.", expected="a torch.Generator", got=repr(generator))
         outputs = self._outputs(inputs_of(batch) if x is None else x)
+        if not outputs.numel():
+            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         return from_samples(self.likelihood, outputs, generator=generator, joint=joint)

@@ -157,7 +157,9 @@ class Mixture:
     def __init__(
         self, members: Iterable[Member], weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform"
     ):
-        self.members = tuple(members)
+        self.members = tuple(members) if isinstance(members, Iterable) else ()
+        if not all(hasattr(member, "likelihood") and hasattr(member, "predictive") for member in self.members):
+            raise ConfigurationError("These cannot be mixed.", expected="fitted posteriors", got=repr(self.members))
         kinds = {type(member.likelihood).__name__ for member in self.members}
         if len(kinds) != 1:
             expected, got = "one or more posteriors of the same kind of likelihood", ", ".join(sorted(kinds)) or "none"
@@ -167,7 +169,10 @@ class Mixture:
             size = len(self.members)
             self._set(torch.full((size,), 1 / size) if weights == "uniform" else self._evidence().softmax(0))
         else:
-            self._set(torch.as_tensor(weights))
+            try:
+                self._set(torch.as_tensor(weights))
+            except (TypeError, ValueError) as error:
+                raise ConfigurationError("The weights are none.", expected="numbers", got=repr(weights)) from error
 
     def __repr__(self) -> str:
         return f"Mixture({len(self.members)} members, weights={[round(w, 4) for w in self.weights.tolist()]})"

@@ -213,7 +213,8 @@ class Predicting(Stored, ABC):
     def _mean_shift(self, x: Any) -> Tensor | float:
         """``J(x) (E[θ] − θ̂)``: how a mean other than the network's weights moves the linearised outputs."""
         shift = (self.mean if self._tangent_mean is None else self._tangent_mean) - self.network.vector()
-        return self.network.tangent(x, shift) if bool(shift.any()) else 0.0
+        parts = self.network.cut(x, 4 * (self.network.bytes_per_example or 0)) if bool(shift.any()) else []
+        return torch.cat([self.network.tangent(part, shift) for part in parts]) if parts else 0.0
 
     def _sampled_chunks(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Chunks of n parameter vectors, a few at a time: all of them may be many times the network's size."""

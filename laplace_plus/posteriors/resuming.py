@@ -13,7 +13,7 @@ from laplace_plus.batches import Batch, DataSums
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import Layout
 from laplace_plus.errors import CheckpointError
-from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, identity, kept
+from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, identity, kept
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
@@ -48,8 +48,8 @@ class ResumableFit(Posterior):
         if self._checkpoint_folder is not None:
             own = {**identity(self, n_data), "data": sums, **{name: io.digest(x) for name, x in settings.items()}}
         checkpoint = Checkpoint(self._checkpoint_folder, own)
-        seed = checkpoint.stage("draws", lambda: ({"seed": draw_seed(generator)}, {}))[0]["seed"]
-        return FitStart(n_data, n_outputs, sums, checkpoint, int(seed))
+        seed = count_of(checkpoint.stage("draws", lambda: ({"seed": draw_seed(generator)}, {}))[0], "seed")
+        return FitStart(n_data, n_outputs, sums, checkpoint, seed)
 
 
 class KeptPasses:

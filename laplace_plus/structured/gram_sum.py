@@ -133,6 +133,10 @@ class GramSum:
     @classmethod
     def of_rows(cls, rows: Tensor, limit: Tensor | None = None) -> GramSum:
         """The sum over rows ``[G, n, d]``, which are not copied, as :meth:`parts` told it."""
+        if limit is not None:
+            fits = limit.shape == (1 + len(rows),) and limit.dtype == torch.float64 and rows.is_floating_point()
+            if not fits or not 1 <= limit[0] < 2**31 or not bool((limit >= 0).all() and limit.isfinite().all()):
+                raise ValueError(f"rows of {rows.dtype} with a limit of {limit.tolist()}")
         rank = None if limit is None else int(limit[0])
         result = cls(rows.shape[0], rows.shape[2], dtype=rows.dtype, device=rows.device, rank=rank)
         result.discarded = 0.0 if limit is None else limit[1:]

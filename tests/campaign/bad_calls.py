@@ -46,15 +46,89 @@ def trained(c: Case, **options: Any) -> Any:
     return train_marginal_likelihood(network(), [(c.x, c.y)], **{"epochs": 1, **options})
 
 
+def field(c: Case, box: Any = ((0.0,) * 3, (1.0,) * 3), **options: Any) -> Any:
+    return lp.SpatialField(c.net, "classification", box=box, **options)
+
+
+NEWER: Kinds = {
+    "ABNN: members": lambda c: lp.ABNN(c.net, "classification", n_members=0),
+    "ABNN: epochs": lambda c: lp.ABNN(c.net, "classification", epochs=-1),
+    "ABNN: scale": lambda c: lp.ABNN(c.net, "classification", scale=-0.1),
+    "ABNN: scale NaN": lambda c: lp.ABNN(c.net, "classification", scale=NAN),
+    "ABNN: noise": lambda c: lp.ABNN(c.net, "classification", noise="weight"),
+    "ABNN: no normalisation": lambda c: lp.ABNN(torch.nn.Linear(4, 3), "classification"),
+    "ABNN: other layers": lambda c: lp.ABNN(c.net, "classification", parameters=["0.weight"]),
+    "ABNN: class weights of regression": lambda c: lp.ABNN(c.net, "regression", prior_weight=2.0),
+    "ABNN: scales without data": lambda c: c.fitted("ABNN").fit_scale([]),
+    "ABNN: update": lambda c: c.fitted("ABNN").update([(c.x, c.y)]),
+    "VariationalLastLayer: bound": lambda c: lp.VariationalLastLayer(c.net, "classification", bound="tight"),
+    "VariationalLastLayer: odd samples": lambda c: lp.VariationalLastLayer(c.net, "classification", n_samples=3),
+    "VariationalLastLayer: mean": lambda c: lp.VariationalLastLayer(c.net, "classification", mean="best"),
+    "VariationalLastLayer: covariance": lambda c: lp.VariationalLastLayer(c.net, "classification", covariance="low"),
+    "VariationalLastLayer: noise of classes": lambda c: lp.VariationalLastLayer(
+        c.net, "classification", noise="student_t"
+    ).fit([(c.x, c.y)]),
+    "VariationalLastLayer: noise shape": lambda c: lp.VariationalLastLayer(c.net, "regression", noise_shape=0.0),
+    "VariationalLastLayer: iterations": lambda c: lp.VariationalLastLayer(c.net, "classification", max_iterations=0),
+    "VariationalLastLayer: other layers": lambda c: lp.VariationalLastLayer(
+        c.net, "classification", parameters=["0.weight"]
+    ).fit([(c.x, c.y)]),
+    "VariationalLastLayer: update": lambda c: c.fitted("VariationalLastLayer").update([(c.x, c.y)]),
+    "TrainingFreeLoRA: no adapters": lambda c: lp.TrainingFreeLoRA(c.net, "classification"),
+    "SpatialField: empty box": lambda c: field(c, [[0.0] * 3, [0.0] * 3]),
+    "SpatialField: box of four axes": lambda c: field(c, [[0.0] * 4, [1.0] * 4]),
+    "SpatialField: text box": lambda c: field(c, "unit"),
+    "SpatialField: resolution": lambda c: field(c, resolution=0),
+    "SpatialField: a trillion cells": lambda c: field(c, resolution=10**12),
+    "SpatialField: structure": lambda c: field(c, structure="full"),
+    "SpatialField: renderer": lambda c: field(c, render=3),
+    "SpatialField: other points": lambda c: c.fitted("SpatialField").std(c.x[:, :2]),
+    "SpatialField: points NaN": lambda c: c.fitted("SpatialField").std(with_entry(c.x[:, :3], NAN)),
+    "Mixture: none": lambda c: lp.Mixture([]),
+    "Mixture: numbers": lambda c: lp.Mixture([1, 2]),
+    "Mixture: a posterior": lambda c: lp.Mixture(gaussian(c)),
+    "Mixture: other targets": lambda c: lp.Mixture([gaussian(c), regression(c)]),
+    "Mixture: weights": lambda c: lp.Mixture([gaussian(c)] * 2, weights=[1.0, -1.0]),
+    "Mixture: too many weights": lambda c: lp.Mixture([gaussian(c)] * 2, weights=[1.0] * 3),
+    "Mixture: weights NaN": lambda c: lp.Mixture([gaussian(c)] * 2, weights=[1.0, NAN]),
+    "Mixture: text of weights": lambda c: lp.Mixture([gaussian(c)] * 2, weights=["a", "b"]),
+    "Mixture: name of weights": lambda c: lp.Mixture([gaussian(c)] * 2, weights="best"),
+    "Mixture: evidence of none": lambda c: lp.Mixture([c.fitted("MetricBNN")] * 2, weights="evidence"),
+    "Mixture: not fitted": lambda c: lp.Mixture([lp.Full(c.net, "classification")]).predictive(c.x),
+    "Mixture: inputs NaN": lambda c: lp.Mixture([gaussian(c)] * 2).predictive(with_entry(c.x, NAN)),
+    "Mixture: link": lambda c: lp.Mixture([gaussian(c)] * 2).predictive(c.x, link="logit"),
+    "Mixture: no data": lambda c: lp.Mixture([gaussian(c)] * 2).fit_weights([]),
+    "Mixture: data None": lambda c: lp.Mixture([gaussian(c)] * 2).fit_weights(None),
+    "Mixture: labels": lambda c: lp.Mixture([gaussian(c)] * 2).fit_weights([(c.x, c.y + 1)]),
+    "Mixture: ignored data": lambda c: lp.Mixture([gaussian(c)] * 2).fit_weights([(c.x, torch.full_like(c.y, -100))]),
+    "Mixture: generator": lambda c: lp.Mixture([gaussian(c)] * 2).predictive(c.x, generator=3),
+    "Ensemble: none": lambda c: lp.Ensemble([], "classification"),
+    "Ensemble: a network": lambda c: lp.Ensemble(torch.nn.Linear(4, 3), "classification"),
+    "Ensemble: numbers": lambda c: lp.Ensemble([1, 2], "classification"),
+    "Ensemble: likelihood": lambda c: lp.Ensemble([c.net], "classificaton"),
+    "Ensemble: other outputs": lambda c: lp.Ensemble([c.net, network(2)], "classification").predictive(c.x),
+    "Ensemble: other features": lambda c: lp.Ensemble([c.net], "classification").predictive(c.x[:, :3]),
+    "Ensemble: inputs NaN": lambda c: lp.Ensemble([c.net], "classification").predictive(with_entry(c.x, NAN)),
+    "Ensemble: empty": lambda c: lp.Ensemble([c.net], "classification").predictive(c.x[:0]),
+    "Ensemble: None": lambda c: lp.Ensemble([c.net], "classification").predictive(None),
+    "Ensemble: text": lambda c: lp.Ensemble([c.net], "classification").predictive("x"),
+    "Ensemble: generator": lambda c: lp.Ensemble([c.net], "classification").predictive(c.x, generator=3),
+    "Ensemble: noise of classes": lambda c: lp.Ensemble([c.net], "classification").fit([(c.x, c.y)]),
+    "Ensemble: no data": lambda c: lp.Ensemble([c.net], "regression").fit([]),
+    "Ensemble: targets NaN": lambda c: lp.Ensemble([c.net], "regression").fit([(c.x, with_entry(c.t, NAN))]),
+}
+
 OPTIONS: Kinds = {
     "KFAC: weight sharing": lambda c: lp.KFAC(c.net, "classification", weight_sharing="sum"),
     "KFAC: output factor": lambda c: lp.KFAC(c.net, "classification", output_factor="sparse"),
     "KFAC: diagonal and corrected": lambda c: lp.KFAC(
         c.net, "classification", output_factor="diagonal", eigenvalue_corrected=True
     ),
-    "KFAC: prior of each weight": lambda c: lp.KFAC(c.net, "classification", prior_precision=torch.ones(43)),
+    "KFAC: prior of each weight": lambda c: lp.KFAC(c.net, "classification", prior_precision=torch.ones(53)),
     "KFAC: dense limit": lambda c: lp.KFAC(c.net, "classification", dense_limit=-1),
     "KFAC: Hessian": lambda c: lp.KFAC(c.net, "classification", backend=lp.Native("hessian")).fit([(c.x, c.y)]),
+    "KFAC: factor rank": lambda c: lp.KFAC(c.net, "classification", factor_rank=0),
+    "KFAC: factor rank 1.5": lambda c: lp.KFAC(c.net, "classification", factor_rank=1.5),
     "LowRank: rank 0": lambda c: lp.LowRank(c.net, "classification", rank=0),
     "LowRank: rank 1.5": lambda c: lp.LowRank(c.net, "classification", rank=1.5),
     "LowRank: tolerance": lambda c: lp.LowRank(c.net, "classification", tolerance=2.0),
@@ -78,7 +152,9 @@ OPTIONS: Kinds = {
     "NullSpace: rows": lambda c: lp.NullSpace(c.net, "classification", rows="columns"),
     "NullSpace: projector": lambda c: lp.NullSpace(c.net, "classification", projector="qr"),
     "NullSpace: samples": lambda c: lp.NullSpace(c.net, "classification", n_samples=-2),
-    "NullSpace: no null space": lambda c: lp.NullSpace(c.net, "classification").fit([(c.x, c.y), (c.x + 1, c.y)] * 9),
+    "NullSpace: no null space": lambda c: lp.NullSpace(torch.nn.Linear(4, 3).double(), "classification").fit(
+        [(c.x, c.y)]
+    ),
     "VIKING: mode": lambda c: lp.VIKING(c.net, "classification", mode="ante_hoc"),
     "VIKING: expectation": lambda c: lp.VIKING(c.net, "classification", expectation="mean"),
     "VIKING: rank": lambda c: lp.VIKING(c.net, "classification", rank="low"),
@@ -251,7 +327,7 @@ PREDICTIONS: Kinds = {
     "landscape: prior": lambda c: landscape(c, prior_precision=-1.0),
     "geodesic: other size": lambda c: exponential_map(landscape(c), torch.zeros(3), torch.zeros(1, 3)),
     "geodesic: NaN": lambda c: has_status(
-        exponential_map(landscape(c), start(c), torch.full((1, 43), NAN, dtype=torch.float64)), PathStatus.ARRIVED
+        exponential_map(landscape(c), start(c), torch.full((1, 53), NAN, dtype=torch.float64)), PathStatus.ARRIVED
     ),
     "geodesic: rtol": lambda c: exponential_map(landscape(c), start(c), start(c)[None], rtol=-1.0),
     "geodesic: times": lambda c: geodesic(landscape(c), start(c), start(c)[None], torch.tensor([1.0, 0.5])),
@@ -346,4 +422,4 @@ def has_status(found: Any, good: int) -> None:
         raise Documented
 
 
-KINDS: Kinds = {**OPTIONS, **TUNERS, **PREDICTIONS, **LINALG}
+KINDS: Kinds = {**NEWER, **OPTIONS, **TUNERS, **PREDICTIONS, **LINALG}

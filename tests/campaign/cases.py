@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 import warnings
@@ -34,14 +35,40 @@ def network(seed: int = 0, hidden: int = 4) -> nn.Module:
     return result
 
 
+def adapted(net: nn.Module) -> nn.Module:
+    """The network with adapters of all linear layers, which look trained."""
+    layers = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+    peft = importlib.import_module("peft")
+    net = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=layers)).double()
+    for name, parameter in net.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.5, generator=seeded())
+    return net
+
+
+def network_of(name: str, seed: int = 0, hidden: int = 4) -> nn.Module:
+    """A network for the class."""
+    net = network(seed, hidden)
+    return adapted(net) if name == ADAPTED else net
+
+
+def model_of(posterior: Any) -> nn.Module:
+    """The network that the posterior was made for."""
+    return posterior.model if isinstance(posterior, lp.SpatialField) else posterior.network.model
+
+
+BOX = torch.tensor([[-4.0] * 3, [4.0] * 3]).double()
+
 GAUSSIAN: dict[str, Callable[..., Any]] = {
     "Full": lp.Full,
     "KFAC": lp.KFAC,
     "EKFAC": lambda net, likelihood, **o: lp.KFAC(net, likelihood, eigenvalue_corrected=True, **o),
+    "limited rank": lambda net, likelihood, **o: lp.KFAC(net, likelihood, factor_rank=2, **o),
     "Diagonal": lp.Diagonal,
     "LowRank": lambda net, likelihood, **o: lp.LowRank(net, likelihood, rank=4, remainder_probes=2, **o),
     "Subnetwork": lambda net, likelihood, **o: lp.Subnetwork(net, likelihood, lp.LargestMagnitude(6), **o),
     "last layer": lambda net, likelihood, **o: lp.Full(net, likelihood, parameters="last_layer", **o),
+    "SpatialField": lambda net, likelihood, **o: lp.SpatialField(net, likelihood, box=BOX, resolution=2, **o),
 }
 
 SAMPLED: dict[str, Callable[..., Any]] = {
@@ -58,9 +85,20 @@ SAMPLED: dict[str, Callable[..., Any]] = {
         **o,
     ),
     "SampledLaplace": lambda net, likelihood, **o: lp.SampledLaplace(net, likelihood, n_samples=2, **o),
+    "ABNN": lambda net, likelihood, **o: lp.ABNN(net, likelihood, n_members=2, epochs=2, **o),
 }
 
-CLASSES = GAUSSIAN | SAMPLED
+ADAPTED = "TrainingFreeLoRA"
+FIXED: dict[str, Callable[..., Any]] = {
+    "VariationalLastLayer": lambda net, likelihood, **o: lp.VariationalLastLayer(
+        net, likelihood, max_iterations=20, **o
+    ),
+}
+if importlib.util.find_spec("peft"):
+    FIXED[ADAPTED] = lambda net, likelihood, **o: lp.TrainingFreeLoRA(net, likelihood, n_samples=2, halvings=3, **o)
+
+CLASSES = GAUSSIAN | SAMPLED | FIXED
+"""Gaussians of the weights' curvature; those whose fits have stages; and those of one short fit."""
 
 REALS = [(X[:7], X[:7].sin()), (X[7:], X[7:].sin())]
 OTHER: dict[str, tuple[Callable[..., Any], Any]] = {  # likelihoods
@@ -74,7 +112,7 @@ def fitted(name: str, net: nn.Module | None = None, data: Any = DATA, **options:
     """A fitted posterior of the class; the same each time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net = network() if net is None else net
+        net = network_of(name) if net is None else net
         if name in OTHER:
             make, likelihood = OTHER[name]
             data = REALS if name.startswith("regression") else [(x, (y > 0).double()) for x, y in REALS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import resource
 import sys
@@ -53,12 +54,17 @@ def problem(name: str) -> tuple[nn.Module, Data, Any]:
 
 
 METHODS: dict[str, Callable[..., Any]] = {
+    "Full": lp.Full,
     "Diagonal": lp.Diagonal,
     "KFAC": lp.KFAC,
     "EKFAC": lambda *args, **options: lp.KFAC(*args, eigenvalue_corrected=True, **options),
+    "limited rank": lambda *args, **options: lp.KFAC(*args, factor_rank=8, **options),
     "last layer": lambda *args, **options: lp.Full(*args, parameters="last_layer", **options),
     "last-layer KFAC": lambda *args, **options: lp.KFAC(*args, parameters="last_layer", **options),
     "last-layer Diagonal": lambda *args, **options: lp.Diagonal(*args, parameters="last_layer", **options),
+    "VariationalLastLayer": lambda *args, **o: lp.VariationalLastLayer(*args, max_iterations=5, **o),
+    "ABNN": lambda *args, **options: lp.ABNN(*args, n_members=2, epochs=1, **options),
+    "TrainingFreeLoRA": lambda *args, **o: lp.TrainingFreeLoRA(*args, n_samples=2, halvings=2, **o),
     "LowRank": lambda *args, **o: lp.LowRank(*args, rank=2, max_restarts=1, remainder_probes=1, remainder_depth=2, **o),
     "Subnetwork": lambda *args, **options: lp.Subnetwork(*args, lp.LargestMagnitude(50), **options),
     "SampledLaplace": lambda *args, **o: lp.SampledLaplace(
@@ -76,6 +82,17 @@ METHODS: dict[str, Callable[..., Any]] = {
         **o,
     ),
 }
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """With adapters of linear layers, but for those of attention, which no call goes through."""
+    peft = importlib.import_module("peft")
+    layers = [name for name, own in model.named_modules() if type(own) is nn.Linear]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
 
 
 def resident() -> int:
@@ -103,8 +120,10 @@ def calls(posterior: Any, data: Data) -> dict[str, Callable[[], Any]]:
 def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    small = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # imports, and buffers that libraries keep
+    # Imports, and buffers that libraries keep.
+    small: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     few = [(torch.randn(4, 3), torch.arange(4) % 2)]
+    small = adapted(small) if method == "TrainingFreeLoRA" else small
     warm = METHODS[method](small, "classification") if method != "Subnetwork" else lp.Diagonal(small, "classification")
     for call, function in calls(warm, few).items():
         try:
@@ -113,7 +132,7 @@ def main(name: str, method: str, budget: int, wanted: str) -> dict[str, Any]:
         except LaplacePlusError:
             pass
     model, data, likelihood = problem(name)
-    model.eval()
+    model = adapted(model).eval() if method == "TrainingFreeLoRA" else model.eval()
     with torch.no_grad():
         model(data[0][0][:1])
     keep_freed_memory(False)

@@ -21,7 +21,21 @@ from typing import Any
 
 import pytest
 import torch
-from campaign.cases import CLASSES, OTHER, SAMPLED, Tally, answer, calibrated, fitted, network, same, seeded
+from campaign.cases import (
+    ADAPTED,
+    CLASSES,
+    OTHER,
+    SAMPLED,
+    Tally,
+    adapted,
+    answer,
+    calibrated,
+    fitted,
+    network,
+    network_of,
+    same,
+    seeded,
+)
 
 import laplace_plus as lp
 from laplace_plus import io
@@ -36,7 +50,7 @@ LIMIT = 20
 """Seconds for one load."""
 SAVED = [*CLASSES, *OTHER, "calibrated Full", "calibrated KFAC"]
 PER_CLASS = {"damaged": 320, "forged header": 240, "forged tensors": 200}
-PASSES = ("Full", "KFAC", "Diagonal", "Subnetwork")
+PASSES = ("Full", "KFAC", "limited rank", "Diagonal", "Subnetwork")
 """Classes whose fits in one pass can be continued."""
 
 RESUMED = {"damaged": 120, "forged header": 60, "forged tensors": 40}
@@ -285,7 +299,7 @@ def make(name: str, net: Any) -> Any:
 
 def checkpoints(name: str, folder: Path, seed: int) -> Tally:
     """Loads of mutated checkpoints of a class."""
-    net = network()
+    net = network_of(name)
     posterior = make(name, net)
     posterior.save(folder / "good")
     files, expected = read_files(folder / "good"), answer(posterior)
@@ -303,7 +317,7 @@ def checkpoints(name: str, folder: Path, seed: int) -> Tally:
 
 def resumed(name: str, folder: Path, seed: int) -> Tally:
     """Fits (for Riemannian, draws) that find a mutated stage in their folder."""
-    net = network()
+    net = network_of(name)
 
     def run(path: Path | None) -> Any:
         if name != "Riemannian":
@@ -332,21 +346,29 @@ def resumed(name: str, folder: Path, seed: int) -> Tally:
     return found
 
 
-def foreign(_: str, folder: Path, seed: int) -> Tally:
-    """Whole files of other posteriors, networks and versions, and halves of two checkpoints."""
-    nets = {name: network() for name in SAVED}
-    made = {name: make(name, nets[name]) for name in SAVED}
-    for name, posterior in made.items():
-        posterior.save(folder / name)
-    files = {name: read_files(folder / name) for name in SAVED}
+def strangers(name: str) -> dict[str, torch.nn.Module]:
+    """Other networks than the one that the class was fitted to."""
     others = {
         "other weights": network(1),
         "other width": network(0, 5),
-        "single precision": network().float(),
+        "single precision": network(),
         "other activation": network(),
         "fewer layers": network()[:4],
     }
     others["other activation"][2] = torch.nn.ReLU()
+    if name == ADAPTED:
+        others = {title: adapted(net) for title, net in others.items()}
+    others["single precision"].float()
+    return others
+
+
+def foreign(_: str, folder: Path, seed: int) -> Tally:
+    """Whole files of other posteriors, networks and versions, and halves of two checkpoints."""
+    nets = {name: network_of(name) for name in SAVED}
+    made = {name: make(name, nets[name]) for name in SAVED}
+    for name, posterior in made.items():
+        posterior.save(folder / name)
+    files = {name: read_files(folder / name) for name in SAVED}
     found = Tally()
 
     def note(what: str, load: Callable[[], Any], expected: torch.Tensor, allowed: set[str]) -> None:
@@ -355,7 +377,7 @@ def foreign(_: str, folder: Path, seed: int) -> Tally:
 
     for name in SAVED:
         expected = answer(made[name])
-        for title, net in others.items():
+        for title, net in strangers(name).items():
             note(f"{title}: {name}", lambda n=net, p=name: lp.load(folder / p, n), expected, {"refused"})
         for version in (0, 2, "1", None, [1], 1.5):
             document = json.loads(files[name][0])

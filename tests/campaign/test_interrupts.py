@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
 import os
 import pickle
 import random
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaign.cases import CLASSES, DATA, GAUSSIAN, Tally, X, answer, fitted, seeded
+from campaign.cases import ADAPTED, CLASSES, DATA, GAUSSIAN, Tally, X, adapted, answer, fitted, model_of, seeded
 from campaign.cases import network as plain_network
 from torch import Tensor, nn
 
@@ -128,20 +127,10 @@ def planted(way: str, at: int, kind: type[BaseException]) -> Iterator[Bomb]:
 def network(name: str) -> nn.Module:
     net = plain_network()
     net = nn.Sequential(*net[:3], Fuse(), *net[3:])  # modes as they are
-    if name != ADAPTED:
-        return net
-    peft = importlib.import_module("peft")
-    net = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "5"])).double()
-    for parameter_name, parameter in net.named_parameters():
-        if "lora_" in parameter_name:
-            nn.init.normal_(parameter, std=0.5, generator=seeded())
-    return net
+    return adapted(net) if name == ADAPTED else net
 
 
 LOADER = Loader(DATA)
-ADAPTED = "TrainingFreeLoRA"
-NAMES = [*CLASSES, *([ADAPTED] if importlib.util.find_spec("peft") else [])]
-CLASSES[ADAPTED] = lambda net, likelihood: lp.TrainingFreeLoRA(net, likelihood, n_samples=2, halvings=3)
 
 
 # -- what must not change ----------------------------------------------------------------------------------------------
@@ -202,7 +191,7 @@ def value(found: Any) -> Tensor:
 
 def save(posterior: Any, path: Path) -> Any:
     posterior.save(path / "saved")
-    return lp.load(path / "saved", posterior.network.model)
+    return lp.load(path / "saved", model_of(posterior))
 
 
 def training(net: nn.Module) -> Action:
@@ -237,14 +226,16 @@ def training(net: nn.Module) -> Action:
 
 
 def actions(name: str, posterior: Any, saved: Path) -> dict[str, Action]:
-    drawn = {"generator": seeded} if name in ("MetricBNN", "Riemannian", ADAPTED) else {}  # others have their samples
+    drawn = (
+        {"generator": seeded} if name in ("MetricBNN", "Riemannian", "ABNN", ADAPTED) else {}
+    )  # others have their samples
 
     def functional(p: Any, **options: Any) -> Any:
         return p.functional_posterior(X[:3], **options, **{key: make() for key, make in drawn.items()})
 
     found: dict[str, Action] = {
-        "construct": lambda p, _: CLASSES[name](p.network.model, "classification").n_parameters * torch.ones(1),
-        "construct and fit": lambda p, _: fitted(name, p.network.model, data=LOADER),
+        "construct": lambda p, _: CLASSES[name](model_of(p), "classification").n_parameters * torch.ones(1),
+        "construct and fit": lambda p, _: fitted(name, model_of(p), data=LOADER),
         "fit": lambda p, _: p.fit(LOADER, generator=seeded()),
         "sample": lambda p, _: p.sample(3, generator=seeded()),
         "functional": lambda p, _: functional(p),
@@ -256,9 +247,9 @@ def actions(name: str, posterior: Any, saved: Path) -> dict[str, Action]:
         "copy": lambda p, _: copy.copy(p),
         "deep copy": lambda p, _: copy.deepcopy(p),
         "pickle": lambda p, _: pickle.loads(pickle.dumps(p)),
-        "load": lambda p, _: lp.load(saved, p.network.model),
+        "load": lambda p, _: lp.load(saved, model_of(p)),
         "state": lambda p, _: p.load_state_dict(p.state_dict()),
-        "through": lambda p, _: functional(p.through(lambda x: p.network.model(x)[:, :2])),
+        "through": lambda p, _: functional(p.through(lambda x: model_of(p)(x)[:, :2])),
         "conformal": lambda p, _: lp.conformalize(p, LOADER, generator=seeded()).predict_set(X[:3], generator=seeded()),
     }
     posterior.save(saved)
@@ -285,10 +276,15 @@ def actions(name: str, posterior: Any, saved: Path) -> dict[str, Action]:
         )
         if name not in ("EKFAC", "LowRank"):
             found["update"] = lambda p, _: p.update(LOADER)
-    if name in ("NullSpace", "VIKING", "MetricBNN", "SampledLaplace"):
+    if name in ("NullSpace", "VIKING", "MetricBNN", "SampledLaplace", "ABNN"):
         found["fit with a checkpoint"] = lambda p, path: p.fit(LOADER, generator=seeded(), checkpoint=path / "fit")
     if name == "Riemannian":
         found["draw"] = lambda p, path: p.draw(generator=seeded(), checkpoint=path / "draw")
+    if name in ("KFAC", "last layer"):
+        other = fitted("Diagonal", posterior.network.model)
+        found["mixture"] = lambda p, _: lp.Mixture([p, other]).predictive(X[:3], generator=seeded())
+        found["mixture's weights"] = lambda p, _: lp.Mixture([p, other]).fit_weights(LOADER).weights
+        found["ensemble"] = lambda p, _: lp.Ensemble([p.network.model] * 2, "classification").predictive(X[:3])
     if name == "last layer":
         found["freeze"] = lambda p, _: p.freeze(X[:3])(X[:3])[0]
     return found
@@ -335,7 +331,7 @@ def run(name: str, folder: str, seed: int) -> Tally:
 def attempt(
     posterior: Any, action: Action, expected: Tensor, path: Path, way: str, at: int, kind: type[BaseException]
 ) -> str:
-    net, problems = posterior.network.model, []
+    net, problems = model_of(posterior), []
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     mine = copy.copy(posterior)
@@ -391,7 +387,7 @@ def attempt(
 def test_interrupts(tmp_path: Path) -> None:
     found, seed = Tally(), int(os.environ.get("CAMPAIGN_SEED", "0"))
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for part in pool.map(run, NAMES, [str(tmp_path)] * len(NAMES), [seed] * len(NAMES)):
+        for part in pool.map(run, CLASSES, [str(tmp_path)] * len(CLASSES), [seed] * len(CLASSES)):
             found += part
             sys.stdout.write(f"\ninterrupts: {found.counts.total()} so far; {part.violations}\n")
             sys.stdout.flush()

@@ -32,6 +32,11 @@ MADE: dict[str, Any] = {
     "MetricBNN": lambda model, likelihood: lp.MetricBNN(
         model, likelihood, n_particles=2, n_steps=3, latent=lp.LatentModel(dimension=2, hidden=(4,), epochs=1)
     ),
+    "limited rank": lambda model, likelihood: lp.KFAC(model, likelihood, factor_rank=2),
+    "VariationalLastLayer": lambda model, likelihood: lp.VariationalLastLayer(model, likelihood, max_iterations=5),
+    "SpatialField": lambda model, likelihood: lp.SpatialField(
+        model, likelihood, box=[[-9.0] * 3, [9.0] * 3], resolution=1
+    ),
 }
 
 
@@ -62,6 +67,15 @@ CASES = {
     "nodes": ("LowRank", view("block.0.nodes", -1, 2, 2), "'nodes' has another shape|do not fit"),
     "rows": ("last layer", view("block.0.scales", 12, 3, 1), "'scales' has another shape"),
     "noise": ("NullSpace", view("directions", -1, 2), "'directions' has another shape"),
+    "limit": (
+        "limited rank",
+        lambda h, t: t.update({name: -one for name, one in t.items() if "limit" in name}),
+        "limit of",
+    ),
+    "index": ("VariationalLastLayer", lambda h, t: t.update({"index": t["index"] + 1}), "index, sums"),
+    "index's type": ("VariationalLastLayer", lambda h, t: t.update({"index": t["index"].double()}), "index, sums"),
+    "root": ("VariationalLastLayer", lambda h, t: t.update({"root": t["root"][:, :1]}), "index, sums"),
+    "key": ("SpatialField", put("state.blocks.0.key", "x"), "blocks of another kind"),
     "start": ("MetricBNN", view("latent.start", 2, 1), "'start' has another shape"),
 }
 
@@ -90,6 +104,17 @@ def test_forged_stages_of_a_fit_are_refused(change: str, tmp_path: Path) -> None
         del tensors[change]
     io.write(folder / "noise-0", header, tensors)
     with pytest.raises(CheckpointError, match=f"no '{change}'|a dictionary"):
+        MADE["NullSpace"](model, "classification").fit([(X, Y)], checkpoint=folder)
+
+
+@pytest.mark.parametrize("seed", [[1], -1, "7"])
+def test_a_forged_seed_is_refused(seed: Any, tmp_path: Path) -> None:
+    model, folder = net(), tmp_path / "fit"
+    MADE["NullSpace"](model, "classification").fit([(X, Y)], checkpoint=folder)
+    header, tensors = io.read(folder / "draws")
+    header["stage"]["seed"] = seed
+    io.write(folder / "draws", header, tensors)
+    with pytest.raises(CheckpointError, match="another seed"):
         MADE["NullSpace"](model, "classification").fit([(X, Y)], checkpoint=folder)
 
 

@@ -49,6 +49,22 @@ class TestTrainingFreeLoRA(PosteriorConformance):
         return adapted(super().network(outputs), "0", "4").train()
 
 
+def test_bad_input_is_refused(tmp_path):
+    model, x = linear(), torch.randn(6, 4).double()
+    y = torch.arange(6) % 5
+    with pytest.raises(ConfigurationError, match=r"torch\.nn\.Module"):
+        lp.TrainingFreeLoRA(None, "classification")
+    with pytest.raises(SelectionError, match="curvature of all selected parameters is zero"):
+        lp.TrainingFreeLoRA(model, "classification").fit([(x, torch.full_like(y, -100))])
+    posterior = lp.TrainingFreeLoRA(model, "classification", n_samples=2, halvings=2).fit([(x, y)])
+    with pytest.raises(ConfigurationError, match="would not fit into memory"):
+        posterior.sample(10**12)
+    posterior.maps[0] = posterior.maps[0][:1]
+    posterior.save(tmp_path / "it")
+    with pytest.raises(lp.errors.CheckpointError, match="a map"):
+        lp.load(tmp_path / "it", model)
+
+
 def layer_of(model):
     return model.base_model.model[0]
 

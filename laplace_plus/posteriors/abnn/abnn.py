@@ -30,6 +30,7 @@ from laplace_plus.errors import (
 )
 from laplace_plus.evidence import Tuner, TuningResult, Validation
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive, require_only, tunes_noise
+from laplace_plus.io.checkpoints import count_of
 from laplace_plus.leave_one_out.predictions import INTERPOLATION
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.posteriors.abnn.noise import ElementNoise, norm_parameters
@@ -255,7 +256,7 @@ class ABNN(ResumableFit):
         velocity, first = torch.zeros_like(theta), 0
         saved = start.checkpoint.read("training", theta.device)
         if saved is not None:
-            first, tensors = int(saved[0]["epochs"]), saved[1]
+            first, tensors = count_of(saved[0], "epochs"), saved[1]
             theta.copy_(tensors["members"])
             velocity.copy_(tensors["velocity"])
         for epoch in range(first, self.epochs):
@@ -284,6 +285,8 @@ class ABNN(ResumableFit):
                 share = share * (targets @ weights if targets.is_floating_point() else weights[targets])
             loss = -(share * self.likelihood.log_density(outputs, targets)).sum()
             mean = loss / share.sum().clamp_min(torch.finfo(share.dtype).tiny)
+            if not mean.requires_grad:
+                raise self.zero_curvature()
             return torch.autograd.grad(mean, leaf)[0]
 
     def _require_seen(self, batch: Batch) -> None:

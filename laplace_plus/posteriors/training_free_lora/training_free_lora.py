@@ -22,6 +22,7 @@ from laplace_plus.adapters import adapter_pairs
 from laplace_plus.curvature import Backend
 from laplace_plus.errors import ConfigurationError, SelectionError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
+from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import common_arguments, full_precision
@@ -97,7 +98,8 @@ class TrainingFreeLoRA(Posterior):
         check_choice("score", score, ("nll", "accuracy", "elbo"))
         check_positive(tolerance=tolerance)
         check_counts(n_samples=n_samples, halvings=halvings)
-        pairs, common = adapter_pairs(model), common_arguments(locals())
+        pairs = adapter_pairs(model) if isinstance(model, nn.Module) else {}  # what is no model is refused below
+        common = {name: value for name, value in common_arguments(locals()).items() if name != "pairs"}
         super().__init__(
             model, likelihood, **{**common, "parameters": list(pairs) if parameters == "lora" else parameters}
         )
@@ -180,7 +182,7 @@ class TrainingFreeLoRA(Posterior):
     ) -> tuple[float, int, int]:
         """The score at a scale, without draws that of the network; and the numbers of examples and of outputs."""
         network, likelihood, signs = self.network, self.likelihood, torch.Generator().manual_seed(seed)
-        total, count, seen, n_outputs = 0.0, 0.0, 0, 0
+        total, count, seen, n_outputs, doubt = 0.0, 0.0, 0, 0, 0.0
         for batch in self.batches(data, progress=progress, description=f"TrainingFreeLoRA: scale {scale:.3g}"):
             outputs = network.forward(batch.inputs)
             likelihood.validate(outputs, batch.target)
@@ -194,10 +196,15 @@ class TrainingFreeLoRA(Posterior):
                 logs = torch.stack([likelihood.log_density(one, targets) for one in each])
                 losses = -logs.mean(0) if self.score == "elbo" else math.log(len(each)) - logs.logsumexp(0)
             total, count = total + float(weights @ losses.to(weights)), count + float(weights.sum())
+            doubt += 0.0 if draws else likelihood.evidence_for_probabilities(outputs, batch.target)
             seen, n_outputs = seen + len(outputs), outputs.shape[-1]
+        if not count:
+            raise self.zero_curvature()
+        if doubt > 0:
+            doubt_logits(likelihood, doubt)
         if draws and self.score == "elbo":
             total += self._divergence(scale, maps)
-        return total / max(1.0, count), seen, n_outputs
+        return total / count, seen, n_outputs
 
     def _divergence(self, scale: float, maps: list[Tensor]) -> float:
         """``KL(q ‖ p)`` over the directions that have noise, for a prior N(μ₀, 1/δ) on all entries of A."""
@@ -213,7 +220,7 @@ class TrainingFreeLoRA(Posterior):
     @full_precision
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         self.require_fit()
-        check_counts(n=n)
+        self.check_draws(n=n)
         return self.mean + self.noise_scale * _deviations(self.maps, self._draws(self.maps, n, generator))
 
     @override
@@ -236,6 +243,9 @@ class TrainingFreeLoRA(Posterior):
         self.noise_scale = float(header["noise_scale"])
         self.report = ScaleSearch(header["report"]["network"], tuple(map(tuple, header["report"]["steps"])))
         self.maps = [tensors[f"map.{number}"] for number in range(len(self.network.selected))]
+        for one, name in zip(self.maps, self.parameter_names, strict=True):
+            if one.dtype != self.network.dtype or one.shape[:-1] != self.network.parameters[name].shape[:1]:
+                raise ValueError(f"a map {tuple(one.shape)} of {one.dtype}")
 
 
 def _deviations(maps: list[Tensor], draws: list[Tensor]) -> Tensor:

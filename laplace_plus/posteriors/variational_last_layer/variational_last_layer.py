@@ -107,9 +107,8 @@ class VariationalLastLayer(Posterior):
         self._own = {name: value for name, value in locals().items() if name in _OPTIONS}
         exact = self.likelihood.is_gaussian
         if (covariance, bound) != ("dense", None) if exact else noise == "student_t" or n_samples % 2:
-            raise ConfigurationError(
-                "These options do not fit the likelihood, or n_samples is odd.", got=str(self._own)
-            )
+            what, expected = "These options do not fit the likelihood, or n_samples is odd.", "those of the docstring"
+            raise ConfigurationError(what, expected=expected, got=str(self._own))
         self._kind = "" if exact else resolve_bound(self.likelihood, bound)
 
     @override
@@ -119,6 +118,7 @@ class VariationalLastLayer(Posterior):
     @override
     def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
         sums, rows, (self.n_data, self._data_sum) = self._gather(data, progress=progress)
+        self.prior()  # refuses a mean of another shape
         weights, noise = self._weights(self.network.vector()), self.noise_std
         self.n_outputs, self._seed = len(weights), draw_seed(generator) if self._kind == "mc" else 0
         self._sums = self._solution = self.other_likelihood = self._key = None
@@ -139,7 +139,7 @@ class VariationalLastLayer(Posterior):
             self._index, features, targets, outputs = head_rows(self.network, self.likelihood, batch)
             found.add(batch, len(batch.target))
             count += len(features)
-            doubt += self.likelihood.evidence_for_probabilities(outputs, targets)
+            doubt += self.likelihood.evidence_for_probabilities(outputs, targets) if len(features) else 0.0
             new = self._sums_of(features, outputs, targets)
             total = new if total is None else total.plus(new) if isinstance(new, Regression) else total + new
             kept += [] if self.likelihood.is_gaussian else [(features, targets)]
@@ -281,7 +281,7 @@ class VariationalLastLayer(Posterior):
         shape, dtype = capture.output_shape, widen(capture.outputs).dtype
         if not shape.numel() or shape[-1] != self.n_outputs:
             linearized.require_outputs(shape, self.n_outputs, x)
-            raise DataError("There is nothing to predict.", got="no example")
+            raise DataError("There is nothing to predict.", expected="at least one example", got="none")
         features, only = head_features(self.network, capture)[1], linearized.wants_variances(outputs, joint)
         mean, pushed = (features @ self._q.mean.mT).view(shape).to(dtype), self._q.pushed(features)
         check_outputs(mean)
@@ -304,6 +304,12 @@ class VariationalLastLayer(Posterior):
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         own = {name: value for name, value in tensors.items() if name != "vector"}
         self._index, self._seed, self._data_sum = own.pop("index"), int(header["seed"]), header["data_sum"]
+        (c, d), index = self._index.shape, self._index.flatten().sort().values
+        shapes = {"gram": (d, d), "cross": (d, c), "squares": (c,), "size": (), "weights": (c, d), "mean": (c, d)}
+        shapes["root"] = (c, d, *[d] * (self._own["covariance"] == "dense"))
+        fits = index.dtype == torch.int64 and torch.equal(index, torch.arange(self.n_parameters).to(index))
+        if not fits or any(x.shape != shapes[name] or x.dtype != torch.float64 for name, x in own.items()):
+            raise ValueError("an index, sums or factors of another form")
         if self.likelihood.is_gaussian:
             self._sums, self._key = Regression(**own), None
             self._solve()

@@ -27,7 +27,7 @@ from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.loss import MovedNetwork
-from laplace_plus.io.checkpoints import Checkpoint
+from laplace_plus.io.checkpoints import Checkpoint, count_of
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network import Network
@@ -116,7 +116,7 @@ class MeanTraining:
         first = 0
         saved = checkpoint.read("training", theta.device)
         if saved is not None:
-            first, tensors = int(saved[0]["epochs"]), saved[1]
+            first, tensors = count_of(saved[0], "epochs"), saved[1]
             theta.data.copy_(tensors["theta"])
             logs.data.copy_(tensors["logs"])
             history += terms_from_tensor(tensors["history"])
