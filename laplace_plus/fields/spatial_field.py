@@ -146,8 +146,6 @@ class SpatialField(GaussianPosterior):
             fix = "Give the box that the field was trained in, in the units of its coordinates."
             expected = f"points from {list(self.grid.lower)} to {list(self.grid.upper)}"
             raise DataError("No sample point of any ray is in the box.", expected=expected, fix=fix)
-        if all(block.is_zero() for _, block in sums.curvature):
-            raise self.zero_curvature()
         self.adopt(sums if before is None else before.plus(sums), self.network.vector())
         if self.field.render is not None:
             self._example = None  # random rays would tell little of the field

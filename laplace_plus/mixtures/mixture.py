@@ -170,9 +170,10 @@ class Mixture:
             self._set(torch.full((size,), 1 / size) if weights == "uniform" else self._evidence().softmax(0))
         else:
             try:
-                self._set(torch.as_tensor(weights))
+                weights = torch.as_tensor(weights)
             except (TypeError, ValueError) as error:
                 raise ConfigurationError("The weights are none.", expected="numbers", got=repr(weights)) from error
+            self._set(weights)
 
     def __repr__(self) -> str:
         return f"Mixture({len(self.members)} members, weights={[round(w, 4) for w in self.weights.tolist()]})"

@@ -286,7 +286,7 @@ DATA: Kinds = {
     "labels: one-hot": lambda c: c.fit((c.x, nn.functional.one_hot(c.y, CLASSES))),
     "labels: a column": lambda c: c.fit((c.x, c.y[:, None])),
     "labels: complex": lambda c: c.fit((c.x, c.y.to(torch.complex64))),
-    "labels: all ignored": lambda c: c.fit((c.x, torch.full_like(c.y, -100))),
+    "labels: all ignored": lambda c: but(c, {"SpatialField"}, c.fit((c.x, torch.full_like(c.y, -100)))),
     "targets: NaN": lambda c: c.fit((c.x, with_entry(c.t, NAN)), likelihood="regression"),
     "targets: infinite": lambda c: c.fit((c.x, with_entry(c.t, INF)), likelihood="regression"),
     "targets: integers": lambda c: c.fit((c.x, c.t.long()), likelihood="regression"),
@@ -306,9 +306,15 @@ DATA: Kinds = {
     "outputs: complex": lambda c: c.fit((c.x, c.y), model=Returns(lambda out: out * 1j)),
     "outputs: probabilities": lambda c: c.fit((c.x, c.y), model=nn.Sequential(network(), nn.Softmax(-1))),
     "outputs: NaN": lambda c: c.fit((c.x, c.y), model=Returns(lambda out: out * NAN)),
-    "outputs: detached": lambda c: but(c, {ADAPTED}, c.fit((c.x, c.y), model=Returns(torch.Tensor.detach))),
-    "outputs: constant": lambda c: but(c, {ADAPTED}, c.fit((c.x, c.y), model=Returns(torch.zeros_like))),
-    "outputs: rounded": lambda c: but(c, {"ABNN", ADAPTED}, c.fit((c.x, c.y), model=Returns(torch.round))),
+    "outputs: detached": lambda c: but(
+        c, {"SpatialField", ADAPTED}, c.fit((c.x, c.y), model=Returns(torch.Tensor.detach))
+    ),
+    "outputs: constant": lambda c: but(
+        c, {"SpatialField", ADAPTED}, c.fit((c.x, c.y), model=Returns(torch.zeros_like))
+    ),
+    "outputs: rounded": lambda c: but(
+        c, {"SpatialField", "ABNN", ADAPTED}, c.fit((c.x, c.y), model=Returns(torch.round))
+    ),
     "outputs: no axis of classes": lambda c: c.fit((c.x, c.y), model=Returns(lambda out: out[:, 0])),
     "outputs: one class": lambda c: c.fit((c.x, c.y * 0), model=network(1)),
     "outputs: one row too few": lambda c: c.fit((c.x, c.y), model=Returns(lambda out: out[1:])),

@@ -46,8 +46,6 @@ def pair(**options: Any) -> lp.Mixture:
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "ABNN, detached": (lambda: lp.ABNN(Detached(), "classification").fit([(X, Y)]), "is zero"),
-    "field, detached": (lambda: field(Detached()).fit([(X, Y)]), "is zero"),
-    "field, no labels": (lambda: field(net()).fit(NOTHING), "is zero"),
     "field, lazy": (lambda: field(nn.LazyLinear(3)), "not initialised"),
     "field, a trillion cells": (lambda: field(net(), resolution=10**12), "would not fit"),
     "last layer, no labels": (lambda: last_layer().fit(NOTHING), "is zero"),
