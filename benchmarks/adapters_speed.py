@@ -1,11 +1,13 @@
 """What posteriors over the adapters of causal language models take, in time and in memory.
 
     python benchmarks/adapters_speed.py gpt2
+    python benchmarks/adapters_speed.py peaks
     nice python benchmarks/adapters_speed.py billion
 
 ``gpt2``: GPT-2 small with LoRA of rank 8 on the attention's inputs, a batch of 4 × 128 tokens. Calls take turns on one
-core; of each the least CPU time counts. ``billion``: a Llama of 1.1 billion weights in bfloat16, adapters of rank 8 on
-queries and values, one fit to two sequences, and its peak memory. Weights and texts are random.
+core; of each the least CPU time counts. ``peaks``: what one process takes for the same fit and answers. ``billion``: a
+Llama of 1.1 billion weights in bfloat16, adapters of rank 8 on queries and values, one fit to two sequences, and its
+peak memory. Weights and texts are random.
 """
 
 from __future__ import annotations
@@ -50,12 +52,29 @@ def texts(n: int, length: int, words: int) -> dict[str, Tensor]:
     return {"input_ids": ids[:, :-1], "attention_mask": mask, "labels": ids[:, 1:]}
 
 
-def gpt2() -> dict[str, object]:
-    """Fits and answers beside forward and backward passes."""
+def small() -> tuple[nn.Module, dict[str, Tensor]]:
+    """GPT-2 small with adapters, and a batch of 4 × 128 tokens."""
     torch.manual_seed(0)
     base = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-    model = adapted(base, target_modules=["c_attn"], fan_in_fan_out=True)
-    data = texts(4, 128, 50257)
+    return adapted(base, target_modules=["c_attn"], fan_in_fan_out=True), texts(4, 128, 50257)
+
+
+def peaks() -> dict[str, object]:
+    """What the process takes at most until after each step, in GB; nothing else runs in it."""
+    found: dict[str, object] = {"GB, libraries": peak()}
+    model, data = small()
+    found["GB, network"] = peak()
+    posterior = lp.KFAC(model, "classification", parameters="lora", backend=lp.Native("ggn_mc"))
+    posterior.fit([data], generator=torch.Generator().manual_seed(0))
+    found["GB, fit"] = peak()
+    del data["labels"]
+    posterior.at_last_token(CHOICES).predictive(data)
+    return found | {"GB, answers": peak()}
+
+
+def gpt2() -> dict[str, object]:
+    """Fits and answers beside forward and backward passes."""
+    model, data = small()
     inputs = {name: value for name, value in data.items() if name != "labels"}
 
     def forward() -> None:
@@ -116,12 +135,12 @@ def billion(length: int = 32) -> dict[str, object]:
 
 
 def peak() -> float:
-    """The process's largest resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    """The process's largest resident memory so far, in GB, where the system counts it in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # between the two libraries
-    result = {"gpt2": gpt2, "billion": billion}[sys.argv[1]]()
+    result = {"gpt2": gpt2, "peaks": peaks, "billion": billion}[sys.argv[1]]()
     sys.stdout.write(json.dumps({**result, "load": os.getloadavg()}, indent=1) + "\n")
