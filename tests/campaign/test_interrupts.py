@@ -227,7 +227,7 @@ def training(net: nn.Module) -> Action:
 
 def actions(name: str, posterior: Any, saved: Path) -> dict[str, Action]:
     drawn = (
-        {"generator": seeded} if name in ("MetricBNN", "Riemannian", "ABNN", ADAPTED) else {}
+        {"generator": seeded} if name in ("MetricBNN", "Riemannian", "ABNN", "VariationalLastLayer", ADAPTED) else {}
     )  # others have their samples
 
     def functional(p: Any, **options: Any) -> Any:
