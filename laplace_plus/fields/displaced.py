@@ -19,10 +19,7 @@ Render = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 
 
 class Displaced(nn.Module):
-    """A model as a function of a displacement θ of its inputs, ``[V + 1, d]``, which is zero.
-
-    θ holds a vector for each vertex of the grid, and one for all points outside of the box.
-    """
+    """A model as a function of a displacement of its inputs, ``[V + 1, d]``: of vertices, and of all outside; zero."""
 
     hook: Callable[[Tensor], Tensor] | None = None
     """What displaces the points in place of θ, for derivatives by each of them."""

@@ -86,7 +86,6 @@ class SpatialField(GaussianPosterior):
     """
 
     over_ranks = is_resumable = False
-
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"validation": Validation}
 
     _covariance_cache: tuple[Any, Tensor] | None = None

@@ -1,10 +1,8 @@
 """The evidence lower bound of a last layer whose weights are Gaussian, independent from output to output.
 
-Outputs are then ``z_k ~ N(m_kᵀφ, φᵀS_kφ)``, independent of each other given φ, and
+Outputs are then ``z_k ~ N(m_kᵀφ, φᵀS_kφ)``, independent given φ. With a bound or an estimate where needed,
 
     L(q) = 1/T Σ_n E_q[log p(y_n|z_n)] − KL(q ‖ N(μ, I/α)) <= log evidence.
-
-Where the expectation has no closed form, a lower bound or an estimate takes its place.
 """
 
 from __future__ import annotations

@@ -52,16 +52,13 @@ class VariationalLastLayer(Posterior):
     covariances do not fit into memory. It warns (ConvergenceWarning) if the search did not converge.
 
     Args:
-        model, likelihood: As for :class:`Posterior`.
         mean: ``"trained"``, or ``"optimal"``, which predicted worse where features fit their training data closely.
         covariance: ``"dense"`` or ``"diagonal"``; with Gaussian noise dense.
         bound: For classes ``"reduced_kn"``, ``"jensen"`` or ``"mc"``: see ``bounds.expected_log_density``.
-        n_samples: Of ``"mc"``, an even number; they are the same throughout the search.
+        n_samples, max_iterations: An even number of samples for ``"mc"``, the same throughout; that of L-BFGS.
         noise, noise_shape: ``"gaussian"`` or ``"student_t"``, and a₀.
-        max_iterations: Of L-BFGS.
-        parameters: ``"last_layer"``, or the names of all of a linear last layer's parameters.
-        prior_precision, prior_mean, temperature, memory_budget: As for :class:`Posterior`; α is one number.
-        backend: Not used.
+        parameters, backend: ``"last_layer"``, or the names of all of a linear last layer's parameters; not used.
+        model, likelihood, prior_precision, prior_mean, temperature, memory_budget: As for :class:`Posterior`; one α.
 
     Example:
         >>> import laplace_plus as lp
@@ -74,7 +71,6 @@ class VariationalLastLayer(Posterior):
 
     one_precision = True
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {"elbo": VariationalBound}
-
     _sums: Regression | None = None
     _solution: Solution | None = None
     _key: tuple[Any, ...] | None = None
