@@ -116,9 +116,10 @@ def run(options, seed: int) -> None:
     for of, posterior in posteriors(net, data).items():
         for criterion in ("magnitude", "precision", "evidence"):
             for compensate in (False, True) if "KFAC" in of else (False,):
-                if criterion == "magnitude" and not compensate and of != "KFAC, prior by layer":
+                if criterion == "magnitude" and "KFAC" not in of:  # the same for all posteriors
                     continue
                 name = f"{criterion}, {of}{', compensated' * compensate}"
+                name = "magnitude" if criterion == "magnitude" and not compensate else name
                 start = time.process_time()
                 for share in options.levels:
                     pruned = lp.uses.prune(posterior, sparsity=share, criterion=criterion, compensate=compensate)
@@ -133,14 +134,20 @@ def summary(file: Path) -> None:
     for row in rows:
         found[row["criterion"], row["sparsity"]].append(row)
     levels = sorted({row["sparsity"] for row in rows})
-    for what in ("accuracy", "nll"):
+    for what in ("accuracy", "nll", "accuracy minus magnitude's"):
+        key = what.split()[0]
         sys.stdout.write(f"| {what} | " + " | ".join(f"{level:.0%}" for level in levels) + " |\n")
         sys.stdout.write("|---" * (len(levels) + 1) + "|\n")
         for name in dict.fromkeys(row["criterion"] for row in rows):
             cells = []
             for level in levels:
-                own = [row[what] for row in found[name, level]]
-                cells.append(f"{sum(own) / len(own):.3f}" if own else "")
+                own = {row["seed"]: row[key] for row in found[name, level]}
+                base = {row["seed"]: row[key] for row in found["magnitude", level]}
+                if what != key:
+                    own = {seed: value - base[seed] for seed, value in own.items() if seed in base}
+                values = torch.tensor(list(own.values()), dtype=torch.float64)
+                error = f" ± {values.std() / len(values) ** 0.5:.3f}" if what != key and len(values) > 1 else ""
+                cells.append(f"{values.mean():.3f}{error}" if own else "")
             sys.stdout.write(f"| {name} | " + " | ".join(cells) + " |\n")
         sys.stdout.write("\n")
 
