@@ -20,46 +20,54 @@ from torch import nn
 import laplace_plus as lp
 
 METHODS = ("random", "determinant", "lcmd", "kmeans++", "max_distance", "variance", "targets")
-START, ROUNDS, EACH, POOL, WIDTH, STEPS = 256, 8, 32, 2000, 64, 300
+START, ROUNDS, EACH, POOL, VALID, WIDTH, STEPS = 256, 8, 32, 2000, 512, 64, 400
 
 
 def load(folder: Path, table: str, split: int):
-    """Inputs and targets for training and for tests, standardised."""
+    """Standardised inputs and targets of the pool (that to start from in front), for validation, and for tests."""
     z = np.load(folder / table / "data.npz", allow_pickle=False)
     x, y = torch.tensor(z["x"], dtype=torch.float32), torch.tensor(z["y"], dtype=torch.float32)[:, None]
     test = torch.tensor(z["standard_test"][split])
-    order = torch.randperm(int((~test).sum()), generator=torch.Generator().manual_seed(split))[: START + POOL]
-    train, held = (x[~test][order], y[~test][order]), (x[test], y[test])
-    center, scale = train[0].mean(0), train[0].std(0)
-    mean, std = train[1].mean(), train[1].std()
+    rows = (~test).nonzero()[:, 0]
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(split))]
+    valid, rows = rows[: min(VALID, len(rows) // 5)], rows[min(VALID, len(rows) // 5) :][: START + POOL]
+    center, scale = x[rows].mean(0), x[rows].std(0)
+    mean, std = y[rows].mean(), y[rows].std()
     scale = torch.where(scale > 1e-6, scale, torch.ones(()))
-    return [((a - center) / scale, (b - mean) / std) for a, b in (train, held)]
+    return [((x[part] - center) / scale, (y[part] - mean) / std) for part in (rows, valid, test)]
 
 
-def trained(x, y, seed: int) -> nn.Module:
-    """A network that was fitted to some data."""
+def trained(x, y, valid, seed: int) -> nn.Module:
+    """A network that was fitted to some data, as it was when its loss of the validation data was least."""
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
     )
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS)
-    for _ in range(STEPS):
+    best, state = math.inf, net.state_dict()
+    for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
         schedule.step()
+        if step % 10 == 0:
+            with torch.no_grad():
+                loss = float(nn.functional.mse_loss(net(valid[0]), valid[1]))
+            if loss < best:
+                best, state = loss, {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(state)
     return net.eval()
 
 
 def run(data, method: str, split: int) -> list[float]:
     """Test log RMSE at the start and after each round."""
-    (x, y), (x_test, y_test) = data
+    (x, y), valid, (x_test, y_test) = data
     known = torch.zeros(len(x), dtype=torch.bool)
     known[:START] = True
     generator, logs = torch.Generator().manual_seed(split), []
     for number in range(ROUNDS + 1):
-        net = trained(x[known], y[known], 100 * split + number)
+        net = trained(x[known], y[known], valid, 100 * split + number)
         with torch.no_grad():
             logs.append(float((net(x_test) - y_test).square().mean().sqrt().log()))
         if number == ROUNDS:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace_plus.batches import batch_size
+from laplace_plus.curvature.gradients import pieces
 from laplace_plus.errors import ConfigurationError, UnsupportedError
 from laplace_plus.evidence.tuning import check_choice
 from laplace_plus.network import exact_arithmetic
@@ -141,7 +142,7 @@ def _features(posterior: Posterior, inputs: Any, roots: Tensor, *, weighted: boo
     inputs = network.receive(inputs)
     outputs = max(1, posterior.n_outputs)
     each = 4 * outputs * posterior.n_parameters * roots.element_size()
-    for part in network.cut(inputs, each, min(_BYTES, (posterior.memory_budget or 4 * _BYTES) // 4)):
+    for part in pieces(network, inputs, each, min(_BYTES, (posterior.memory_budget or 4 * _BYTES) // 4)):
         found = network.forward(part)
         if found.ndim != 2:  # noqa: PLR2004
             what, got = "Data are chosen for outputs of one position.", f"{tuple(found.shape)}"

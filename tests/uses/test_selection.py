@@ -134,6 +134,29 @@ def test_micro_batches_change_nothing():
     torch.testing.assert_close(select(posterior, pool, 4), expected)
 
 
+def test_memory_is_bounded_by_the_budget(monkeypatch):
+    posterior, pool = problem(hidden=200)
+    pool = pool.repeat(300, 1)
+    whole = len(pool) * posterior.n_parameters * 8
+    posterior.memory_budget, sizes = whole // 8, []
+    compute = posterior.network.per_example_gradients
+
+    def recorded(*arguments):
+        found = compute(*arguments)
+        sizes.append(sum(own.nbytes for own in found.values()))
+        return found
+
+    monkeypatch.setattr(posterior.network, "per_example_gradients", recorded)
+    generator = torch.Generator().manual_seed(0)
+    select(posterior, pool, 3, n_features=8, generator=generator)
+    assert sum(sizes) == whole
+    assert max(sizes) <= whole // 8
+    posterior.memory_budget = 2**20
+    for method in ("determinant", "lcmd"):
+        with pytest.raises(lp.errors.ConfigurationError, match="do not fit"):
+            select(posterior, pool, 3, n_features=500, method=method)
+
+
 def test_bad_input_is_refused():
     posterior, pool = problem()
     with pytest.raises(lp.errors.ConfigurationError, match="So many"):
