@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import laplace_plus.posteriors as posteriors
 import laplace_plus.testing as testing
 from laplace_plus import (
+    constraints,
     curvature,
     distributed,
     errors,
@@ -81,6 +82,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "conformalize",
+    "constraints",
     "curvature",
     "distributed",
     "errors",

@@ -105,6 +105,7 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "posteriors.abnn",
         "posteriors.training_free_lora",
         "posteriors.variational_last_layer",
+        "constraints",
         "fields",
         "mixtures",
         "training.data_emphasized",

@@ -19,7 +19,7 @@ Function = Callable[[Tensor], Tensor]
 
 def periodic(shift: float | Tensor) -> Constraint:
     """``f(x + T) − f(x)`` at points ``[B, ...]``, for a period T: a number, or a tensor that can be added to points."""
-    return equivariant(lambda points: points + torch.as_tensor(shift).to(points))
+    return equivariant(lambda points: points + (shift.to(points) if isinstance(shift, Tensor) else shift))
 
 
 def equivariant(g_in: Function, g_out: Function | None = None) -> Constraint:
@@ -64,7 +64,7 @@ class conservative:
 
     def draw(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Points, and new directions ``[n, B, d]``."""
-        if not isinstance(points, Tensor) or points.ndim != 2:  # noqa: PLR2004
+        if not isinstance(points, Tensor) or points.ndim != 2:
             raise ConfigurationError("The points do not fit.", expected="a tensor [B, d]", got=describe(points))
         signs = draw_probes("signs", self._n * len(points), points.shape[1], generator=self._generator)
         return points, signs.view(self._n, *points.shape).to(points)

@@ -54,8 +54,6 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
     Source: Roy, Hauberg and Krämer (2025), arXiv 2510.19634.
     """
 
-    last: Correction | None
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -86,7 +84,8 @@ class NullSpaceOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("The parameters are sharded over ranks.", fix="Pass the module before fully_shard.")
         self.optimizer, self.constraint, self.points = optimizer, constraint, points
         self.rate, self.warm_up, self.every = rate, warm_up, every
-        self.max_iterations, self.tolerance, self.count, self.last = max_iterations, tolerance, 0, None
+        self.max_iterations, self.tolerance, self.count = max_iterations, tolerance, 0
+        self.last: Correction | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state  # no copies: schedules change them
 

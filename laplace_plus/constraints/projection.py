@@ -16,8 +16,6 @@ from laplace_plus.errors import ConvergenceWarning, UnsupportedError, warn
 from laplace_plus.linalg.arguments import require_count
 from laplace_plus.selection import Selection, select
 
-_HALVINGS = 10
-
 
 class Projection(NamedTuple):
     """A state on a constraint, for ``load_state_dict``; the root mean squares of c there and before; steps taken."""
@@ -85,7 +83,7 @@ def project(
         optimizer.zero_grad()
         optimizer.step()
         with torch.no_grad():
-            for left in reversed(range(_HALVINGS)):
+            for left in reversed(range(10)):
                 if (now := rms(optimizer.values())) < violation:
                     break
                 for parameter, origin in zip(moving, old, strict=True):

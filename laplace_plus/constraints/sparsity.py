@@ -30,8 +30,7 @@ class Sparse:
         saliency: Scores by name from parameters by name; the smallest are held. By default ``|θ|``.
 
     Attributes:
-        masks: Bool tensors by parameter name, True where weights are held; empty before the first choice.
-        held: The share that they were chosen for.
+        masks: Bool tensors by parameter name, True where weights are held; ``held`` is the share they were chosen for.
 
     Sources: Roy, Hauberg and Krämer (2025), arXiv 2510.19634; Zhu and Gupta (2017), "To prune, or not to prune".
     """
@@ -75,7 +74,7 @@ class Sparse:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 held = parameter * mask
                 parameter.grad.masked_fill_(mask, 0.0).add_(held, alpha=rate)
-                squares += float(torch.linalg.vector_norm(held.float() if held.itemsize == 2 else held)) ** 2  # noqa: PLR2004
+                squares += float(torch.linalg.vector_norm(held.float() if held.itemsize == 2 else held)) ** 2
                 count += int(mask.sum())
         return Correction((squares / max(count, 1)) ** 0.5, 0.0, 0, Status.CONVERGED)
 

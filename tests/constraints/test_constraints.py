@@ -96,8 +96,8 @@ def sgd(parameters):
 @pytest.mark.parametrize(
     ("make", "steps"),
     [
-        (sgd, 150),
-        (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.4, nesterov=True), 150),
+        (sgd, 120),
+        (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.4, nesterov=True), 120),
         pytest.param(lambda p: torch.optim.Adam(p, lr=0.01), 3000, marks=pytest.mark.slow),
         pytest.param(lambda p: torch.optim.SGD(p, lr=0.1), 2000, marks=pytest.mark.slow),
     ],
@@ -114,7 +114,7 @@ def test_training_ends_at_the_kkt_point(make, steps):
 def test_adam_comes_after_the_correction():
     # The other way round the constraint is met, and the optimum of the constrained problem is not.
     problem = Quadratic()
-    optimizer = problem.run(lambda p: torch.optim.Adam(p, lr=0.03), 400)
+    optimizer = problem.run(lambda p: torch.optim.Adam(p, lr=0.03), 250)
     assert optimizer.last.violation < 1e-4 and problem.error() < 1e-3
 
 
@@ -141,7 +141,7 @@ def test_projection_without_violation():
     torch.manual_seed(0)
     theta, u = torch.randn(2, 12, dtype=torch.float64)
     jacobian = torch.func.jacrev(nonlinear)(theta)
-    projected = null_space_gradient(nonlinear, theta, u, 0.0)
+    projected = null_space_gradient(nonlinear, theta, u, 0.0).detach()
     assert (jacobian @ projected).abs().max() <= 1e-8
     assert float(projected @ projected) == pytest.approx(float(u @ projected), abs=1e-8)
     torch.testing.assert_close(projected, u - torch.linalg.pinv(jacobian) @ jacobian @ u, rtol=0, atol=1e-8)
@@ -173,7 +173,7 @@ def test_gradients_through_the_step():
     # the hypergradient: of a loss after a step, in the rate
     (slope,) = torch.autograd.grad((theta - 0.1 * null_space_gradient(nonlinear, theta, u, rate)).square().sum(), rate)
     after = [
-        (theta - 0.1 * null_space_gradient(nonlinear, theta, u, float(rate) + shift)).square().sum().item()
+        (theta - 0.1 * null_space_gradient(nonlinear, theta, u, 0.4 + shift)).square().sum().item()
         for shift in (-1e-5, 1e-5)
     ]
     assert float(slope) == pytest.approx((after[1] - after[0]) / 2e-5, rel=1e-6)
@@ -204,13 +204,13 @@ def test_redundant_and_inconsistent_constraints():
     problem = Quadratic()
     single, (A, b) = problem.constraint, (problem.A, problem.b)
     problem.constraint = lambda model, points: single(model, points).repeat(2)  # every row twice
-    assert problem.run(sgd, 150).last.residual < 1e-10
+    assert problem.run(sgd, 120).last.residual < 1e-10
     assert problem.error() <= 1e-12
     # Of rows that contradict each other, the mean is met, and the residual says so.
     problem = Quadratic()
     problem.constraint = lambda model, points: torch.cat([single(model, points) + 1, single(model, points) - 1])
     problem.constraint = lambda model, _: torch.cat([A @ model.parameters["weights"] - b + s for s in (1.0, -1.0)])
-    optimizer = problem.run(sgd, 150)
+    optimizer = problem.run(sgd, 120)
     assert problem.error() <= 1e-12
     assert optimizer.last.residual == pytest.approx(math.sqrt(6), rel=1e-9)
     assert optimizer.last.violation == pytest.approx(1.0, rel=1e-9)
@@ -264,7 +264,7 @@ def test_conservative_is_the_symmetric_part():
     # one random direction at one point in each step, as in training
     constraint = conservative(1, generator)
     optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), constraint, net, x[:1], rate=1.0)
-    for _ in range(150):
+    for _ in range(110):
         optimizer.zero_grad()
         optimizer.step()
     torch.testing.assert_close(net.weight.detach(), (first + first.T) / 2, rtol=0, atol=1e-14)
@@ -277,7 +277,7 @@ def test_value_is_equality_constrained_least_squares():
     system = torch.cat([torch.cat([x.T @ x, fixed.T], 1), torch.cat([fixed, fixed.new_zeros(2, 2)], 1)])
     expected = torch.linalg.solve(system, torch.cat([x.T @ y, wanted]))[:3, 0]
     optimizer = NullSpaceOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), value(fixed, wanted), net, rate=2.0)
-    for _ in range(150):
+    for _ in range(110):
         optimizer.zero_grad()
         ((net(x) - y).square().sum() / 40).backward()
         optimizer.step()
@@ -463,10 +463,8 @@ def test_frozen_parameters_groups_and_missing_gradients():
     optimizer.zero_grad(set_to_none=True)
     optimizer.step()  # without any gradient of a loss, only towards the constraint
     assert bool((flat(net[0]) == first).all()) and net[0].weight.grad is None and other.grad is None
-    assert net[4].bias.grad is None  # the constraint does not depend on it, so that nothing moves it
     assert net[4].weight.grad is not None
     assert float(optimizer.values().detach().norm()) < float(before.norm())
-    # columns of zeros for what is frozen: the same as if nothing else were there
     assert set(optimizer.trained()) == {"2.weight", "2.bias", "4.weight", "4.bias"}
     optimizer.add_param_group({"params": [net[0].bias.requires_grad_()], "lr": 0.3})
     assert "0.bias" in optimizer.trained() and len(optimizer.optimizer.param_groups) == 3
@@ -488,21 +486,20 @@ def test_model_stays_in_training_mode_with_its_statistics():
     assert all(bool((buffers[name] == buffer).all()) for name, buffer in net.named_buffers())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_solves_in_float32(dtype):
-    net, x, points = periodic_problem()
+@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_low_precision_solves_in_float32(dtype, within):
+    net, x, _ = periodic_problem()
     wide = copy.deepcopy(net)
     net.to(dtype)
     gradients = []
     for one, kind in ((wide, torch.float32), (net, dtype)):
         one(x.to(kind)).square().mean().backward()
-        optimizer = NullSpaceOptimizer(
-            torch.optim.SGD(one.parameters(), lr=0.1), periodic(6.0), one, points.to(kind)[:3]
-        )
+        hard = value(torch.tensor([[0.0], [2.0]], dtype=kind), torch.ones(2, 1, dtype=kind))
+        optimizer = NullSpaceOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), hard, one)
         optimizer.step()
         assert all(p.grad.dtype == kind for p in one.parameters())
         gradients.append(flat(one, lambda p: p.grad).float())
-    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 0.05
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < within
 
 
 def test_autocast_and_no_grad():

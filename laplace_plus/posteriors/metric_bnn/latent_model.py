@@ -122,9 +122,7 @@ def repulsion_loss(latents: Tensor, others: Tensor) -> Tensor:
 
 def reconstruction_loss(points: Tensor, decoded: Tensor, *, squared: bool = True) -> Tensor:
     """``L_d``: mean ``‖x − x̂‖²`` of rows, or their mean distance; 0-d."""
-    if squared:
-        return (points - decoded).square().sum(-1).mean()
-    return distances(points, decoded).mean()
+    return (points - decoded).square().sum(-1).mean() if squared else distances(points, decoded).mean()
 
 
 def draw_partners(n: int, negatives: Negatives, generator: torch.Generator) -> Tensor:
