@@ -81,12 +81,10 @@ def refuse_checkpointing(error: RuntimeError) -> None:
     The second forward pass of checkpointing runs without the substituted weights.
     """
     if "torch.utils.checkpoint" in str(error):
-        raise UnsupportedError(
-            "The network checkpoints activations between the selected parameters and its outputs.",
-            expected="a forward pass that keeps what its derivatives need",
-            got="torch.utils.checkpoint.checkpoint",
-            fix="Switch checkpointing off in evaluation mode: call it only where self.training is true.",
-        ) from error
+        what = "The network checkpoints activations between the selected parameters and its outputs."
+        expected = "a forward pass that keeps what its derivatives need"
+        fix = "Switch checkpointing off in evaluation mode: call it only where self.training is true."
+        raise UnsupportedError(what, expected=expected, got="torch.utils.checkpoint.checkpoint", fix=fix) from error
 
 
 class _WrittenOut(TorchFunctionMode):

@@ -231,12 +231,10 @@ class KroneckerAccumulation(Accumulation):
             block.count = block.count + int(own.sum() if expand else own.any(1).sum())
         if isinstance(gradients, EmbeddingGradients):
             if not expand and n_positions > 1:
-                raise UnsupportedError(
-                    f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary.",
-                    expected='weight_sharing="expand" where embeddings are selected',
-                    got='weight_sharing="reduce"',
-                    fix='Use weight_sharing="expand", or leave the embedding out of the selection.',
-                )
+                what = f"KFAC-reduce makes the input factor of {layout.names[0]!r} dense over its whole vocabulary."
+                expected = 'weight_sharing="expand" where embeddings are selected'
+                fix = 'Use weight_sharing="expand", or leave the embedding out of the selection.'
+                raise UnsupportedError(what, expected=expected, got='weight_sharing="reduce"', fix=fix)
             index = gradients.index[self.used] if own is None else gradients.index[self.used][own]
             total.values += torch.bincount(index.flatten(), minlength=gradients.n_columns).to(total.values)
             return
@@ -323,9 +321,6 @@ def register_structure(structure: type[Structure], accumulation: type[Accumulati
         ConfigurationError: The structure is registered with another accumulation.
     """
     if ACCUMULATIONS.get(structure, accumulation) is not accumulation:
-        raise ConfigurationError(
-            f"{structure.__name__} is registered already.",
-            expected="a new structure",
-            got=f"one that {ACCUMULATIONS[structure].__name__} adds up",
-        )
+        got = f"one that {ACCUMULATIONS[structure].__name__} adds up"
+        raise ConfigurationError(f"{structure.__name__} is registered already.", expected="a new structure", got=got)
     ACCUMULATIONS[structure] = accumulation

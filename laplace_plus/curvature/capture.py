@@ -122,12 +122,10 @@ class _Recorder(TorchFunctionMode):
                 raise
             except (*NETWORK_ERRORS, ArithmeticError) as error:  # not what a signal handler raises
                 func(*args, **kwargs)  # where the function fails, too, the network is to blame
-                raise ConfigurationError(
-                    f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}",
-                    expected="a rule that returns a Call or None",
-                    got=type(error).__name__,
-                    fix="Correct the rule that was given to laplace_plus.curvature.register_rule.",
-                ) from error
+                what = f"The rule of {getattr(func, '__qualname__', None) or repr(func)} failed: {error}"
+                expected = "a rule that returns a Call or None"
+                fix = "Correct the rule that was given to laplace_plus.curvature.register_rule."
+                raise ConfigurationError(what, expected=expected, got=type(error).__name__, fix=fix) from error
             # The rule does not describe a parameter in another argument, such as a learnt query that is normalised.
             if call is not None and used != call.rows and not {*map(_NAME, call.rows)}.issuperset(map(_NAME, used)):
                 call = None

@@ -97,12 +97,10 @@ class Gradients:
             for number in plan.members:
                 call = self.capture.calls[number]
                 if call.value._version != call.version:
-                    raise UnsupportedError(
-                        f"The network writes into the input of {call.rows[0].name!r} after it was used.",
-                        expected="inputs of layers that stay as they are, which training needs, too",
-                        got="a tensor that was modified in place",
-                        fix="Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection.",
-                    )
+                    what = f"The network writes into the input of {call.rows[0].name!r} after it was used."
+                    expected = "inputs of layers that stay as they are, which training needs, too"
+                    fix = "Use x = x * 3 instead of x.mul_(3), or leave the layer out of the selection."
+                    raise UnsupportedError(what, expected=expected, got="a tensor that was modified in place", fix=fix)
                 assert call.axis is not None
                 pointwise, order = self.capture.pointwise, self.capture.order
                 shape = call.output_shape if pointwise else self.capture.output_shape

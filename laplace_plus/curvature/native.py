@@ -148,12 +148,9 @@ class Native(Backend):
                 yield cotangents.reshape(len(picked), *shape), groups[column]
         elif self.kind == "empirical_fisher":
             if capture.pointwise and shape != capture.output_shape:
-                raise UnsupportedError(
-                    "The empirical Fisher of a last layer sums the positions of an example.",
-                    expected="outputs [B, C]",
-                    got=f"outputs {tuple(capture.output_shape)}",
-                    fix='Use kind="ggn" or kind="ggn_mc" for token-level outputs.',
-                )
+                what = "The empirical Fisher of a last layer sums the positions of an example."
+                expected, fix = "outputs [B, C]", 'Use kind="ggn" or kind="ggn_mc" for token-level outputs.'
+                raise UnsupportedError(what, expected=expected, got=f"outputs {tuple(capture.output_shape)}", fix=fix)
             gradient = likelihood.gradient(rows, targets) * weight[:, None].to(rows.dtype)
             capture.frees = True
             yield gradient.view(1, *shape), torch.zeros(1, dtype=torch.long)

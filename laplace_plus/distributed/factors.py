@@ -47,12 +47,10 @@ class OwnedSum(GramSum):
     @override
     def matrix(self) -> Tensor:
         if self._total is None:
-            raise DistributedError(
-                f"A Kronecker factor lies on rank {self.owner} alone.",
-                expected="what follows from its eigendecomposition, which every rank has",
-                got="a call that takes the factor itself",
-                fix="Fit with Ranks(shard_factors=False), or save() on all ranks and load().",
-            )
+            what = f"A Kronecker factor lies on rank {self.owner} alone."
+            expected = "what follows from its eigendecomposition, which every rank has"
+            fix = "Fit with Ranks(shard_factors=False), or save() on all ranks and load()."
+            raise DistributedError(what, expected=expected, got="a call that takes the factor itself", fix=fix)
         return GramSum.matrix(self)
 
     @override

@@ -49,19 +49,13 @@ def resolve_group(distributed: Distributed) -> Group | None:
     if distributed is False or (distributed is None and not ready):
         return None
     if distributed is True and not ready:
-        raise ConfigurationError(
-            "torch.distributed is not initialised.",
-            expected="torch.distributed to be initialised",
-            got="distributed=True in a process on its own",
-            fix="Launch with torchrun and call torch.distributed.init_process_group() first.",
-        )
+        what, expected = "torch.distributed is not initialised.", "torch.distributed to be initialised"
+        fix = "Launch with torchrun and call torch.distributed.init_process_group() first."
+        raise ConfigurationError(what, expected=expected, got="distributed=True in a process on its own", fix=fix)
     ranks = dist.group.WORLD if distributed is None or distributed is True else distributed
     if not ready or not isinstance(ranks, dist.ProcessGroup) or dist.get_rank(ranks) < 0:
-        raise ConfigurationError(
-            "distributed= is not a group of ranks.",
-            expected="None, True, False, Ranks(…) or a process group that this rank belongs to",
-            got=repr(distributed),
-        )
+        expected = "None, True, False, Ranks(…) or a process group that this rank belongs to"
+        raise ConfigurationError("distributed= is not a group of ranks.", expected=expected, got=repr(distributed))
     return Group(ranks) if dist.get_world_size(ranks) > 1 else None
 
 
@@ -145,12 +139,10 @@ class Group:
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise DistributedError(f"Rank {failed[0]}{others} failed. {errors[failed[0]]}")
         if lost and error is None:
-            raise DistributedError(
-                "The ranks do not make the same calls.",
-                expected=f"all ranks to be at the same point, as rank 0 is at {stages[0]}",
-                got=f"rank {lost[0]} at {stages[lost[0]]}",
-                fix="Call the same methods in the same order on every rank, or pass distributed=False.",
-            )
+            what = "The ranks do not make the same calls."
+            expected = f"all ranks to be at the same point, as rank 0 is at {stages[0]}"
+            fix = "Call the same methods in the same order on every rank, or pass distributed=False."
+            raise DistributedError(what, expected=expected, got=f"rank {lost[0]} at {stages[lost[0]]}", fix=fix)
         return list(payloads)
 
     def check_agreement(self, description: Mapping[str, str]) -> None:

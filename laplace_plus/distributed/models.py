@@ -26,12 +26,10 @@ def is_sharded(model: nn.Module) -> bool:
         return False
     for module in model.modules():
         if _is_a(module, "FullyShardedDataParallel"):
-            raise UnsupportedError(
-                "The first version of FSDP flattens parameters.",
-                expected="a module sharded with torch.distributed.fsdp.fully_shard, or none",
-                got="a FullyShardedDataParallel module",
-                fix="Use fully_shard, or load the full state dict into a plain module.",
-            )
+            what = "The first version of FSDP flattens parameters."
+            expected = "a module sharded with torch.distributed.fsdp.fully_shard, or none"
+            fix = "Use fully_shard, or load the full state dict into a plain module."
+            raise UnsupportedError(what, expected=expected, got="a FullyShardedDataParallel module", fix=fix)
         if _is_a(module, "FSDPModule"):
             return True
     return any(_is_a(tensor, "DTensor") for tensor in _tensors(model))
@@ -59,12 +57,9 @@ def plain_module(model: nn.Module) -> nn.Module:
         try:
             vars(shell).update(copy.deepcopy(_without_communication(vars(module)), memo))
         except Exception as error:
-            raise UnsupportedError(
-                f"The sharded model cannot be copied: {error}.",
-                expected="modules that copy.deepcopy can copy",
-                got=type(module).__name__,
-                fix="Load the full state dict into a plain module and pass that one.",
-            ) from error
+            what, expected = f"The sharded model cannot be copied: {error}.", "modules that copy.deepcopy can copy"
+            fix = "Load the full state dict into a plain module and pass that one."
+            raise UnsupportedError(what, expected=expected, got=type(module).__name__, fix=fix) from error
     return shells[model]
 
 

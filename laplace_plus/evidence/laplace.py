@@ -23,6 +23,7 @@ from typing_extensions import override
 from laplace_plus import _memory
 from laplace_plus.curvature.base import Backend
 from laplace_plus.curvature.structures import Curvature
+from laplace_plus.errors import UnsupportedError
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.priors import GaussianPrior, as_hyperparameter
 from laplace_plus.structured import EigenBlock, Factor
@@ -42,6 +43,7 @@ class LaplaceModel:
         likelihood: Gives ``log p(D|θ̂)`` from the data's additive ``statistics`` at any noise level.
         backend: Knows how H's components scale with the noise.
         n_outputs: C.
+        travelled: What takes the place of ``|θ̂ − μ₀|`` after several tasks, ``[P]``.
     """
 
     curvature: Curvature
@@ -52,6 +54,7 @@ class LaplaceModel:
     statistics: Tensor
     backend: Backend
     n_outputs: int
+    travelled: Tensor | None = None
     _known_scatter: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
     _evaluations: dict[str, tuple[int, JoinedSpectra | None]] = field(default_factory=dict, init=False, repr=False)
 
@@ -78,7 +81,7 @@ class LaplaceModel:
         """``(θ̂−μ₀)²``, summed over the entries that share a precision: 0-d, ``[L]`` or ``[P]``, float64."""
         known = {} if self.prior_mean.requires_grad else self._known_scatter  # a derivative's graph is used up by one
         if structure not in known:
-            away = self._unit_prior.deviation(self.vector)
+            away = self._unit_prior.deviation(self.vector) if self.travelled is None else self.travelled
             if structure == "scalar":  # in float64, which takes no more than these
                 squares = torch.stack([part.double().square().sum() for part in away.split(2**20)]).sum()
             else:
@@ -162,8 +165,23 @@ class LaplaceModel:
             return sets
         return [dict(factors) for factors in sets]
 
+    def squared_distance(self, vectors: Tensor, precision: Any, temperature: Any) -> Tensor:
+        """``(θ − θ̂)ᵀ Λ (θ − θ̂)`` for ``[n, P]``, ``[n]`` float64; differentiable in θ."""
+        moved = vectors.to(self.vector) - self.vector
+        weights = (self.weights() / temperature.to(moved.device)).to(moved)
+        squares = moved.square().double() @ self.prior(precision).vector().to(moved.device, torch.float64)
+        for layout, block in self.curvature:
+            squares = squares + block.quadratic(weights, layout.parameter_slices.gather(moved)).double()
+        return squares
+
     def log_likelihood(self, noise_std: Any = None) -> Tensor:
-        """``log p(D|θ̂)``, 0-d float64."""
+        """``log p(D|θ̂)``, 0-d float64; UnsupportedError where the posterior has seen no data."""
+        if self.statistics.isnan().any():
+            what, fix = (
+                "The evidence of data that were not seen is not known.",
+                "Fit to data, or tune by validation, without the noise.",
+            )
+            raise UnsupportedError(what, expected="a posterior after fit()", got="one from given variances", fix=fix)
         return self.likelihood.log_likelihood(self.statistics, noise_std)
 
     def log_marginal_likelihood(self, precision: Any, temperature: Any = 1.0, noise_std: Any = None) -> Tensor:

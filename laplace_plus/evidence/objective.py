@@ -134,6 +134,7 @@ class Objective:
 
     def residual_noise(self) -> Tensor:
         """Log noise levels of the training residuals, ``[n_noise]``."""
+        self.model.log_likelihood()  # refuses what has seen no data
         sums, counts = self.model.statistics.double().chunk(2)
         return (sums / counts).clamp_min(1e-20).log() / 2
 

@@ -91,12 +91,10 @@ def write(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapp
     except (ValueError, TypeError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         if "os error" in str(error):  # a full disk, say, in the words of safetensors
             raise OSError(str(error)) from error
-        raise CheckpointError(
-            "The header or the tensors cannot be stored.",
-            expected="a header of dictionaries, lists, strings, finite numbers, booleans and None; named dense tensors",
-            got=f"{type(error).__name__}: {error}",
-            fix="Store tensors as tensors, and convert everything else",
-        ) from error
+        what = "The header or the tensors cannot be stored."
+        expected = "a header of dictionaries, lists, strings, finite numbers, booleans and None; named dense tensors"
+        fix = "Store tensors as tensors, and convert everything else"
+        raise CheckpointError(what, expected=expected, got=f"{type(error).__name__}: {error}", fix=fix) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -137,12 +135,10 @@ def _check_replaceable(target: Path) -> None:
         return
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {"a file"}
     if names and not (names == {HEADER_FILE, TENSORS_FILE} and _parse((target / HEADER_FILE).read_bytes())):
-        raise CheckpointError(
-            f"{target} is not a checkpoint, and is not overwritten.",
-            expected=f"a new path, or a directory of a valid {HEADER_FILE} and {TENSORS_FILE} alone",
-            got=", ".join(sorted(names)[:5]),
-            fix="Choose another path, or remove what is there",
-        )
+        what = f"{target} is not a checkpoint, and is not overwritten."
+        expected = f"a new path, or a directory of a valid {HEADER_FILE} and {TENSORS_FILE} alone"
+        fix = "Choose another path, or remove what is there"
+        raise CheckpointError(what, expected=expected, got=", ".join(sorted(names)[:5]), fix=fix)
 
 
 def _check_keys(value: Any) -> None:

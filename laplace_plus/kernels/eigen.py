@@ -48,11 +48,8 @@ def symmetric_eigen(matrix: Tensor, driver: str = "evd") -> Eigen:
         NonFiniteError: The matrix has NaN or infinite entries.
     """
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.is_floating_point():
-        raise ConfigurationError(
-            "symmetric_eigen decomposes square matrices.",
-            expected="[..., n, n], floating point",
-            got=f"{list(matrix.shape)} of {matrix.dtype}",
-        )
+        what, expected = "symmetric_eigen decomposes square matrices.", "[..., n, n], floating point"
+        raise ConfigurationError(what, expected=expected, got=f"{list(matrix.shape)} of {matrix.dtype}")
     n, dtype = matrix.shape[-1], torch.promote_types(matrix.dtype, torch.float32)
     if matrix.numel() == 0:
         return matrix.new_empty(matrix.shape[:-1], dtype=dtype), matrix.new_empty(matrix.shape, dtype=dtype)
@@ -85,12 +82,9 @@ def symmetric_eigen(matrix: Tensor, driver: str = "evd") -> Eigen:
 def require_finite(matrix: Tensor) -> None:
     """Raise :class:`NonFiniteError` for NaNs and infinities."""
     if not all_finite(matrix):
-        raise NonFiniteError(
-            "A curvature factor is not finite.",
-            expected="finite activations and output gradients",
-            got=f"NaN or Inf in a factor of shape {tuple(matrix.shape)}",
-            fix="Look for NaNs in the data, or run the network in float32 if it overflows in half precision.",
-        )
+        what, got = "A curvature factor is not finite.", f"NaN or Inf in a factor of shape {tuple(matrix.shape)}"
+        fix = "Look for NaNs in the data, or run the network in float32 if it overflows in half precision."
+        raise NonFiniteError(what, expected="finite activations and output gradients", got=got, fix=fix)
 
 
 def _decompose(matrices: Tensor, driver: str) -> Eigen:

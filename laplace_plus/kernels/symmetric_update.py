@@ -55,11 +55,9 @@ def symmetric_update(total: Tensor, rows: Tensor) -> Tensor:
     types_fit = total.dtype in (torch.float32, torch.float64) and rows.is_floating_point()
     shapes_fit = total.ndim in (2, 3) and total.shape == (*rows.shape[:-2], *rows.shape[-1:] * 2)
     if not types_fit or not shapes_fit or rows.device != total.device:
-        raise ConfigurationError(
-            "The rows do not fit the total.",
-            expected="a total [d, d] of float32 or float64 and rows [N, d], or [G, d, d] and [G, N, d], on one device",
-            got=f"{list(total.shape)} of {total.dtype} on {total.device}, {list(rows.shape)} of {rows.dtype}",
-        )
+        expected = "a total [d, d] of float32 or float64 and rows [N, d], or [G, d, d] and [G, N, d], on one device"
+        got = f"{list(total.shape)} of {total.dtype} on {total.device}, {list(rows.shape)} of {rows.dtype}"
+        raise ConfigurationError("The rows do not fit the total.", expected=expected, got=got)
     if total.numel() == 0 or rows.numel() == 0:
         return total
     target, x = total.detach(), rows.detach()

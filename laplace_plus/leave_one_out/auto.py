@@ -147,6 +147,7 @@ class Auto:
         own = copy.copy(posterior)  # which shares what the model computes
         noisy = tunes_noise(model.likelihood, self.tune_noise) and model.likelihood.is_gaussian
         if noisy:
+            model.log_likelihood()  # refuses what has seen no data
             sums, counts = model.statistics.double().cpu().chunk(2)
             residual = (sums / counts).clamp_min(1e-20).sqrt().to(model.vector)
             own.noise_std = residual if own.noise_std.ndim else residual.mean()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 from laplace_plus.curvature import DiagonalStructure
 from laplace_plus.posteriors.gaussian import GaussianPosterior
+from laplace_plus.posteriors.moments import ADDED
 
 
 class Diagonal(GaussianPosterior):
@@ -22,3 +27,8 @@ class Diagonal(GaussianPosterior):
     """
 
     structure = DiagonalStructure()
+
+    @classmethod
+    def from_variance(cls, model: nn.Module, variance: Any, likelihood: Any, **options: Any) -> Diagonal:
+        """``N(θ̂, diag(variance))``, from IVON's or Adam's state, say; see :func:`laplace_plus.uses.from_variance`."""
+        return ADDED["from_variance"](model, variance, likelihood, cls=cls, **options)

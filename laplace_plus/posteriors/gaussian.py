@@ -29,7 +29,7 @@ from laplace_plus.evidence.tuning import GAUSSIAN_TUNERS, Tuner, check_choice, c
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.configuration import check_positive as positive
-from laplace_plus.posteriors.moments import Moments
+from laplace_plus.posteriors.moments import ADDED, Moments
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import (
     FitSums,
@@ -55,10 +55,6 @@ dense curvature, cubed sides of Kronecker factors. Tuning three layers of 512 un
 
 NEARLY = 0.9
 """Share of the parameters that are effective from which :meth:`GaussianPosterior.summary` says so."""
-
-
-PASSES: list[Any] = []
-"""How a fit is kept in a checkpoint; :mod:`laplace_plus.posteriors.resuming` adds its class."""
 
 
 class GaussianPosterior(Moments):
@@ -90,9 +86,9 @@ class GaussianPosterior(Moments):
         corrected = isinstance(structure, KroneckerStructure) and structure.eigenvalue_corrected
         if corrected:
             require_restartable(data, "The eigenvalue correction passes over the data twice.")
-        before = self.sums if update else None
+        before = self.sums if update else self.earlier
         if self._checkpoint_folder is not None:
-            self._passes = PASSES[0](self, self._checkpoint_folder, generator)
+            self._passes = ADDED["passes"](self, self._checkpoint_folder, generator)
             generator = self._passes.generator
         if before is not None:
             require_owners(self.group, owned_sums(before.curvature))
@@ -247,11 +243,11 @@ class GaussianPosterior(Moments):
         return self._sums
 
     @override
-    def laplace_model(self) -> LaplaceModel:
-        """What the evidence is a function of, apart from the hyperparameters."""
-        self.require_fit()
-        sums, mean, prior_mean = self._sums, self._vector, self._prior_mean
-        assert sums is not None and mean is not None
+    def laplace_model(self, *, moved: bool = False) -> LaplaceModel:
+        if not moved:
+            self.require_fit()
+        sums, mean, prior_mean = self.sums, self._vector, self._prior_mean
+        assert mean is not None
         # What it has computed for earlier hyperparameters holds as long as nothing but them changes.
         key = (sums, mean, prior_mean, prior_mean._version, self._prior_groups, self.likelihood)
         if self._model_cache is None or not all(map(is_, self._model_cache[0], key)):
@@ -264,6 +260,7 @@ class GaussianPosterior(Moments):
                 statistics=sums.statistics,
                 backend=self.backend,
                 n_outputs=sums.n_outputs,
+                travelled=sums.travelled,
             )
             self._model_cache = (key, model)
         return self._model_cache[1]
@@ -411,7 +408,7 @@ class GaussianPosterior(Moments):
             joint=joint,
             outputs=outputs,
             differentiable=differentiable,
-            expected_outputs=self.n_outputs,
+            expected_outputs=self.n_outputs or None,
             layouts=next(zip(*self._sums.curvature.blocks, strict=True)),
         )[0]
         if self._tangent_mean is None:
@@ -479,9 +476,10 @@ class GaussianPosterior(Moments):
         sums = self.sums
         blocks, tensors = curvature_state(sums.curvature)
         tensors |= {"statistics": sums.statistics, "vector": self.mean}
-        if self._tangent_mean is not None:
-            tensors["tangent_mean"] = self._tangent_mean
-        return {"blocks": blocks, "link": self.link, "covariance_scale": self.covariance_scale}, tensors
+        optional = {"tangent_mean": self._tangent_mean, "travelled": sums.travelled}
+        tensors |= {name: own for name, own in optional.items() if own is not None}
+        header = {"blocks": blocks, "link": self.link, "covariance_scale": self.covariance_scale}
+        return {**header, "continued": self.earlier is not None}, tensors
 
     @override
     def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -491,7 +489,10 @@ class GaussianPosterior(Moments):
         if any(block.n_components != self.likelihood.n_noise for _, block in curvature):
             raise CheckpointError("The blocks have another number of parts.", expected=f"{self.likelihood.n_noise}")
         self.likelihood.log_likelihood(tensors["statistics"])  # fails for those of another kind
-        sums = FitSums(curvature, tensors["statistics"].cpu(), self.n_data, self.n_outputs)
+        statistics, travelled = tensors["statistics"].cpu(), tensors.get("travelled")
+        travelled = travelled if travelled is None else travelled.view_as(tensors["vector"])
+        sums = FitSums(curvature, statistics, self.n_data, self.n_outputs, travelled)
+        self.earlier = ADDED["lost"] if header.get("continued") else None
         self.adopt(sums, tensors["vector"])
         self._tangent_mean, self.link = tensors.get("tangent_mean"), header.get("link")
         check_positive(covariance_scale=header.get("covariance_scale", 1.0))

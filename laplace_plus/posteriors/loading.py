@@ -43,12 +43,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, likelihood: Any = No
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError("The path is not a path.", expected="a str or a pathlib.Path", got=type(path).__name__)
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            "The model is not a module.",
-            expected="the torch.nn.Module that the posterior was fitted on",
-            got=type(model).__name__,
-            fix="Build the network, load its weights, then call laplace_plus.load(path, model).",
-        )
+        expected = "the torch.nn.Module that the posterior was fitted on"
+        fix = "Build the network, load its weights, then call laplace_plus.load(path, model)."
+        raise ConfigurationError("The model is not a module.", expected=expected, got=type(model).__name__, fix=fix)
     header, tensors = io.read(path)
     posterior = rebuilt(header, tensors, model, likelihood, check_function)
     for name in filter(header.__contains__, WRAPPERS):  # in their order

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.likelihoods.base import describe
 from laplace_plus.posteriors.base import Posterior
 from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.selection import Selection
 from laplace_plus.structured import Factor
+
+ADDED: dict[str, Any] = {}
+"""What modules above add by name: how a checkpoint keeps a fit (``posteriors.resuming``), and what ``uses`` does."""
 
 
 class Moments(Posterior):
     """What follows from a Gaussian's precision ``(H/T + P₀) / s``."""
 
+    earlier: Any = None
+    """The sums of earlier tasks' data, to which :meth:`fit` adds; see :meth:`continue_on`."""
+
     @abstractmethod
-    def laplace_model(self) -> LaplaceModel:
-        """What the evidence is a function of, apart from the hyperparameters."""
+    def laplace_model(self, *, moved: bool = False) -> LaplaceModel:
+        """What the evidence is a function of, apart from the hyperparameters; ``moved`` networks are not refused."""
 
     @abstractmethod
     def factors(self) -> dict[str, Factor]:
@@ -41,19 +50,27 @@ class Moments(Posterior):
             NotFittedError: Before :meth:`fit`.
             ConfigurationError: Vectors of another length.
         """
-        model, scale = self.laplace_model(), self.covariance_scale
+        model = self.laplace_model()
         vectors = theta if isinstance(theta, Tensor) and theta.ndim == 2 else [theta]  # noqa: PLR2004
         if any(not isinstance(one, Tensor) or one.shape != self.mean.shape for one in vectors):
             expected, got = f"[{self.n_parameters}] or [n, {self.n_parameters}]", describe(theta)
             raise ConfigurationError("These are no vectors of parameters.", expected=expected, got=got)
-        moved = (theta.to(self.mean) - self.mean).view(-1, self.n_parameters)
-        weights = (model.weights() / self._temperature.to(model.vector.device)).to(self.mean)
-        squares = moved.square().double() @ self.prior().vector().to(moved.device, torch.float64)
+        squares = model.squared_distance(theta.view(-1, self.n_parameters), self._prior_precision, self._temperature)
         determinant = sum(factor.log_determinant() for factor in self.factors().values())
-        for layout, block in model.curvature:
-            squares = squares + block.quadratic(weights, layout.parameter_slices.gather(moved)).double()
-        found = (determinant - self.n_parameters * math.log(2 * math.pi) - squares / scale) / 2
+        found = (determinant - self.n_parameters * math.log(2 * math.pi) - squares / self.covariance_scale) / 2
         return found if theta.ndim == 2 else found[0]  # noqa: PLR2004
+
+    @full_precision
+    def penalty(self, parameters: nn.Module | Mapping[str, Tensor] | Tensor) -> Tensor:
+        """``−log q(θ)`` without its constant, ``½ (θ − θ̂)ᵀ Σ⁻¹ (θ − θ̂)`` in nats, 0-d float64; differentiable.
+
+        The penalty of continual learning: :func:`laplace_plus.uses.penalty` has arguments and errors.
+        """
+        return ADDED["penalty"](self, parameters)
+
+    def continue_on(self, model: nn.Module, *, parameters: Selection | None = None) -> Any:
+        """A posterior whose prior is this one, to be fitted to the next task; see ``laplace_plus.uses.continue_on``."""
+        return ADDED["continue_on"](self, model, parameters=parameters)
 
     @full_precision
     def effective_dimension(self) -> Tensor:

@@ -17,7 +17,7 @@ from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, ident
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.gaussian import PASSES
+from laplace_plus.posteriors.moments import ADDED
 from laplace_plus.posteriors.storing import curvature_state, restored_curvature, with_prefix
 from laplace_plus.posteriors.sums import FitSums
 from laplace_plus.posteriors.training_data import require_restartable
@@ -104,7 +104,7 @@ class KeptPasses:
         return kept(self._checkpoint, "eigenvalues", batches, save, restore, self._device)
 
 
-PASSES.append(KeptPasses)
+ADDED["passes"] = KeptPasses
 
 
 def _place(layout: Layout) -> tuple[Any, ...]:

@@ -41,6 +41,8 @@ class FitSums:
     statistics: Tensor
     n_data: int
     n_outputs: int
+    travelled: Tensor | None = None
+    """Of a posterior that was continued: in place of ``|θ̂ − μ₀|``, the length of the way from task to task, ``[P]``."""
 
     def plus(self, other: FitSums) -> FitSums:
         """The sums over both data sets; neither is changed."""

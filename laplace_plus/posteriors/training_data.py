@@ -47,12 +47,8 @@ class TrainingData:
             loaders += [None] if self.further is None else [held() for held in self.further]
         known = [loader for loader in loaders if loader is not None]
         if len(known) < len(loaders):
-            raise DataError(
-                why,
-                expected="the training data again",
-                got="a posterior that was loaded or copied, or that saw data which can be used once or are gone",
-                fix="Pass data=train_loader.",
-            )
+            got = "a posterior that was loaded or copied, or that saw data which can be used once or are gone"
+            raise DataError(why, expected="the training data again", got=got, fix="Pass data=train_loader.")
         return known[0] if len(known) == 1 else _Chained(known)
 
 
@@ -69,20 +65,13 @@ class _Chained:
 def require_restartable(data: Iterable[Any], why: str) -> None:
     """Raise :class:`DataError` for an iterator, which can be passed over only once."""
     if isinstance(data, Iterator):
-        raise DataError(
-            why,
-            expected="an iterable that can be started again, such as a DataLoader",
-            got=f"a {type(data).__name__} that can only be used once",
-            fix="Pass a DataLoader or a list.",
-        )
+        expected, fix = "an iterable that can be started again, such as a DataLoader", "Pass a DataLoader or a list."
+        raise DataError(why, expected=expected, got=f"a {type(data).__name__} that can only be used once", fix=fix)
 
 
 def require_same_data(of: str, before: tuple[int, float | None], now: tuple[int, float]) -> None:
     """Raise :class:`DataError` if data have another size, or another sum as far as it is known, than before."""
     others = before[1] is not None and not same_sum(before[1], now[1])
     if now[0] != before[0] or others:
-        raise DataError(
-            f"These are not the data of {of}.",
-            expected=f"its {before[0]} examples, in any order",
-            got=f"{now[0]} others" if others else f"{now[0]} examples",
-        )
+        what, expected = f"These are not the data of {of}.", f"its {before[0]} examples, in any order"
+        raise DataError(what, expected=expected, got=f"{now[0]} others" if others else f"{now[0]} examples")
