@@ -46,7 +46,7 @@ PAGE = """# Split MNIST, one task after the other
 
 Five tasks of two digits, {PER_TASK} training images of 14 × 14 pixels each; 196-100-100 ReLU units; {EPOCHS} epochs of
 Adam at {RATE:g}, batches of {BATCH}; a prior precision of {PRIOR:g} for all rows, which is the only penalty of
-fine-tuning and of all tasks at once. A seed is a start, a choice of images and an order of batches. Accuracy is the mean
+fine-tuning and of all tasks at once. A seed is a start, a choice of images and an order of batches. Accuracy is a mean
 over the tasks' test images after the last task; forgetting is the mean over the first four of what was lost since each
 was learnt.
 

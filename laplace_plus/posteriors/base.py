@@ -81,6 +81,9 @@ class Posterior(Called):
 
     training_data: TrainingData = TrainingData()
 
+    earlier: Any = None
+    """The sums of earlier tasks' data, to which :meth:`fit` adds; see ``GaussianPosterior.continue_on``."""
+
     # -- what a method gives -------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -209,7 +212,8 @@ class Posterior(Called):
         if update:
             self.training_data = self.training_data.plus(data)
         else:
-            self.training_data = TrainingData(None if isinstance(data, Iterator) else data)
+            gone = isinstance(data, Iterator) or self.earlier is not None
+            self.training_data = TrainingData(None if gone else data)
 
     def _agree(self, group: Group, generator: torch.Generator | None, *, update: bool) -> torch.Generator | None:
         """Check that all ranks have the same posterior; returns this rank's generator."""

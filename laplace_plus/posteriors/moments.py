@@ -25,9 +25,6 @@ ADDED: dict[str, Any] = {}
 class Moments(Posterior):
     """What follows from a Gaussian's precision ``(H/T + P₀) / s``."""
 
-    earlier: Any = None
-    """The sums of earlier tasks' data, to which :meth:`fit` adds; see :meth:`continue_on`."""
-
     @abstractmethod
     def laplace_model(self, *, moved: bool = False) -> LaplaceModel:
         """What the evidence is a function of, apart from the hyperparameters; ``moved`` networks are not refused."""

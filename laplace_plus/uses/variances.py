@@ -68,8 +68,12 @@ def from_variance(
         torch.Size([4, 2])
     """
     if isinstance(variance, Mapping):
-        masks = {name: torch.ones_like(own, dtype=torch.bool) for name, own in variance.items()}
+        shapes = {name: own.shape if isinstance(own, Tensor) else () for name, own in variance.items()}
+        masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
         posterior = cls(model, likelihood, parameters=masks, prior_mean=prior_mean)
+        if {*posterior.parameter_names} != shapes.keys():  # with the prefix of a wrapper, say
+            expected, got = ", ".join(posterior.parameter_names), ", ".join(map(str, shapes))
+            raise ConfigurationError("The variances have other names.", expected=expected, got=got)
         variance = torch.cat([variance[name].detach().flatten().double() for name in posterior.parameter_names])
     else:
         posterior = cls(model, likelihood, parameters=parameters, prior_mean=prior_mean)
