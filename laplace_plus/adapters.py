@@ -34,12 +34,10 @@ def adapter_pairs(model: nn.Module) -> dict[str, str]:
                     a, b = (_names(module, prefix, kind, adapter) for kind in (first, second))
                     found[next(name for name in a if not name.endswith(".bias"))] = b[0]
     if not found:
-        raise SelectionError(
-            "The network has no active low-rank adapter.",
-            expected="layers with lora_A, lora_B and an active adapter, such as those of peft.get_peft_model",
-            got=type(model).__name__,
-            fix="Call model.set_adapter(name), or name the parameters.",
-        )
+        what = "The network has no active low-rank adapter."
+        expected = "layers with lora_A, lora_B and an active adapter, such as those of peft.get_peft_model"
+        fix = "Call model.set_adapter(name), or name the parameters."
+        raise SelectionError(what, expected=expected, got=type(model).__name__, fix=fix)
     return found
 
 

@@ -79,12 +79,9 @@ def split(item: Any) -> Batch:
         noise = noise.reshape(noise.shape + (1,) * (values.ndim - noise.ndim))
         target = torch.stack([values, noise.to(values).expand_as(values)], -1)
     if not isinstance(target, Tensor):
-        raise DataError(
-            "A batch has no tensor as its target.",
-            expected=f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}",
-            got=describe(item),
-            fix="let the loader yield batches (a DataLoader collates examples), or rename the target's key",
-        )
+        expected = f"(inputs, target), or a mapping with the target under one of {', '.join(TARGET_KEYS)}"
+        fix = "let the loader yield batches (a DataLoader collates examples), or rename the target's key"
+        raise DataError("A batch has no tensor as its target.", expected=expected, got=describe(item), fix=fix)
     return Batch(inputs, target)
 
 
@@ -236,12 +233,9 @@ def bind(source: nn.Module | Callable[..., Any], inputs: Any) -> tuple[tuple[Any
             return args, kwargs
     named = f"{type(source).__name__}.forward" if isinstance(source, nn.Module) else getattr(source, "__name__", "it")
     shown = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
-    raise DataError(
-        f"The inputs do not fit {named}.",
-        expected=f"inputs for the parameters ({', '.join(shown[len(owner) :])})",
-        got=describe(inputs),
-        fix="let the loader yield just the inputs that the network takes, under the names of its parameters",
-    )
+    expected = f"inputs for the parameters ({', '.join(shown[len(owner) :])})"
+    fix = "let the loader yield just the inputs that the network takes, under the names of its parameters"
+    raise DataError(f"The inputs do not fit {named}.", expected=expected, got=describe(inputs), fix=fix)
 
 
 @lru_cache(256)
@@ -270,12 +264,9 @@ def output_tensor(raw: Any) -> Tensor:
         return raw
     found = raw.get("logits", raw.get("out")) if isinstance(raw, Mapping) else getattr(raw, "logits", None)
     if not isinstance(found, Tensor):
-        raise OutputError(
-            "The network's output is not one tensor.",
-            expected='a tensor, an object with .logits, or a mapping with "logits" or "out"',
-            got=describe(raw),
-            fix="wrap the network in a module whose forward returns the output that the likelihood is about",
-        )
+        expected = 'a tensor, an object with .logits, or a mapping with "logits" or "out"'
+        fix = "wrap the network in a module whose forward returns the output that the likelihood is about"
+        raise OutputError("The network's output is not one tensor.", expected=expected, got=describe(raw), fix=fix)
     return found
 
 

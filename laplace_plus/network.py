@@ -320,12 +320,9 @@ class Network:
                 except (torch.OutOfMemoryError, ConfigurationError, DataError):  # from a rule of a layer, or of bind
                     raise
                 except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                    raise InputError(
-                        f"The network failed on a batch: {error}.",
-                        expected="inputs that model(inputs) takes",
-                        got=batches.describe(inputs),
-                        fix="Look at the error above this one, and call the model on such a batch yourself.",
-                    ) from error
+                    what, expected = f"The network failed on a batch: {error}.", "inputs that model(inputs) takes"
+                    fix = "Look at the error above this one, and call the model on such a batch yourself."
+                    raise InputError(what, expected=expected, got=batches.describe(inputs), fix=fix) from error
                 finally:
                     _restore(before, held.places)
             except BaseException:  # Ctrl-C in the middle of restoring
@@ -399,12 +396,10 @@ class Network:
                 continue
             finite = torch.isfinite(values)
             if not bool(finite.all()):
-                raise NonFiniteError(
-                    f"Parameter {name!r} is not finite.",
-                    expected="a trained network with finite weights",
-                    got=f"{int((~finite).sum())} NaN or Inf among {parameter.numel()} entries",
-                    fix="The training diverged; train again, e.g. with a smaller learning rate.",
-                )
+                what = f"Parameter {name!r} is not finite."
+                got = f"{int((~finite).sum())} NaN or Inf among {parameter.numel()} entries"
+                fix = "The training diverged; train again, e.g. with a smaller learning rate."
+                raise NonFiniteError(what, expected="a trained network with finite weights", got=got, fix=fix)
 
     def mark(self) -> list[Any]:
         """What differs after a change of modules, adapters or tensors: identities, addresses, writes, entries.

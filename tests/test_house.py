@@ -103,6 +103,7 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
     f"laplace_plus.{folder}": 600
     for folder in (
         "posteriors.abnn",
+        "posteriors.swag",
         "posteriors.training_free_lora",
         "posteriors.variational_last_layer",
         "constraints",

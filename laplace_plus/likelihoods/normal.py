@@ -44,12 +44,10 @@ def cholesky(matrix: Tensor) -> Tensor:
             return torch.where(positive, factor, 0.0)
         level = torch.where(failed, 10 * level, level)
         if bool((level > max(eps**0.5, 10 * size * eps)).any()):
-            raise NotPositiveDefiniteError(
-                "A covariance is indefinite.",
-                expected="a positive semi-definite matrix",
-                got=f"an eigenvalue of {float(torch.linalg.eigvalsh(symmetric.detach()).min()):.3g}",
-                fix="Use a larger prior precision, a positive semi-definite curvature (GGN) or float64",
-            )
+            what = "A covariance is indefinite."
+            got = f"an eigenvalue of {float(torch.linalg.eigvalsh(symmetric.detach()).min()):.3g}"
+            fix = "Use a larger prior precision, a positive semi-definite curvature (GGN) or float64"
+            raise NotPositiveDefiniteError(what, expected="a positive semi-definite matrix", got=got, fix=fix)
 
 
 def draw(mean: Tensor, covariance: Tensor, n: int, *, generator: torch.Generator | None) -> Tensor:

@@ -20,6 +20,7 @@ from laplace_plus.posteriors.sampled.tuning import SampledEvidence
 from laplace_plus.posteriors.subnetwork.selectors import LargestMagnitude, LargestVariance, Random, Selector
 from laplace_plus.posteriors.subnetwork.subnetwork import Subnetwork
 from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.posteriors.swag import SWAG
 from laplace_plus.posteriors.training_free_lora import TrainingFreeLoRA
 from laplace_plus.posteriors.variational_bound import VariationalBound
 from laplace_plus.posteriors.variational_last_layer.variational_last_layer import VariationalLastLayer
@@ -41,6 +42,7 @@ for _cls in (
     TrainingFreeLoRA,
     ABNN,
     VariationalLastLayer,
+    SWAG,
 ):
     register(_cls.__name__, _cls)
 
@@ -65,6 +67,7 @@ __all__ = [
     "Random",
     "Riemannian",
     "SGDSolver",
+    "SWAG",
     "SampledEvidence",
     "SampledLaplace",
     "ScaleFit",

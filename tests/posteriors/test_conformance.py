@@ -159,6 +159,7 @@ NAMES = [
     "SampledLaplace",
     "ABNN",
     "VariationalLastLayer",
+    "SWAG",
     "SpatialField",
 ]
 

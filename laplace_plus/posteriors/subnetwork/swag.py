@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_plus import batches
 from laplace_plus._progress import progress_bar
-from laplace_plus.errors import ConfigurationError, NonFiniteError
+from laplace_plus.errors import ConfigurationError, NonFiniteError, SelectionError
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.sampling import global_randomness
@@ -62,14 +62,36 @@ class DiagonalSWAG:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Variances ``[P]`` of the network's selected entries, over the snapshots (divided by their number)."""
+        start, count = network.vector().double(), 0
+        mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
+
+        def take(vector: Tensor) -> None:
+            nonlocal count
+            deviation, count = vector.double() - start, count + 1
+            step = deviation - mean
+            mean.add_(step / count)
+            square.add_(step * (deviation - mean))
+
+        self.follow(network, likelihood, data, take, progress=progress, generator=generator)
+        return (square / self.n_snapshots).to(network.dtype)
+
+    def follow(
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        data: Iterable[Any],
+        take: Callable[[Tensor], Any],
+        *,
+        name: str = "DiagonalSWAG",
+        progress: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Train, and give the weights ``[P]`` to ``take`` as each epoch ends; progress and errors have the ``name``."""
         moving = copy.deepcopy(network.model).train().requires_grad_(False)
         vector = network.vector().clone().requires_grad_()  # the selected entries alone are trained
-        optimizer = torch.optim.SGD(
-            [vector], lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
-        )
-        start = vector.detach().clone().double()
-        mean, square = torch.zeros_like(start), torch.zeros_like(start)  # of the deviation from the start
-        epochs = progress_bar(range(self.n_snapshots), enabled=progress, description="DiagonalSWAG: epochs")
+        rates: Any = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        optimizer = torch.optim.SGD([vector], **rates)
+        epochs = progress_bar(range(self.n_snapshots), enabled=progress, description=f"{name}: epochs")
         with global_randomness(network.device, generator), torch.enable_grad():
             for epoch in epochs:
                 for batch in batches.iterate(data, device=network.device):
@@ -77,19 +99,14 @@ class DiagonalSWAG:
                     raw = torch.func.functional_call(moving, network.substitute(vector), args, kwargs)
                     outputs = likelihood.arrange(batches.output_tensor(raw))
                     if not bool(torch.isfinite(outputs).all()):
-                        raise NonFiniteError(
-                            f"DiagonalSWAG diverged in epoch {epoch + 1}.",
-                            expected="finite outputs of the network",
-                            got="NaN or Inf",
-                            fix="Use a smaller learning_rate.",
-                        )
+                        what, fix = f"{name} diverged in epoch {epoch + 1}.", "Use a smaller learning_rate."
+                        raise NonFiniteError(what, expected="finite outputs of the network", got="NaN or Inf", fix=fix)
                     likelihood.validate(outputs.detach(), batch.target)
                     rows, targets, weight = likelihood.rows(outputs, batch.target)
                     loss = -(likelihood.log_density(rows, targets) * weight).sum() / weight.sum().clamp(min=1)
+                    if not loss.requires_grad:
+                        what, expected = f"{name} has nothing to train.", "outputs that depend on selected parameters"
+                        raise SelectionError(what, expected=expected, got="outputs without gradients")
                     (vector.grad,) = torch.autograd.grad(loss, vector)
                     optimizer.step()
-                deviation = vector.detach().double() - start
-                step = deviation - mean
-                mean += step / (epoch + 1)
-                square += step * (deviation - mean)
-        return (square / self.n_snapshots).to(network.dtype)
+                take(vector.detach())

@@ -1,0 +1,360 @@
+"""SWAG: a Gaussian from the moments of weights along stochastic gradient descent (Maddox et al., 2019).
+
+Of snapshots ``θ_1 … θ_T`` of the weights, with running means ``θ̄_t``, the posterior is
+
+    N(θ̄_T, s (Σ_diag + D Dᵀ/(k − 1))),    Σ_diag = diag(1/T Σ θ_t² − θ̄_T²),    D = [θ_t − θ̄_t] of the last k snapshots
+
+with ``s = ½``, as both terms estimate the covariance: "A simple baseline for Bayesian uncertainty in deep learning",
+arXiv:1902.02476. Without D it is ``N(θ̄_T, Σ_diag)``.
+
+A network of sampled weights needs statistics of its own in batch normalisation. They take a pass over the training data
+for each network. Those of ``n_members`` draws are computed by :meth:`SWAG.fit`, kept and saved; predictions by sampled
+networks are then those of these draws.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from laplace_plus import batches
+from laplace_plus.curvature import Backend
+from laplace_plus.curvature.linearization import ADModes
+from laplace_plus.curvature.structures import whole_layout
+from laplace_plus.errors import ConfigurationError, DataError
+from laplace_plus.evidence.tuning import check_counts, check_positive
+from laplace_plus.likelihoods.base import doubt_logits
+from laplace_plus.likelihoods.sampling import draw_seed, standard_normal
+from laplace_plus.linalg.arguments import require_count
+from laplace_plus.network import Network, unwrap
+from laplace_plus.posteriors.base import Posterior
+from laplace_plus.posteriors.configuration import common_arguments, full_precision
+from laplace_plus.posteriors.predicting import Method
+from laplace_plus.posteriors.subnetwork.swag import DiagonalSWAG
+from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.predictive.deviations import moments, pushed
+from laplace_plus.predictive.linearized import FunctionalPosterior, Outputs, functional_posteriors
+from laplace_plus.selection import Selection, refine
+from laplace_plus.structured.blocks import IdentityBasis
+from laplace_plus.structured.eigen import EigenFactor
+
+_LEAST = 1e-30
+"""Variances are at least this, as in the authors' code: weights that do not move have none."""
+
+
+class Snapshots:
+    """The running mean of weights ``[P]`` on a path, the sum of their squared deviations, and their last deviations."""
+
+    def __init__(self, like: Tensor, rank: int):
+        self.mean = self.squares = torch.zeros_like(like, dtype=torch.float64)
+        self.rank, self.count, self.deviations = rank, 0, like.new_zeros(0, len(like))
+
+    def add(self, vector: Tensor) -> None:
+        """Take up weights."""
+        self.count += 1
+        step = vector.to(self.mean) - self.mean
+        self.mean = self.mean + step / self.count
+        deviation = vector.to(self.mean) - self.mean
+        self.squares = self.squares + step * deviation
+        kept = torch.cat([self.deviations, deviation[None].to(self.deviations)])
+        self.deviations = kept[max(0, len(kept) - self.rank) :]
+
+
+class SWAG(Posterior):
+    """A Gaussian around the average of weights on the path of SGD: their variances, and their last deviations.
+
+    Either train the network further and hand over snapshots, and then pass the training data to :meth:`fit`::
+
+        posterior = lp.SWAG(model, "classification")
+        for _ in range(epochs):
+            train_for_an_epoch(model)  # with a constant, large learning rate
+            posterior.collect(model)
+        posterior.fit(train_loader)
+
+    Or call :meth:`fit` alone, which trains a copy as :class:`DiagonalSWAG` does. The network must not change after
+    :meth:`fit`. Predictions are those of sampled networks; ``method="linearized"`` takes the exact covariance of the
+    outputs, ``J Σ Jᵀ``. Memory is ``rank + 2`` vectors of the network's size. The prior and the temperature have no
+    part in it; a prior enters by the weight decay of SGD.
+
+    Args:
+        model, likelihood: As for :class:`Posterior`.
+        rank: How many of the last deviations are kept; 0 for variances alone.
+        scale: Factor s on ``Σ_diag + D Dᵀ/(k − 1)``; by default ½, or 1 for rank 0.
+        n_snapshots: Epochs of the training by :meth:`fit`, at least 2.
+        learning_rate, momentum, weight_decay: Of its SGD, as ``torch.optim.SGD`` has them.
+        n_members: How many draws get statistics of batch normalisation of their own.
+        parameters: As for :class:`Posterior`.
+        prior_precision, prior_mean, temperature, backend: Without effect.
+        memory_budget: As for :class:`Posterior`.
+
+    Raises:
+        ConfigurationError: A number out of range, besides what :class:`Posterior` raises. By :meth:`fit`, a single
+            snapshot, or a memory budget that does not hold the deviations.
+        NonFiniteError: By :meth:`fit`, where training diverges.
+
+    Example:
+        >>> import laplace_plus as lp
+        >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
+        >>> posterior = lp.SWAG(nn.Linear(2, 2), "classification", n_snapshots=10).fit([(x, y)])
+        >>> posterior.predictive(x[:3], n_samples=20).mean.shape
+        torch.Size([3, 2])
+    """
+
+    default_method: Method = "sampled"
+    _collected: Snapshots | None = None
+    _variance: Tensor
+    _deviations: Tensor
+    _seeds: Tensor | None = None
+    _statistics: dict[str, Tensor]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Any,
+        *,
+        rank: int = 20,
+        scale: float | None = None,
+        n_snapshots: int = 40,
+        learning_rate: float = 0.01,
+        momentum: float = 0.9,
+        weight_decay: float = 3e-4,
+        n_members: int = 30,
+        parameters: Selection = "all",
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: str | Backend = "native",
+        memory_budget: int | str | None = None,
+    ):
+        require_count("rank", rank, 0)
+        check_counts(n_members=n_members)
+        if scale is not None:
+            check_positive(scale=scale)
+        self.rank, self.scale, self.n_members = rank, scale, n_members
+        self._training = DiagonalSWAG(learning_rate, n_snapshots, momentum, weight_decay)
+        super().__init__(model, likelihood, **common_arguments(locals()))
+
+    @override
+    def options(self) -> dict[str, Any]:
+        names = ("learning_rate", "n_snapshots", "momentum", "weight_decay")
+        own = {"rank": self.rank, "scale": self.scale, "n_members": self.n_members}
+        return own | {name: getattr(self._training, name) for name in names}
+
+    # -- snapshots and the fit -----------------------------------------------------------------------------------------
+
+    @property
+    def n_collected(self) -> int:
+        """How many snapshots :meth:`collect` has taken."""
+        return 0 if self._collected is None else self._collected.count
+
+    @full_precision
+    def collect(self, model: nn.Module | None = None) -> Self:
+        """Take a snapshot of the weights; :meth:`fit` makes the posterior of all of them.
+
+        Args:
+            model: The network as it is now: the posterior's own, by default, or another with the same parameters.
+
+        Raises:
+            SelectionError: A model without the selected parameters.
+            NonFiniteError: Weights that are not finite.
+        """
+        network = self.network
+        if model is not None and not (isinstance(model, nn.Module) and unwrap(model) is network.model):
+            network = Network(model, refine(network.selected), self.likelihood.arrange)
+        network.check_finite()
+        vector = network.vector().to(self.network.device)
+        if self._collected is None:
+            self.require_vectors(self.rank + 4, "The deviations")
+            self._collected = Snapshots(vector, self.rank)
+        self._collected.add(vector)
+        return self
+
+    @override
+    def fit_batches(self, data: Iterable[Any], *, progress: bool, generator: torch.Generator | None) -> None:  # type: ignore[override]
+        path, norms = copy.copy(self._collected), self._norms(self.network.model)
+        if path is None or norms:
+            require_restartable(data, "SWAG passes over the data several times.")
+        n_data, n_outputs = self._survey(data, progress)
+        if path is None:
+            self.require_vectors(self.rank + 4, "The deviations")
+            path = Snapshots(self.network.vector(), self.rank)
+            training, options = self._training, {"name": "SWAG", "progress": progress, "generator": generator}
+            training.follow(self.network, self.likelihood, data, path.add, **options)
+        if path.count < 2:  # noqa: PLR2004
+            what, fix = "One snapshot has no variance.", "Call collect(model) after each epoch."
+            raise ConfigurationError(what, expected="two snapshots or more", got=f"{path.count}", fix=fix)
+        self._adopt(path)
+        self._seeds, self._statistics = None, {}
+        if norms:
+            source = torch.Generator().manual_seed(draw_seed(generator))
+            self._seeds = torch.tensor([draw_seed(source) for _ in range(self.n_members)])
+            self._statistics = self._normalised(data, progress)
+        self.n_data, self.n_outputs = n_data, n_outputs
+
+    def _survey(self, data: Iterable[Any], progress: bool) -> tuple[int, int]:
+        """The numbers of data and outputs; errors for targets that do not fit."""
+        seen, n_outputs, count, doubt, likelihood = 0, 0, 0.0, 0.0, self.likelihood
+        for batch in self.batches(data, progress=progress, description="SWAG: data"):
+            outputs = self.network.forward(batch.inputs)
+            likelihood.validate(outputs, batch.target)
+            count += float(likelihood.rows(outputs, batch.target)[2].sum())
+            doubt += likelihood.evidence_for_probabilities(outputs, batch.target)
+            seen, n_outputs = seen + len(outputs), outputs.shape[-1]
+        if not count:
+            raise self.zero_curvature()
+        if doubt > 0:
+            doubt_logits(likelihood, doubt)
+        return seen, n_outputs
+
+    def _adopt(self, path: Snapshots) -> None:
+        """Take over the moments of a path, scaled."""
+        dtype, k = self.network.dtype, len(path.deviations)
+        scale = (0.5 if self.rank else 1.0) if self.scale is None else self.scale
+        self.mean, self._path = path.mean.to(dtype), path
+        self._variance = (scale * (path.squares / path.count).clamp(min=_LEAST)).to(dtype)
+        self._deviations = path.deviations.to(dtype) * (scale / max(1, k - 1)) ** 0.5
+
+    # -- batch normalisation -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
+        return {name: own for name, own in model.named_modules() if isinstance(own, _BatchNorm)}
+
+    def _member(self, number: int) -> Tensor:
+        """The weights of a draw that has statistics, ``[P]``; the same on every device."""
+        assert self._seeds is not None
+        return self._draw(1, torch.Generator().manual_seed(int(self._seeds[number])))[0]
+
+    def _normalised(self, data: Iterable[Any], progress: bool) -> dict[str, Tensor]:
+        """Means and variances ``[n_members, *]`` of each batch normalisation, from one pass over the data."""
+        moving = copy.deepcopy(self.network.model).eval().requires_grad_(False)
+        norms, found, seen = self._norms(moving), dict[str, Tensor](), 0
+        for name, own in norms.items():
+            own.train()
+            for kind in ("running_mean", "running_var"):
+                found[f"{name}.{kind}" if name else kind] = torch.stack([getattr(own, kind)] * self.n_members)
+        for batch in self.batches(data, progress=progress, description="SWAG: batch normalisation"):
+            size = len(batch.target)
+            if size < 2:  # noqa: PLR2004  -- a single example has no variance
+                continue
+            seen += size
+            for own in norms.values():
+                own.momentum = size / seen  # the mean over the examples so far
+            args, keywords = batches.bind(moving, batch.inputs)
+            for number in range(self.n_members):
+                known = self.network.substitute(self._member(number))
+                known |= {name: every[number] for name, every in found.items()}  # written to in place
+                with torch.no_grad():
+                    torch.func.functional_call(moving, known, args, keywords)
+        if not seen:
+            expected = "batches of two examples or more"
+            raise DataError("Batch normalisation has no statistics.", expected=expected, got="single examples")
+        return found
+
+    @override
+    def sampled_outputs(self, x: Any, n: int, generator: torch.Generator | None) -> Iterable[Tensor]:
+        """Outputs of n sampled networks; with batch normalisation, of as many draws that have statistics."""
+        if self._seeds is None:
+            yield from super().sampled_outputs(x, n, generator)
+            return
+        network, x = self.network, self.network.receive(x)
+        device = None if generator is None else generator.device
+        order = torch.randperm(len(self._seeds), generator=generator, device=device).tolist()
+        for number in order[:n]:
+            known = network.substitute(self._member(number))
+            known |= {name: every[number] for name, every in self._statistics.items()}
+            with torch.no_grad():
+                yield torch.cat([network(part, known) for part in network.cut(x, network.bytes_forward)])
+
+    # -- the Gaussian --------------------------------------------------------------------------------------------------
+
+    def _draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        shapes = (n, len(self.mean)), (n, len(self._deviations))
+        diagonal, low = (standard_normal(shape, like=self.mean, generator=generator) for shape in shapes)
+        return torch.addmm(self.mean + diagonal * self._variance.sqrt(), low, self._deviations)
+
+    @override
+    @full_precision
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        self.require_fit()
+        self.check_draws(n=n)
+        return self._draw(n, generator)
+
+    @full_precision
+    def variance(self) -> Tensor:
+        """The variance of each parameter entry, ``[P]``."""
+        self.require_fit()
+        return self._variance + self._deviations.square().sum(0)
+
+    @full_precision
+    def covariance_matrix(self) -> Tensor:
+        """The covariance written out, ``[P, P]``; only for small P."""
+        self.require_fit()
+        return torch.diag(self._variance) + self._deviations.mT @ self._deviations
+
+    @override
+    @full_precision
+    def functional_posterior(
+        self,
+        x: Any,
+        *,
+        joint: bool = False,
+        outputs: Outputs = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> FunctionalPosterior:
+        """As of :class:`Posterior`; exact, but from samples for ``outputs="independent"``."""
+        if differentiable or outputs == "independent":
+            options: Any = {"joint": joint, "outputs": outputs, "generator": generator}
+            return super().functional_posterior(x, differentiable=differentiable, **options)
+        self.require_fit()
+        network, layout, x = self.network, whole_layout(self.network), self.network.receive(x)
+        factor = EigenFactor(IdentityBasis(), self._variance.reciprocal()[None, None])
+        known: Any = {"joint": joint, "outputs": outputs}
+        with torch.no_grad():
+            own = functional_posteriors(
+                network, [{layout.key: factor}], x, expected_outputs=self.n_outputs, layouts=[layout], **known
+            )[0]
+            modes, rows = vars(self).setdefault("_ad_modes", ADModes()), self._deviations
+            rows = rows if len(rows) else torch.zeros_like(self.mean)[None]
+            mean, moved = pushed(network, rows * len(rows) ** 0.5, x, n_outputs=self.n_outputs, ad_modes=modes)
+            low = moments(mean + self._mean_shift(x), moved, **known)
+        return FunctionalPosterior(low.mean.to(own.mean), own.covariance + low.covariance.to(own.covariance))
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    @override
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        path = self._path
+        tensors = {"path.mean": path.mean, "path.squares": path.squares, "path.deviations": path.deviations}
+        if self._seeds is not None:
+            tensors["seeds"] = self._seeds
+        tensors |= {f"statistics.{name}": own for name, own in self._statistics.items()}
+        return {"count": path.count, "collected": self._collected is not None}, tensors
+
+    @override
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        path = Snapshots(self.network.vector(), self.rank)
+        path.mean, path.squares = (tensors[f"path.{name}"].double().view_as(path.mean) for name in ("mean", "squares"))
+        path.deviations, path.count = tensors["path.deviations"].to(self.network.vector()), int(header["count"])
+        if path.count < 2 or path.deviations.shape != (min(self.rank, path.count), len(path.mean)):  # noqa: PLR2004
+            raise ValueError(f"deviations {tuple(path.deviations.shape)} of {path.count} snapshots")
+        if not bool((path.squares >= 0).all()):
+            raise ValueError("negative variances")
+        self._adopt(path)
+        self._collected = copy.copy(path) if header["collected"] else None
+        self._seeds = tensors["seeds"].cpu() if "seeds" in tensors else None
+        prefix = "statistics."
+        self._statistics = {k.removeprefix(prefix): own for k, own in tensors.items() if k.startswith(prefix)}
+        buffers, wanted = dict(self.network.model.named_buffers()), set[str]()
+        for name in self._norms(self.network.model):
+            wanted |= {f"{name}.{kind}" if name else kind for kind in ("running_mean", "running_var")}
+        shapes = {name: (self.n_members, *buffers[name].shape) for name in wanted}
+        if (self._seeds is None) == bool(wanted) or {n: own.shape for n, own in self._statistics.items()} != shapes:
+            raise ValueError("statistics of other normalisations")
