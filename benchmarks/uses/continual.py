@@ -24,8 +24,8 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 
 import laplace_plus as lp
 
-PER_TASK, HELD_OUT, EPOCHS, BATCH, RATE, PRIOR = 1000, 300, 20, 100, 1e-3, 1.0
-STRENGTHS, CHOICE_SEED = (1.0, 10.0, 100.0, 1000.0, 10000.0), 100
+PER_TASK, HELD_OUT, EPOCHS, BATCH, RATE, PRIOR = 1000, 300, 10, 100, 1e-3, 1.0
+STRENGTHS, CHOICE_SEED = (1.0, 10.0, 100.0, 1000.0), 100
 SETTINGS = {
     "multi-head": "a head of two outputs for each task, which is known at test time",
     "single-head, 2 outputs": "one head of two outputs, the first and the second digit of any task",
@@ -241,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     if options.report:

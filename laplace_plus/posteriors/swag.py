@@ -184,8 +184,8 @@ class SWAG(Posterior):
         if path is None:
             self.require_vectors(self.rank + 4, "The deviations")
             path = Snapshots(self.network.vector(), self.rank)
-            training, options = self._training, {"name": "SWAG", "progress": progress, "generator": generator}
-            training.follow(self.network, self.likelihood, data, path.add, **options)
+            options: Any = {"name": "SWAG", "progress": progress, "generator": generator}
+            self._training.follow(self.network, self.likelihood, data, path.add, **options)
         if path.count < 2:  # noqa: PLR2004
             what, fix = "One snapshot has no variance.", "Call collect(model) after each epoch."
             raise ConfigurationError(what, expected="two snapshots or more", got=f"{path.count}", fix=fix)

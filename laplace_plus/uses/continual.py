@@ -52,7 +52,7 @@ def penalty(posterior: GaussianPosterior, parameters: nn.Module | Mapping[str, T
         >>> import laplace_plus as lp
         >>> x, net = torch.linspace(-1, 1, 20)[:, None], nn.Linear(1, 1)
         >>> posterior = lp.Full(net, "regression").fit([(x, 2 * x)])
-        >>> float(posterior.penalty(net))
+        >>> float(posterior.penalty(net).detach())
         0.0
     """
     is_prior = not posterior.is_fitted and isinstance(posterior.earlier, TaskSums)
