@@ -5,6 +5,7 @@ posterior.fit_prior_precision()
 prediction = posterior.predictive(x)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import laplace_plus.posteriors as posteriors
@@ -47,6 +48,8 @@ from laplace_plus.training import DataEmphasized, train_data_emphasized, train_m
 if TYPE_CHECKING:
     from laplace_plus.integrations.backpack import BackPack
     from laplace_plus.integrations.curvlinops import Curvlinops
+
+    from . import reconstruction
 
 __all__ = [
     "Auto",
@@ -94,6 +97,7 @@ __all__ = [
     "linalg",
     "metrics",
     "plotting",
+    "reconstruction",
     "structured",
     "testing",
     "train_data_emphasized",
@@ -111,5 +115,7 @@ def __getattr__(name: str) -> Any:
     # These backends stand on libraries that take seconds to import.
     if name in ("BackPack", "Curvlinops"):
         return getattr(curvature, name)
+    if name == "reconstruction":
+        return import_module("laplace_plus.reconstruction")
     hint = f". Write {errors.WORDS[name]}" if name in errors.WORDS else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

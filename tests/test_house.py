@@ -109,6 +109,7 @@ METHODS = {  # folders that nothing but the top level imports, by their limit in
         "constraints",
         "fields",
         "mixtures",
+        "reconstruction",
         "training.data_emphasized",
     )
 } | {"laplace_plus.uses": 1790}  # of nine files

@@ -1,0 +1,246 @@
+"""A network's image and measurements, linearised at its weights, and the evidence of a prior over these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+from laplace_plus import errors
+from laplace_plus._memory import slices
+from laplace_plus._progress import progress_bar
+from laplace_plus.batches import call, describe, inputs_of, output_tensor
+from laplace_plus.evidence.tangent_model import batch_jacobian
+from laplace_plus.evidence.tuning import check_counts, check_positive
+from laplace_plus.network import Network
+from laplace_plus.posteriors.configuration import full_precision
+from laplace_plus.priors import as_hyperparameter
+from laplace_plus.reconstruction.filters import FilterCovariance, Filters
+from laplace_plus.reconstruction.measurements import operator_matrix
+from laplace_plus.reconstruction.search import maximise
+from laplace_plus.reconstruction.total_variation import differences, expected_absolute
+from laplace_plus.selection import Selection
+
+_ROWS_BYTES = 2**28
+
+
+class LinearizedImage:
+    """What :class:`ImagePosterior` knows before it predicts: rows of Jacobians, the evidence and its maximum."""
+
+    _memory_budget = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        operator: Any,
+        *,
+        noise_std: float | Tensor = 1.0,
+        prior: FilterCovariance | None = None,
+        blocks: Callable[[str], str] | None = None,
+        parameters: Selection = "all",
+    ):
+        self.network = Network(model, parameters, output_tensor)
+        self.filters = Filters(self.network, blocks)
+        self.operator, self.noise_std = operator, noise_std
+        self.prior = FilterCovariance() if prior is None else prior
+        self._mark: Any = None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks, in the order of the prior's numbers."""
+        return self.filters.names
+
+    @full_precision
+    def fit(self, z: Any, y: Tensor) -> Self:
+        """Linearise the network for its input z and the measurements y, d_y numbers in any shape.
+
+        Raises:
+            DataError, OperatorError: Not one image, another number of measurements than A's, or A not linear.
+            NonFiniteError: NaN or infinity in the weights, the image, the operator or the measurements.
+            ConfigurationError: The matrices do not fit into memory.
+        """
+        network = self.network
+        network.check_finite()
+        inputs = network.receive(z)
+        images = network.forward(inputs)
+        if images.ndim < 2 or len(images) != 1:  # noqa: PLR2004
+            raise errors.DataError(
+                "The network does not give one image.", expected="[1, *, H, W]", got=describe(images)
+            )
+        image = images[0].to(network.dtype)
+        matrix = operator_matrix(self.operator, image)
+        y = torch.as_tensor(y).to(network.device).double().flatten()
+        if len(y) != len(matrix):
+            raise errors.DataError("The operator gives other measurements.", expected=f"{len(matrix)}", got=f"{len(y)}")
+        for what, values in (("image", image), ("operator", matrix), ("measurements", y)):
+            if not bool(torch.isfinite(values).all()):
+                raise errors.NonFiniteError(f"Not finite: the {what}.", expected="numbers", got="NaN or infinity")
+        rows = self._rows(inputs, lambda found: found.flatten(1) @ matrix.mT)
+        grams = self.filters.grams(rows)
+        self.image, self._z, self._matrix, self._jacobian, self._grams = image, inputs, matrix, rows, grams
+        # To the tangent model, these measurements are of J θ.
+        self._seen = y - matrix.double() @ image.flatten().double() + rows.double() @ network.vector().double()
+        self._scale, self._squares = float(y.square().mean().sqrt()) or 1.0, None
+        self._mark = network.mark()
+        return self
+
+    def require_fit(self) -> None:
+        """NotFittedError before the fit, ModelChangedError where the network's weights are no longer those of it."""
+        if self._mark is None:
+            what = f"This {type(self).__name__} has not been fitted."
+            raise errors.NotFittedError(what, expected="fit(z, y) first", got="no measurements so far")
+        if self.network.mark() != self._mark:
+            fix = "Call fit() again after training, or give the posterior a copy of the model."
+            raise errors.ModelChangedError(
+                "The network is no longer the one that the posterior was fitted on.", fix=fix
+            )
+
+    @full_precision
+    def log_marginal_likelihood(
+        self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None
+    ) -> Tensor:
+        """``log N(y − A (f(z) − J θ̃); 0, S)`` in nats, 0-d float64; differentiable. Arguments only ask.
+
+        NotPositiveDefiniteError if the noise is too small for float64.
+        """
+        self.require_fit()
+        root = self._root(prior, noise_std)
+        return MultivariateNormal(torch.zeros_like(self._seen), scale_tril=root, validate_args=False).log_prob(
+            self._seen
+        )
+
+    @full_precision
+    def complexity(self, prior: FilterCovariance | None = None, *, progress: bool = False) -> Tensor:
+        """κ ``[n_blocks]`` float64, differentiable: the expected total variation of ``N(f(z), K_b)``, in closed form.
+
+        Block b alone is random there. The first call differentiates all differences of neighbours. DataError for images
+        with less than two axes.
+        """
+        self.require_fit()
+        mean = differences(self.image.double()).flatten()
+        if self._squares is None:
+            rows = self._chunks(self._parts(len(mean)), lambda found: differences(found).flatten(1), progress)
+            self._squares = torch.cat([self.filters.squares(some) for some in rows])
+        coefficients = self.filters.coefficients(self.prior if prior is None else prior)
+        return expected_absolute(mean[:, None], self.filters.by_block(self._squares * coefficients)).sum(0)
+
+    @full_precision
+    def log_hyperprior(self, rate: float, prior: FilterCovariance | None = None) -> Tensor:
+        """TV-PredCP, ``Σ_b −γ κ_b + log |∂κ_b/∂ℓ_b|``, 0-d float64; differentiable. γ is ``rate``.
+
+        The sum is over blocks that have filters of several taps, and move the image. ConfigurationError if none has.
+        """
+        self.require_fit()
+        check_positive(rate=rate)
+        if not bool(self.filters.correlated.any()):
+            fix = "Tune without total_variation."
+            raise errors.ConfigurationError(
+                "No weights have a length scale.", expected="filters of several taps", fix=fix
+            )
+        prior = self.prior if prior is None else prior
+        with torch.enable_grad():
+            length = prior.values()[0].to(self.image.device).expand(len(self.blocks))
+            length = length if length.requires_grad else length.clone().requires_grad_()
+            kappa = self.complexity(FilterCovariance(length, prior.variance))
+            (slope,) = torch.autograd.grad(kappa.sum(), length, create_graph=True)
+            counted = self.filters.correlated & (self.filters.by_block(self._squares.abs().sum(0)) > 0)
+            return (slope[counted].abs().log() - rate * kappa[counted]).sum()
+
+    @full_precision
+    def fit_prior(
+        self,
+        *,
+        total_variation: float | None = None,
+        tune_noise: bool = True,
+        min_variance: float = 1e-3,
+        tolerance: float = 1e-2,
+        max_steps: int = 500,
+        progress: bool = False,
+    ) -> Self:
+        """Maximise the evidence over ℓ and v of each block and σ, from those of now, by L-BFGS in their logarithms.
+
+        Lengths of zero stay.
+
+        Args:
+            total_variation: γ of :meth:`log_hyperprior`, to be added; by default there is none. For a network trained
+                with ``‖y − A f‖²/d_y + g TV(f)`` the authors take ``g d_y``.
+            tune_noise: Whether to tune σ.
+            min_variance: Least v; 1e-3 is the authors'.
+            tolerance: On each derivative, in nats.
+            max_steps: Largest number of steps.
+            progress: Whether to show progress bars.
+
+        Warns:
+            ConvergenceWarning: The tolerance was not met.
+        """
+        self.require_fit()
+        check_positive(min_variance=min_variance, tolerance=tolerance)
+        check_counts(max_steps=max_steps)
+
+        def value(prior: FilterCovariance, noise: Tensor) -> Tensor:
+            found = self.log_marginal_likelihood(prior, noise)
+            return found if total_variation is None else found + self.log_hyperprior(total_variation, prior)
+
+        if total_variation is not None:
+            self.complexity(progress=progress)
+        self.prior, self.noise_std = maximise(
+            value,
+            self.prior,
+            self._noise(self.noise_std).detach(),
+            free=self.filters.correlated & (self.prior.values()[0].detach().to(self.image.device) > 0),
+            scale=self._scale if tune_noise else None,
+            min_variance=min_variance,
+            tolerance=tolerance,
+            max_steps=max_steps,
+            progress=progress,
+        )
+        return self
+
+    # -- rows of Jacobians ---------------------------------------------------------------------------------------------
+
+    def _noise(self, value: float | Tensor) -> Tensor:
+        found = as_hyperparameter(value).double().to(self._grams.device)
+        if found.ndim or not 0 < float(found.detach()) < math.inf:
+            raise errors.ConfigurationError("noise_std must be a positive number.", got=f"{found.tolist()}")
+        return found
+
+    def _root(self, prior: FilterCovariance | None = None, noise_std: float | Tensor | None = None) -> Tensor:
+        """The Cholesky factor of S; differentiable."""
+        coefficients = self.filters.coefficients(self.prior if prior is None else prior)
+        noise = self._noise(self.noise_std if noise_std is None else noise_std)
+        total = (coefficients @ self._grams.flatten(1)).view(self._grams.shape[1:])
+        total = total + noise.square() * torch.eye(len(total)).to(total)
+        return cholesky(total, "covariance of measurements", "Raise noise_std.")
+
+    def _rows(self, inputs: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """The Jacobian ``[n, P]`` of a linear function of the image, ``[1, *, H, W] -> [1, n]``."""
+        model, dtype = self.network.model, self.network.dtype
+
+        def view(*positional: Any, **named: Any) -> Tensor:
+            x = inputs_of(named) if named else positional if len(positional) > 1 else positional[0]
+            return function(output_tensor(call(model, x)).to(dtype))
+
+        return batch_jacobian(self.network.of(view, lambda found: found), inputs)[1]
+
+    def _parts(self, n: int) -> list[Tensor]:
+        """All of n rows, as many at a time as memory suggests."""
+        each = 4 * self.network.n_parameters * self._jacobian.element_size()
+        return [torch.arange(n)[some] for some in slices(n, each, _ROWS_BYTES)]
+
+    def _chunks(self, parts: list[Tensor], function: Callable[[Tensor], Tensor], progress: bool) -> Iterator[Tensor]:
+        """Some rows at a time of the Jacobian of a linear function of the image."""
+        for part in progress_bar(parts, enabled=progress, description="Jacobian of the image"):
+            index = part.to(self._jacobian.device)
+            yield self._rows(self._z, lambda found, index=index: function(found)[:, index])  # type: ignore[misc]
+
+
+def cholesky(matrix: Tensor, what: str, fix: str) -> Tensor:
+    """The lower Cholesky factor; NotPositiveDefiniteError where there is none."""
+    root, info = torch.linalg.cholesky_ex(matrix)
+    if int(info) or not bool(torch.isfinite(root.detach().diagonal()).all()):
+        raise errors.NotPositiveDefiniteError(f"The {what} is singular.", expected="positive eigenvalues", fix=fix)
+    return root

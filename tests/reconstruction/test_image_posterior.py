@@ -1,0 +1,417 @@
+"""The linearised deep image prior against dense formulas, and against posteriors of the measurements."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.sparse
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus.errors import (
+    ConfigurationError,
+    ConvergenceWarning,
+    DataError,
+    ModelChangedError,
+    NonFiniteError,
+    NotFittedError,
+    NotPositiveDefiniteError,
+    OperatorError,
+    SelectionError,
+)
+from laplace_plus.reconstruction import FilterCovariance, ImagePosterior
+
+DOUBLE = {"dtype": torch.float64}
+PRIOR = FilterCovariance(torch.tensor([0.7, 1.5, 0.4]), torch.tensor([0.5, 1.0, 2.0]))
+
+
+class Net(nn.Module):
+    """Convolutions, a transposed one and a skip of 1 × 1; a sigmoid at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.skip = nn.Conv2d(1, 4, 3, 2, 1), nn.Conv2d(1, 2, 1)
+        self.up = nn.ConvTranspose2d(4, 2, 2, 2)
+        self.dropout = nn.Dropout()
+
+    def forward(self, z):
+        return (self.up(self.dropout(torch.tanh(self.down(z)))) + self.skip(z)).sum(1, keepdim=True).sigmoid()
+
+
+class Measured(nn.Module):
+    def __init__(self, net, matrix):
+        super().__init__()
+        self.net, self.matrix = net, matrix
+
+    def forward(self, z):
+        return self.net(z).flatten(1) @ self.matrix.mT
+
+
+def problem(size=6, n=14, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    z, matrix = (torch.randn(*shape, generator=generator, **DOUBLE) for shape in ((1, 1, size, size), (n, size**2)))
+    y = matrix @ torch.rand(size**2, generator=generator, **DOUBLE) + 0.3 * torch.randn(
+        n, generator=generator, **DOUBLE
+    )
+    return net, z.to(dtype), matrix, y
+
+
+def fitted(prior=PRIOR, noise_std=0.3, **options):
+    net, z, matrix, y = problem(**options)
+    return ImagePosterior(net, matrix, noise_std=noise_std, prior=prior).fit(z, y)
+
+
+def dense(posterior, net, z, matrix, y):
+    """Mean, prior covariance K of the image, S, the tangent model's data and its Jacobian, from the definitions."""
+    values = {name: p.detach() for name, p in net.named_parameters()}
+    found = torch.func.jacrev(lambda own: torch.func.functional_call(net.eval(), own, (z,)).flatten())(values)
+    jacobian = torch.cat([found[name].flatten(1) for name in values], 1)
+    prior = posterior.filters.product(jacobian, jacobian, posterior.filters.coefficients(posterior.prior))
+    total = matrix @ prior @ matrix.mT + float(posterior.noise_std) ** 2 * torch.eye(len(y), **DOUBLE)
+    mean = net(z).detach().flatten()
+    weights = torch.cat([value.flatten() for value in values.values()])
+    return mean, prior, total, y - matrix @ (mean - jacobian @ weights), matrix @ jacobian
+
+
+def conditional(prior, total, matrix):
+    return prior - prior @ matrix.mT @ torch.linalg.solve(total, matrix @ prior)
+
+
+# -- against dense formulas --------------------------------------------------------------------------------------------
+
+
+def test_evidence_is_the_dense_one():
+    posterior = fitted()
+    _, _, total, seen, jacobian = dense(posterior, *problem())
+    expected = torch.distributions.MultivariateNormal(torch.zeros_like(seen), total).log_prob(seen)
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), expected, rtol=1e-12, atol=0)
+    # and that of the tangent model at its optimum
+    identity = torch.eye(jacobian.shape[1], **DOUBLE)
+    covariance = posterior.filters.product(identity, identity, posterior.filters.coefficients(PRIOR))
+    precision = torch.linalg.inv(covariance)
+    optimum = torch.linalg.solve(jacobian.mT @ jacobian / 0.09 + precision, jacobian.mT @ seen / 0.09)
+    fit = (seen - jacobian @ optimum).square().sum() / 0.09 + optimum @ precision @ optimum
+    written_out = -(torch.logdet(total) + fit + len(seen) * math.log(2 * math.pi)) / 2
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), written_out, rtol=1e-8, atol=0)
+
+
+def test_posterior_covariance_is_the_conditional_one():
+    posterior = fitted()
+    mean, prior, total, *_ = dense(posterior, *problem())
+    expected = conditional(prior, total, problem()[2])
+    torch.testing.assert_close(posterior.image.flatten(), mean)
+    torch.testing.assert_close(posterior.covariance(), expected, rtol=0, atol=1e-8 * float(expected.abs().max()))
+    torch.testing.assert_close(posterior.variance().flatten(), expected.diagonal(), rtol=1e-8, atol=1e-12)
+    assert posterior.variance().shape == posterior.image.shape == (1, 6, 6)
+
+
+def test_variances_in_parts_are_the_same(monkeypatch):
+    monkeypatch.setattr("laplace_plus.reconstruction.linearized_image._ROWS_BYTES", 1)
+    posterior = fitted()
+    torch.testing.assert_close(posterior.variance().flatten(), posterior.covariance().diagonal())
+    whole = fitted()
+    monkeypatch.undo()
+    torch.testing.assert_close(posterior.complexity(), whole.complexity())
+
+
+@pytest.mark.parametrize("patch", [None, 1, 4, 6, 9])
+def test_log_probabilities(patch):
+    posterior = fitted()
+    image = torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(3))
+    covariance = posterior.covariance() + 0.01 * torch.eye(36, **DOUBLE)
+    size = 6 if patch is None else patch
+    row, column = torch.arange(36) // 6 // size, torch.arange(36) % 6 // size
+    expected = 0.0
+    for number in (10 * row + column).unique():
+        own = 10 * row + column == number
+        normal = torch.distributions.MultivariateNormal(posterior.image.flatten()[own], covariance[own][:, own])
+        expected += float(normal.log_prob(image.flatten()[own].double())) / 36
+    assert math.isclose(float(posterior.log_prob(image, patch=patch, extra_variance=0.01)), expected, rel_tol=1e-9)
+
+
+def test_image_noise_is_that_of_the_pseudo_inverse():
+    posterior, matrix = fitted(), problem()[2]
+    expected = 0.09 * torch.linalg.pinv(matrix.mT @ matrix).diagonal().mean()
+    torch.testing.assert_close(posterior.image_noise(), expected)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    some = 0.09 * ((right[:5].mT / values[:5]) ** 2).sum(1).mean()
+    torch.testing.assert_close(posterior.image_noise(rank=5), some)
+
+
+def test_samples_have_the_posteriors_moments():
+    posterior, n = fitted(), 20_000
+    drawn = posterior.sample(n, generator=torch.Generator().manual_seed(0)).flatten(1)
+    covariance = posterior.covariance()
+    assert ((drawn.mean(0) - posterior.image.flatten()) / (covariance.diagonal() / n).sqrt()).abs().max() < 4
+    error = (covariance.diagonal().outer(covariance.diagonal()) + covariance.square()) / n
+    assert ((torch.cov(drawn.mT) - covariance) / error.sqrt()).abs().max() < 4.5  # of 666 entries
+    again = [posterior.sample(2, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*again) and again[0].shape == (2, 1, 6, 6)
+
+
+# -- against posteriors of the measurements ----------------------------------------------------------------------------
+
+
+def test_scalar_priors_give_the_posterior_of_the_measurements():
+    net, z, matrix, y = problem()
+    ours = ImagePosterior(net, matrix, noise_std=0.3, prior=FilterCovariance(0.0, 0.4)).fit(z, y)
+    theirs = lp.Full(Measured(net, matrix), lp.Gaussian(0.3), prior_precision=1 / (0.4 * (1 + 1e-6))).fit(
+        [(z, y[None])]
+    )
+    view = theirs.through(lambda z: net(z).flatten(1), "regression")
+    expected = view.functional_posterior(z).covariance[0]
+    torch.testing.assert_close(ours.covariance(), expected, rtol=0, atol=1e-8 * float(expected.abs().max()))
+
+
+def test_layerwise_evidence_is_that_of_the_tangent_model():
+    net, z, matrix, y = problem()
+    theirs = lp.Full(Measured(net, matrix), lp.Gaussian(0.3)).fit([(z, y[None])])
+    theirs.fit_prior_precision(lp.Tangent(structure="layerwise", tolerance=1e-3))
+    ours = ImagePosterior(net, matrix, noise_std=0.3, prior=FilterCovariance(0.0)).fit(z, y)
+    assert ours.blocks == ("down", "skip", "up")
+    noise, precision = float(theirs.tuning.noise_std), theirs.tuning.prior_precision.double()
+    at = ours.log_marginal_likelihood(FilterCovariance(0.0, 1 / precision / (1 + 1e-6)), noise)
+    assert abs(float(at) - theirs.tuning.value) < 1e-4
+    ours.fit_prior(min_variance=1e-10, tolerance=1e-4)
+    assert abs(float(ours.log_marginal_likelihood()) - theirs.tuning.value) < 1e-3
+    assert float(ours.log_marginal_likelihood()) >= theirs.tuning.value - 1e-6
+
+
+# -- hyperparameters ---------------------------------------------------------------------------------------------------
+
+
+def test_derivatives_of_the_evidence():
+    posterior = fitted()
+
+    def function(length, variance, noise):
+        return posterior.log_marginal_likelihood(FilterCovariance(length, variance), noise)
+
+    inputs = [torch.tensor(v, requires_grad=True, **DOUBLE) for v in ([0.7, 1.5, 0.4], [0.5, 1.0, 2.0], 0.3)]
+    assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_tuning_ends_at_a_maximum(rate):
+    posterior = fitted()
+
+    def value(prior=None, noise=None):
+        found = posterior.log_marginal_likelihood(prior, noise)
+        return found if rate is None else found + posterior.log_hyperprior(rate, prior)
+
+    before = float(value().detach())
+    posterior.fit_prior(total_variation=rate, min_variance=1e-6, tolerance=1e-3)
+    best = float(value().detach())
+    assert best > before + 0.1
+    assert posterior.prior.lengthscale[1] == 1.5  # the skip has no filters
+    for factor in (0.9, 1.1):
+        assert float(value(None, posterior.noise_std * factor).detach()) <= best + 1e-4
+        for block in range(3):
+            scale = torch.ones(3, **DOUBLE)
+            scale[block] = factor
+            for own in ((scale, 1.0), (1.0, scale)):
+                length, variance = (old * by for old, by in zip(posterior.prior.values(), own, strict=True))
+                moved = FilterCovariance(length.clamp(1e-2, 1e2), variance.clamp_min(1e-6))
+                assert float(value(moved).detach()) <= best + 1e-4
+
+
+def test_tuning_keeps_what_it_is_asked_to():
+    posterior = fitted(FilterCovariance(0.0)).fit_prior(tune_noise=False, min_variance=0.2)
+    assert float(posterior.noise_std) == 0.3
+    assert not posterior.prior.lengthscale.any() and posterior.prior.variance.min() >= 0.2 * (1 - 1e-12)
+    with pytest.warns(ConvergenceWarning, match="raise max_steps"):
+        fitted().fit_prior(max_steps=1, tolerance=1e-6)
+
+
+def test_the_hyperprior_changes_the_maximum():
+    without, strong = (fitted().fit_prior(total_variation=rate) for rate in (None, 100.0))
+    assert strong.complexity().sum() < without.complexity().sum()
+    assert strong.log_marginal_likelihood() <= without.log_marginal_likelihood() + 1e-3
+
+
+# -- networks, operators and types -------------------------------------------------------------------------------------
+
+
+def operators(matrix):
+    yield matrix.float()
+    yield matrix.to_sparse()
+    yield scipy.sparse.csr_array(matrix.numpy())
+    yield matrix.numpy()
+    yield lp.linalg.as_operator(lambda v: v @ matrix.mT, tuple(matrix.shape), dtype=torch.float64)
+    yield lambda images: images.flatten(1) @ matrix.to(images).mT
+
+
+def test_all_forms_of_an_operator_agree():
+    net, z, matrix, y = problem()
+    found = [ImagePosterior(net, one, prior=PRIOR).fit(z, y).variance() for one in operators(matrix)]
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+def test_other_types(dtype, tolerance):
+    exact, (net, z, matrix, y) = fitted(), problem(dtype=dtype)
+    posterior = ImagePosterior(net, matrix, noise_std=0.3, prior=PRIOR).fit(z, y)
+    assert posterior.image.dtype == torch.float32 and posterior.variance().dtype == torch.float64
+    torch.testing.assert_close(posterior.variance(), exact.variance(), rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        posterior.log_marginal_likelihood(), exact.log_marginal_likelihood(), rtol=tolerance, atol=0
+    )
+    assert posterior.sample(2).dtype == torch.float32
+
+
+def test_little_noise_is_no_problem_in_float32():
+    net, z, matrix, y = problem(n=60, dtype=torch.float32)  # more measurements than pixels
+    posterior = ImagePosterior(net, matrix, noise_std=1e-3, prior=PRIOR).fit(z, y)
+    assert torch.isfinite(posterior.log_marginal_likelihood()) and (posterior.variance() > 0).all()
+
+
+def test_the_network_stays_as_it_is():
+    net, z, matrix, y = problem()
+    net.train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    posterior = ImagePosterior(net, matrix, prior=PRIOR).fit(z, y).fit_prior()
+    posterior.sample(1)
+    assert net.training and all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert torch.equal(
+        posterior.variance(),
+        ImagePosterior(net.eval(), matrix, noise_std=posterior.noise_std, prior=posterior.prior).fit(z, y).variance(),
+    )
+    with pytest.raises(OperatorError):
+        ImagePosterior(net.train(), matrix[:, :4]).fit(z, y)
+    assert net.training
+
+
+def test_frozen_and_selected_parameters():
+    net, z, matrix, y = problem()
+    net.up.requires_grad_(False)
+    frozen = ImagePosterior(net, matrix).fit(z, y)
+    net.up.requires_grad_(True)
+    selected = ImagePosterior(net, matrix, parameters=["down", "skip"]).fit(z, y)
+    assert frozen.blocks == selected.blocks == ("down", "skip")
+    assert torch.equal(frozen.variance(), selected.variance())
+
+
+def test_inputs_in_a_dictionary():
+    class Named(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, image, scale):
+            return {"out": self.net(scale * image)}
+
+    net, z, matrix, y = problem()
+    posterior = ImagePosterior(Named(net), matrix, prior=PRIOR).fit({"image": z / 2, "scale": torch.tensor(2.0)}, y)
+    torch.testing.assert_close(posterior.variance(), ImagePosterior(net, matrix, prior=PRIOR).fit(z, y).variance())
+
+
+def test_a_linear_last_layer_behind_an_operator():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double()
+    _, z, matrix, y = problem()
+    posterior = ImagePosterior(net, matrix, prior=FilterCovariance(0.8), parameters=["2"], blocks=lambda _: "all").fit(
+        z, y
+    )
+    _, prior, total, *_ = dense(ImagePosterior(net, matrix, prior=FilterCovariance(0.8)), net, z, matrix, y)
+    values = nn.functional.unfold(net[:2](z).detach(), 3, padding=1)[0].mT  # [36, 27]
+    rows = torch.cat([values, torch.ones(36, 1, **DOUBLE)], 1)
+    prior = posterior.filters.product(rows, rows, posterior.filters.coefficients(posterior.prior))
+    total = matrix @ prior @ matrix.mT + torch.eye(14, **DOUBLE)
+    torch.testing.assert_close(posterior.covariance(), conditional(prior, total, matrix))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_before_the_fit_and_after_a_change():
+    net, z, matrix, y = problem()
+    posterior = ImagePosterior(net, matrix)
+    for call in (
+        posterior.variance,
+        posterior.covariance,
+        posterior.fit_prior,
+        posterior.log_marginal_likelihood,
+        posterior.complexity,
+        posterior.image_noise,
+        lambda: posterior.sample(1),
+    ):
+        with pytest.raises(NotFittedError):
+            call()
+    posterior.fit(z, y)
+    net.up.weight.data[0, 0, 0, 0] += 1.0
+    with pytest.raises(ModelChangedError):
+        posterior.variance()
+    posterior.fit(z, y).variance()
+
+
+@pytest.mark.parametrize(
+    ("operator", "error"),
+    [
+        (torch.zeros(5, 7), OperatorError),
+        (torch.zeros(36), OperatorError),
+        (lambda images: images.flatten(1).square(), OperatorError),
+        (lambda images: images.flatten(1) + 1, OperatorError),
+        (3.0, ConfigurationError),
+        (torch.full((14, 36), float("nan")), NonFiniteError),
+    ],
+)
+def test_bad_operators(operator, error):
+    net, z, _, y = problem()
+    with pytest.raises(error):
+        ImagePosterior(net, operator).fit(z, y)
+
+
+def test_bad_data():
+    net, z, matrix, y = problem()
+    posterior = ImagePosterior(net, matrix)
+    with pytest.raises(DataError, match="14"):
+        posterior.fit(z, y[:5])
+    with pytest.raises(DataError, match="one image"):
+        posterior.fit(z.expand(2, -1, -1, -1), y)
+    with pytest.raises(NonFiniteError, match="measurements"):
+        posterior.fit(z, y * float("inf"))
+    posterior.fit(z, y)
+    with pytest.raises(DataError, match="another shape"):
+        posterior.log_prob(torch.zeros(6, 6))
+    with pytest.raises(NotPositiveDefiniteError, match="extra_variance"):
+        posterior.log_prob(torch.zeros(1, 6, 6), extra_variance=-10.0)
+
+
+def test_bad_arguments():
+    posterior = fitted()
+    for noise in (0.0, -1.0, [1.0, 2.0]):
+        with pytest.raises(ConfigurationError, match="noise_std"):
+            posterior.log_marginal_likelihood(noise_std=noise)
+    with pytest.raises(ConfigurationError, match="generator"):
+        posterior.sample(1, generator=3)
+    for wrong in ({"max_steps": 0}, {"tolerance": -1.0}, {"min_variance": 0.0}, {"total_variation": -1.0}):
+        with pytest.raises(ConfigurationError):
+            posterior.fit_prior(**wrong)
+    with pytest.raises(ConfigurationError, match="patch"):
+        posterior.log_prob(torch.zeros(1, 6, 6), patch=0)
+    with pytest.raises(SelectionError):
+        ImagePosterior(Net(), torch.eye(36), parameters=["nothing"])
+    assert float(posterior.noise_std) == 0.3 and posterior.prior is PRIOR  # a failure changes nothing
+
+
+def test_progress(capsys):
+    posterior = fitted()
+    posterior.fit_prior(total_variation=0.1, progress=True)
+    posterior.variance(progress=True)
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("Image prior", "Jacobian of the image"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_another_device():
+    net, z, matrix, y = problem()
+    posterior = ImagePosterior(net.cuda(), matrix, noise_std=0.3, prior=PRIOR).fit(z, y)
+    torch.testing.assert_close(posterior.variance().cpu(), fitted().variance())
+    posterior.fit_prior(total_variation=0.1)
+    assert posterior.sample(1, generator=torch.Generator().manual_seed(0)).is_cuda
