@@ -46,10 +46,9 @@ from laplace_plus.priors import Groups
 from laplace_plus.training import DataEmphasized, train_data_emphasized, train_marginal_likelihood
 
 if TYPE_CHECKING:
+    from laplace_plus import reconstruction
     from laplace_plus.integrations.backpack import BackPack
     from laplace_plus.integrations.curvlinops import Curvlinops
-
-    from . import reconstruction
 
 __all__ = [
     "Auto",

@@ -21,13 +21,7 @@ from laplace_plus._version import __version__
 from laplace_plus.errors import ConfigurationError, LaplacePlusError
 from laplace_plus.experiments.predict import predict
 from laplace_plus.experiments.run import run, wrap
-from laplace_plus.experiments.settings import (
-    PredictSettings,
-    RunSettings,
-    WrapSettings,
-    require_device,
-    user_modules,
-)
+from laplace_plus.experiments.settings import PredictSettings, RunSettings, WrapSettings, require_device, user_modules
 
 COMMANDS: dict[str, tuple[type[Any], Callable[..., None], str]] = {
     "run": (RunSettings, run, "train, wrap, tune, evaluate and report: the digits demonstration"),

@@ -2,6 +2,6 @@
 
 from laplace_plus.reconstruction.filters import FilterCovariance
 from laplace_plus.reconstruction.image_posterior import ImagePosterior
-from laplace_plus.reconstruction.total_variation import differences, expected_absolute
+from laplace_plus.reconstruction.images import differences, expected_absolute
 
 __all__ = ["FilterCovariance", "ImagePosterior", "differences", "expected_absolute"]

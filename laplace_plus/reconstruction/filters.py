@@ -19,11 +19,8 @@ from laplace_plus.errors import ConfigurationError, SelectionError
 from laplace_plus.network import Network
 from laplace_plus.priors import as_hyperparameter
 
-NUGGET = 1e-6
-"""The authors' addition to the diagonal, at unit variance: long length scales leave little of the least eigenvalue."""
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_BYTES = 2**26
+_BYTES, _NUGGET = 2**26, 1e-6  # the authors' addition to the diagonal, whose least eigenvalue falls with the length
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +32,8 @@ class FilterCovariance:
     with the same variance. ``ℓ = 0`` is a scalar prior for each block.
 
     Attributes:
-        lengthscale: ℓ, in taps; 0-d or one for each block.
-        variance: v, in squared units of the weights; 0-d or one for each block.
-
-    Raises:
-        ConfigurationError: Negative lengths, or variances that are not positive.
+        lengthscale: ℓ ≥ 0, in taps; 0-d or one for each block. ConfigurationError for others.
+        variance: v > 0, in squared units of the weights; 0-d or one for each block.
 
     Example:
         >>> FilterCovariance(1.0, 4.0).coefficients(torch.zeros(2, dtype=torch.long), torch.tensor([0.0, 1.0]))
@@ -67,7 +61,7 @@ class FilterCovariance:
         # Where the result is 0 or 1 anyway, no division by zero may enter derivatives.
         falling = torch.exp(-distances / torch.where(apart, length, 1.0))
         same = (distances == 0).double()
-        return variance * (torch.where(apart, falling, same) + NUGGET * same)
+        return variance * (torch.where(apart, falling, same) + _NUGGET * same)
 
 
 class Filters:
@@ -78,9 +72,7 @@ class Filters:
         blocks, distances: Of each term, ``[T]``.
         correlated: Which blocks have filters of more than one tap, ``[n_blocks]``.
 
-    Raises:
-        ConfigurationError: ``blocks`` gives no names.
-        SelectionError: Some taps of a filter are left out.
+    ConfigurationError: ``blocks`` gives no names; SelectionError: some taps of a filter are left out.
     """
 
     def __init__(self, network: Network, blocks: Callable[[str], str] | None = None):
@@ -126,23 +118,16 @@ class Filters:
             found.addmm_((one @ coefficients[terms]).flatten(1), other.flatten(1).mT)
         return found
 
-    def grams(self, rows: Tensor) -> Tensor:
-        """``G [T, n, n]`` for rows ``[n, P]``, in float64; ConfigurationError if they do not fit into memory."""
-        size = (len(self.blocks), len(rows), len(rows))
+    def grams(self, rows: Tensor, *, diagonal: bool = False) -> Tensor:
+        """``G [T, n, n]``, or their diagonals ``[T, n]``, for rows ``[n, P]``; ConfigurationError if out of memory."""
+        size = (len(self.blocks), len(rows)) if diagonal else (len(self.blocks), len(rows), len(rows))
         what, fix = f"{size[0]} matrices of {len(rows)} measurements", "Choose fewer blocks."
         require_free(2 * 8 * math.prod(size), what, rows.device, fix)
         found = torch.zeros(size, dtype=torch.float64, device=rows.device)
         for terms, own, _ in self._chunks(rows, rows[:0]):
             for term in terms.unique():
-                found[term].addmm_((own @ (terms == term).double()).flatten(1), own.flatten(1).mT)
-        return found
-
-    def squares(self, rows: Tensor) -> Tensor:
-        """The diagonals of :meth:`grams`, ``[n, T]``."""
-        found = torch.zeros(len(rows), len(self.blocks), dtype=torch.float64, device=rows.device)
-        for terms, own, _ in self._chunks(rows, rows[:0]):
-            for term in terms.unique():
-                found[:, term] += (own @ (terms == term).double() * own).sum((1, 2))
+                mixed = own @ (terms == term).double()
+                found[term] += (mixed * own).sum((1, 2)) if diagonal else mixed.flatten(1) @ own.flatten(1).mT
         return found
 
     def _chunks(self, left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -11,7 +11,7 @@ from torch.distributions import MultivariateNormal
 from laplace_plus.errors import DataError
 from laplace_plus.evidence.tuning import check_counts
 from laplace_plus.posteriors.configuration import full_precision
-from laplace_plus.reconstruction.linearized_image import LinearizedImage, cholesky
+from laplace_plus.reconstruction.linearized_image import LinearizedImage, _cholesky
 
 
 class ImagePosterior(LinearizedImage):
@@ -36,9 +36,7 @@ class ImagePosterior(LinearizedImage):
     Attributes:
         image: f(z), ``[*, H, W]``, once fitted.
         prior, noise_std: May be set; :meth:`fit_prior` sets them.
-
-    Raises:
-        ConfigurationError: Arguments of another kind; SelectionError or UnsupportedError, as for every posterior.
+        blocks: Names of the blocks, in the order of the prior's numbers.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Sigmoid(), torch.nn.Conv2d(4, 1, 1))
@@ -52,14 +50,13 @@ class ImagePosterior(LinearizedImage):
     def covariance(self) -> Tensor:
         """The posterior covariance of all pixels, ``[d_x, d_x]`` float64."""
         self.require_fit()
-        (found,) = self._covariances([torch.arange(self.image.numel())])
-        return found
+        return next(self._covariances([torch.arange(self.image.numel())]))
 
     @full_precision
     def variance(self, *, progress: bool = False) -> Tensor:
         """The posterior variance of each pixel, ``[*, H, W]`` float64."""
         self.require_fit()
-        found = self._covariances(self._parts(self.image.numel()), progress)
+        found = self._covariances(self.image.numel(), progress)
         return torch.cat([one.diagonal() for one in found]).view(self.image.shape)
 
     @full_precision
@@ -69,14 +66,11 @@ class ImagePosterior(LinearizedImage):
         """Log-density of an image, in nats per pixel, 0-d float64.
 
         Args:
-            image: Of the shape of f(z).
+            image: Of the shape of f(z); DataError for another.
             patch: p: patches of p × p pixels, less at the border, are taken as independent; by default all are one.
-            extra_variance: c ≥ 0, added to the variance of each pixel, such as :meth:`image_noise`.
+            extra_variance: c ≥ 0, added to the variance of each pixel, such as :meth:`image_noise`;
+                NotPositiveDefiniteError where the sum is singular.
             progress: Whether to show a progress bar.
-
-        Raises:
-            DataError: Another shape.
-            NotPositiveDefiniteError: The covariance of some patch is singular.
         """
         self.require_fit()
         image = torch.as_tensor(image).to(self.image.device)
@@ -88,14 +82,14 @@ class ImagePosterior(LinearizedImage):
         total = torch.zeros_like(mean[0])
         for part, covariance in zip(parts, self._covariances(parts, progress), strict=True):
             covariance.diagonal().add_(extra_variance)
-            root = cholesky(covariance, "covariance of pixels", "Raise extra_variance.")
+            root = _cholesky(covariance, "covariance of pixels", "Raise extra_variance.")
             own = part.to(mean.device)
             total += MultivariateNormal(mean[own], scale_tril=root, validate_args=False).log_prob(image[own])
         return total / len(mean)
 
     @full_precision
     def image_noise(self, rank: int = 100) -> Tensor:
-        """``σ² · mean diag (AᵀA)⁺`` of the ``rank`` leading singular vectors of A: the noise in the image; 0-d float64."""
+        """``σ² · mean diag (AᵀA)⁺`` of the ``rank`` leading singular vectors of A: noise in the image; 0-d float64."""
         self.require_fit()
         check_counts(rank=rank)
         values = torch.linalg.svdvals(self._matrix.double())
@@ -108,11 +102,11 @@ class ImagePosterior(LinearizedImage):
         check_counts(n=n)
         values, vectors = torch.linalg.eigh(self.covariance())
         device = values.device if generator is None else generator.device
-        noise = torch.randn(n, len(values), generator=generator, device=device, dtype=values.dtype).to(values.device)
-        drawn = (noise * values.clamp_min(0).sqrt()) @ vectors.mT
-        return (self.image + drawn.view(n, *self.image.shape)).to(self.image.dtype)
+        noise = torch.randn(n, len(values), generator=generator, device=device, dtype=values.dtype)
+        drawn = (noise.to(values) * values.clamp_min(0).sqrt()) @ vectors.mT
+        return self.image + drawn.view(n, *self.image.shape).to(self.image)
 
-    def _covariances(self, parts: list[Tensor], progress: bool = False) -> Iterator[Tensor]:
+    def _covariances(self, parts: int | list[Tensor], progress: bool = False) -> Iterator[Tensor]:
         """The posterior covariance of some pixels at a time."""
         root, coefficients = self._root().detach(), self.filters.coefficients(self.prior).detach()
         for rows in self._chunks(parts, lambda found: found.flatten(1), progress):

@@ -13,18 +13,19 @@ from torch.distributions import MultivariateNormal
 from laplace_plus import errors
 from laplace_plus._memory import slices
 from laplace_plus._progress import progress_bar
-from laplace_plus.batches import call, describe, inputs_of, output_tensor
+from laplace_plus.batches import call, describe, output_tensor
 from laplace_plus.evidence.tangent_model import batch_jacobian
 from laplace_plus.evidence.tuning import check_counts, check_positive
 from laplace_plus.network import Network
 from laplace_plus.posteriors.configuration import full_precision
 from laplace_plus.priors import as_hyperparameter
 from laplace_plus.reconstruction.filters import FilterCovariance, Filters
-from laplace_plus.reconstruction.measurements import operator_matrix
+from laplace_plus.reconstruction.images import differences, expected_absolute, operator_matrix
 from laplace_plus.reconstruction.search import maximise
-from laplace_plus.reconstruction.total_variation import differences, expected_absolute
 from laplace_plus.selection import Selection
 
+_LENGTHS, _VARIANCES, _NOISE = (1e-2, 1e2), (1e-10, 1e6), (1e-3, 1e2)
+"""Where hyperparameters are sought: taps, squared weights, and multiples of the measurements' root mean square."""
 _ROWS_BYTES = 2**28
 
 
@@ -45,32 +46,24 @@ class LinearizedImage:
     ):
         self.network = Network(model, parameters, output_tensor)
         self.filters = Filters(self.network, blocks)
+        self.blocks = self.filters.names
         self.operator, self.noise_std = operator, noise_std
         self.prior = FilterCovariance() if prior is None else prior
         self._mark: Any = None
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """Names of the blocks, in the order of the prior's numbers."""
-        return self.filters.names
 
     @full_precision
     def fit(self, z: Any, y: Tensor) -> Self:
         """Linearise the network for its input z and the measurements y, d_y numbers in any shape.
 
-        Raises:
-            DataError, OperatorError: Not one image, another number of measurements than A's, or A not linear.
-            NonFiniteError: NaN or infinity in the weights, the image, the operator or the measurements.
-            ConfigurationError: The matrices do not fit into memory.
+        DataError or OperatorError for several images, another number of measurements than A's, or what is not linear;
+        NonFiniteError for NaN and infinity; ConfigurationError where the matrices do not fit into memory.
         """
         network = self.network
         network.check_finite()
         inputs = network.receive(z)
         images = network.forward(inputs)
         if images.ndim < 2 or len(images) != 1:  # noqa: PLR2004
-            raise errors.DataError(
-                "The network does not give one image.", expected="[1, *, H, W]", got=describe(images)
-            )
+            raise errors.DataError("This is not one image.", expected="outputs [1, *, H, W]", got=describe(images))
         image = images[0].to(network.dtype)
         matrix = operator_matrix(self.operator, image)
         y = torch.as_tensor(y).to(network.device).double().flatten()
@@ -84,7 +77,7 @@ class LinearizedImage:
         self.image, self._z, self._matrix, self._jacobian, self._grams = image, inputs, matrix, rows, grams
         # To the tangent model, these measurements are of J θ.
         self._seen = y - matrix.double() @ image.flatten().double() + rows.double() @ network.vector().double()
-        self._scale, self._squares = float(y.square().mean().sqrt()) or 1.0, None
+        self._squares, self._scale = torch.empty(0), float(y.square().mean().sqrt()) or 1.0
         self._mark = network.mark()
         return self
 
@@ -94,10 +87,8 @@ class LinearizedImage:
             what = f"This {type(self).__name__} has not been fitted."
             raise errors.NotFittedError(what, expected="fit(z, y) first", got="no measurements so far")
         if self.network.mark() != self._mark:
-            fix = "Call fit() again after training, or give the posterior a copy of the model."
-            raise errors.ModelChangedError(
-                "The network is no longer the one that the posterior was fitted on.", fix=fix
-            )
+            what, fix = "The network is no longer that of the fit.", "Call fit() again, or give the posterior a copy."
+            raise errors.ModelChangedError(what, fix=fix)
 
     @full_precision
     def log_marginal_likelihood(
@@ -108,23 +99,20 @@ class LinearizedImage:
         NotPositiveDefiniteError if the noise is too small for float64.
         """
         self.require_fit()
-        root = self._root(prior, noise_std)
-        return MultivariateNormal(torch.zeros_like(self._seen), scale_tril=root, validate_args=False).log_prob(
-            self._seen
-        )
+        seen, root = self._seen, self._root(prior, noise_std)
+        return MultivariateNormal(torch.zeros_like(seen), scale_tril=root, validate_args=False).log_prob(seen)
 
     @full_precision
     def complexity(self, prior: FilterCovariance | None = None, *, progress: bool = False) -> Tensor:
-        """κ ``[n_blocks]`` float64, differentiable: the expected total variation of ``N(f(z), K_b)``, in closed form.
+        """κ ``[n_blocks]`` float64, differentiable: the expected total variation of ``N(f(z), K_b)``, of block b alone.
 
-        Block b alone is random there. The first call differentiates all differences of neighbours. DataError for images
-        with less than two axes.
+        It is a closed form; the first call differentiates all differences of neighbours.
         """
         self.require_fit()
         mean = differences(self.image.double()).flatten()
-        if self._squares is None:
-            rows = self._chunks(self._parts(len(mean)), lambda found: differences(found).flatten(1), progress)
-            self._squares = torch.cat([self.filters.squares(some) for some in rows])
+        if not self._squares.numel():
+            rows = self._chunks(len(mean), lambda found: differences(found).flatten(1), progress)
+            self._squares = torch.cat([self.filters.grams(some, diagonal=True).mT for some in rows])
         coefficients = self.filters.coefficients(self.prior if prior is None else prior)
         return expected_absolute(mean[:, None], self.filters.by_block(self._squares * coefficients)).sum(0)
 
@@ -132,23 +120,21 @@ class LinearizedImage:
     def log_hyperprior(self, rate: float, prior: FilterCovariance | None = None) -> Tensor:
         """TV-PredCP, ``Σ_b −γ κ_b + log |∂κ_b/∂ℓ_b|``, 0-d float64; differentiable. γ is ``rate``.
 
-        The sum is over blocks that have filters of several taps, and move the image. ConfigurationError if none has.
+        The sum is over blocks with filters of several taps that move the image; ConfigurationError if there are none.
         """
         self.require_fit()
         check_positive(rate=rate)
         if not bool(self.filters.correlated.any()):
-            fix = "Tune without total_variation."
-            raise errors.ConfigurationError(
-                "No weights have a length scale.", expected="filters of several taps", fix=fix
-            )
+            what, fix = "No weights have a length scale.", "Tune without total_variation."
+            raise errors.ConfigurationError(what, expected="filters of several taps", fix=fix)
         prior = self.prior if prior is None else prior
         with torch.enable_grad():
             length = prior.values()[0].to(self.image.device).expand(len(self.blocks))
             length = length if length.requires_grad else length.clone().requires_grad_()
             kappa = self.complexity(FilterCovariance(length, prior.variance))
             (slope,) = torch.autograd.grad(kappa.sum(), length, create_graph=True)
-            counted = self.filters.correlated & (self.filters.by_block(self._squares.abs().sum(0)) > 0)
-            return (slope[counted].abs().log() - rate * kappa[counted]).sum()
+            moving = self.filters.by_block(self._squares.abs().sum(0) * (self.filters.distances > 0)) > 0
+            return (slope[moving].abs().log() - rate * kappa[moving]).sum()
 
     @full_precision
     def fit_prior(
@@ -163,44 +149,40 @@ class LinearizedImage:
     ) -> Self:
         """Maximise the evidence over ℓ and v of each block and σ, from those of now, by L-BFGS in their logarithms.
 
-        Lengths of zero stay.
-
         Args:
             total_variation: γ of :meth:`log_hyperprior`, to be added; by default there is none. For a network trained
                 with ``‖y − A f‖²/d_y + g TV(f)`` the authors take ``g d_y``.
-            tune_noise: Whether to tune σ.
+            tune_noise: Whether to tune σ. Lengths ℓ = 0 stay in any case.
             min_variance: Least v; 1e-3 is the authors'.
-            tolerance: On each derivative, in nats.
+            tolerance: On each derivative, in nats; a ConvergenceWarning says that it was not met.
             max_steps: Largest number of steps.
             progress: Whether to show progress bars.
-
-        Warns:
-            ConvergenceWarning: The tolerance was not met.
         """
         self.require_fit()
         check_positive(min_variance=min_variance, tolerance=tolerance)
         check_counts(max_steps=max_steps)
-
-        def value(prior: FilterCovariance, noise: Tensor) -> Tensor:
-            found = self.log_marginal_likelihood(prior, noise)
-            return found if total_variation is None else found + self.log_hyperprior(total_variation, prior)
-
         if total_variation is not None:
             self.complexity(progress=progress)
-        self.prior, self.noise_std = maximise(
-            value,
-            self.prior,
-            self._noise(self.noise_std).detach(),
-            free=self.filters.correlated & (self.prior.values()[0].detach().to(self.image.device) > 0),
-            scale=self._scale if tune_noise else None,
-            min_variance=min_variance,
-            tolerance=tolerance,
-            max_steps=max_steps,
-            progress=progress,
-        )
-        return self
+        n, device = len(self.blocks), self.image.device
+        length, variance = (one.detach().to(device).expand(n).clone() for one in self.prior.values())
+        free, noise = self.filters.correlated & (length > 0), self._noise(self.noise_std).detach()
+        sizes = [int(free.sum()), n, int(tune_noise)]
 
-    # -- rows of Jacobians ---------------------------------------------------------------------------------------------
+        def split(numbers: Tensor) -> tuple[FilterCovariance, Tensor]:
+            lengths, variances, std = numbers.split(sizes)
+            return FilterCovariance(length.masked_scatter(free, lengths), variances), std[0] if tune_noise else noise
+
+        def value(numbers: Tensor) -> Tensor:
+            prior, std = split(numbers)
+            found = self.log_marginal_likelihood(prior, std)
+            return found if total_variation is None else found + self.log_hyperprior(total_variation, prior)
+
+        lowest, highest = min(self._scale * _NOISE[0], float(noise)), max(self._scale * _NOISE[1], float(noise))
+        limits = torch.tensor([_LENGTHS, (max(min_variance, _VARIANCES[0]), _VARIANCES[1]), (lowest, highest)])
+        low, high = limits.double().repeat_interleave(torch.tensor(sizes), 0).to(length.device).unbind(1)
+        start = torch.cat([length[free], variance, noise.expand(int(tune_noise))]).clamp(low, high)
+        self.prior, self.noise_std = split(maximise(value, start, low, high, tolerance, max_steps, progress))
+        return self
 
     def _noise(self, value: float | Tensor) -> Tensor:
         found = as_hyperparameter(value).double().to(self._grams.device)
@@ -214,32 +196,29 @@ class LinearizedImage:
         noise = self._noise(self.noise_std if noise_std is None else noise_std)
         total = (coefficients @ self._grams.flatten(1)).view(self._grams.shape[1:])
         total = total + noise.square() * torch.eye(len(total)).to(total)
-        return cholesky(total, "covariance of measurements", "Raise noise_std.")
+        return _cholesky(total, "covariance of measurements", "Raise noise_std.")
 
     def _rows(self, inputs: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
         """The Jacobian ``[n, P]`` of a linear function of the image, ``[1, *, H, W] -> [1, n]``."""
         model, dtype = self.network.model, self.network.dtype
 
         def view(*positional: Any, **named: Any) -> Tensor:
-            x = inputs_of(named) if named else positional if len(positional) > 1 else positional[0]
+            x: Any = named or (positional if len(positional) > 1 else positional[0])
             return function(output_tensor(call(model, x)).to(dtype))
 
         return batch_jacobian(self.network.of(view, lambda found: found), inputs)[1]
 
-    def _parts(self, n: int) -> list[Tensor]:
-        """All of n rows, as many at a time as memory suggests."""
-        each = 4 * self.network.n_parameters * self._jacobian.element_size()
-        return [torch.arange(n)[some] for some in slices(n, each, _ROWS_BYTES)]
-
-    def _chunks(self, parts: list[Tensor], function: Callable[[Tensor], Tensor], progress: bool) -> Iterator[Tensor]:
-        """Some rows at a time of the Jacobian of a linear function of the image."""
+    def _chunks(self, parts: int | list[Tensor], function: Any, progress: bool) -> Iterator[Tensor]:
+        """Some rows at a time of the Jacobian of a linear function of the image; of n, as many as memory suggests."""
+        if isinstance(parts, int):
+            each = 4 * self.network.n_parameters * self._jacobian.element_size()
+            parts = [torch.arange(parts)[some] for some in slices(parts, each, _ROWS_BYTES)]
         for part in progress_bar(parts, enabled=progress, description="Jacobian of the image"):
             index = part.to(self._jacobian.device)
             yield self._rows(self._z, lambda found, index=index: function(found)[:, index])  # type: ignore[misc]
 
 
-def cholesky(matrix: Tensor, what: str, fix: str) -> Tensor:
-    """The lower Cholesky factor; NotPositiveDefiniteError where there is none."""
+def _cholesky(matrix: Tensor, what: str, fix: str) -> Tensor:
     root, info = torch.linalg.cholesky_ex(matrix)
     if int(info) or not bool(torch.isfinite(root.detach().diagonal()).all()):
         raise errors.NotPositiveDefiniteError(f"The {what} is singular.", expected="positive eigenvalues", fix=fix)

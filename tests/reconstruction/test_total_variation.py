@@ -115,7 +115,7 @@ def test_derivative_of_the_complexity_against_samples():
     log_length = torch.tensor(0.2, requires_grad=True, **DOUBLE)
     coefficients = filters.coefficients(FilterCovariance(log_length.exp(), 0.5))
     variance = differences(rows.mT.view(-1, 5, 5)).mT
-    variance = filters.squares(variance) @ coefficients
+    variance = coefficients @ filters.grams(variance, diagonal=True)
     closed = expected_absolute(differences(mean.view(5, 5)), variance).sum()
     (slope,) = torch.autograd.grad(closed, log_length, retain_graph=True)
 

@@ -311,10 +311,7 @@ class Riemannian(Posterior):
                 raise SamplingError(
                     "No sample could be drawn.", expected=f"{count} paths that arrive", got=said, fix=fix
                 )
-            warn(
-                f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}",
-                ConvergenceWarning,
-            )
+            warn(f"{report.n_failed} of {count} samples failed and are left out: {said}. {fix}", ConvergenceWarning)
         self._drawn = Drawn(drawn.points[report.statuses == PathStatus.ARRIVED], report)
         self._drawn_at = self.hyperparameter_digests()
         return self
