@@ -291,4 +291,6 @@ def _choice(losses: Tensor, between: Tensor | None, noisy: bool, may_be_own: boo
         own = may_be_own and float(compared[-1] - compared.min()) <= NEGLIGIBLE
         found.append(_Choice(compared, 0 if own else int(enough), own))
     widest = min(found, key=lambda choice: (choice.own, choice.place))
-    return widest if found[0].own else widest._replace(place=max(widest.place, found[0].place - WIDER))
+    if float(losses[-1] - losses.min()) <= NEGLIGIBLE:
+        return widest
+    return widest._replace(place=max(widest.place, found[0].place - WIDER))

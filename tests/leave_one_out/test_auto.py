@@ -127,9 +127,13 @@ def test_losses_of_classes_are_those_of_dense_formulas(known, exact, monkeypatch
 
 
 @pytest.mark.parametrize("limit", [{}, {"KEPT": 30 * 30 / 2}, {"budget": lambda device: 16 * 30 * 30 / 2}])
-@pytest.mark.parametrize("cls", [lp.Full, lp.Diagonal])
-def test_losses_at_midpoints_are_those_of_dense_formulas(cls, limit, monkeypatch):
-    """Of an over-confident network, and with every second example alone where not all are kept."""
+@pytest.mark.parametrize(("cls", "prior"), [(lp.Full, 3.0), (lp.Diagonal, 3.0), (lp.Full, 0.1)])
+def test_losses_at_midpoints_are_those_of_dense_formulas(cls, prior, limit, monkeypatch):
+    """Of an over-confident network, and with every second example alone where not all are kept.
+
+    Under the narrow prior of training leaving out finds no scale, and midpoints choose alone. Under the wide one it
+    does, and they widen it by the two scales that they may.
+    """
     for name, value in limit.items():
         monkeypatch.setattr(midpoints_module, name, value)
     net, x, y = linear_problem(classification=True)
@@ -138,7 +142,7 @@ def test_losses_at_midpoints_are_those_of_dense_formulas(cls, limit, monkeypatch
             parameter *= 10
     data = [(x[:12], y[:12]), (x[12:], y[12:])]
     posterior = cls(net, "classification").fit(data)
-    posterior.fit_prior_precision(lp.Auto(link="probit", training_prior_precision=3.0))
+    posterior.fit_prior_precision(lp.Auto(link="probit", training_prior_precision=prior))
     found = posterior.tuning
     if limit:
         chosen = torch.cat([torch.linspace(0, 11, 6), 12 + torch.linspace(0, 17, 9)]).round().long()
@@ -159,8 +163,11 @@ def test_losses_at_midpoints_are_those_of_dense_formulas(cls, limit, monkeypatch
     both = (found.losses + found.midpoint_losses) / 2
     least, last = float(found.losses.min()), float(found.losses[-1])
     narrow = int((found.losses <= least + auto.SHARE * (last - least)).nonzero()[-1])
-    best = min(narrow, int(both.argmin()))
-    compared = found.losses if best == narrow else both
+    assert (last - least > auto.NEGLIGIBLE) == (prior == 0.1)
+    widest = int(both.argmin())
+    assert widest < narrow - auto.WIDER
+    best = narrow - auto.WIDER if prior == 0.1 else widest
+    compared = both
     assert posterior.covariance_scale == found.scales[best]
     assert found.expected_gain == pytest.approx(float(compared[-1] - compared[best]), rel=1e-9)
     assert found.expected_gain > 0.1
