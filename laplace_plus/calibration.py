@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from laplace_plus.errors import (
 )
 from laplace_plus.evidence import fitted_data
 from laplace_plus.evidence.tuning import check_choice, check_positive
+from laplace_plus.io.passes import once, resumable
 from laplace_plus.leave_one_out.predictions import INTERPOLATION, Leverages
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
@@ -211,6 +212,7 @@ def _calibrated(posterior: Posterior, found: Any) -> CalibratedPosterior:
 WRAPPERS["calibration"] = _calibrated
 
 
+@resumable
 def calibrate(
     posterior: Posterior,
     data: Iterable[Any] | None = None,
@@ -227,6 +229,7 @@ def calibrate(
     fallback: Literal["raise", "marginal_likelihood"] = "raise",
     refit: Refit | None = None,
     progress: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> CalibratedPosterior:
     """Calibrate a classifier; see :mod:`laplace_plus.calibration`.
 
@@ -256,12 +259,15 @@ def calibrate(
         refit: Instead of the fallback, a function that trains a network on 80 % of the training data, given as a list
             of batches, and returns it. ``T ≥ 1`` is fitted to the other 20 %; predictions have no covariance.
         progress: Whether to show a progress bar.
+        checkpoint: A folder for finished parts of passes over data, and a refitted network's outputs; a call that finds
+            some goes on from them, to the same result. Data must come in the same order.
 
     Returns:
         A posterior with its own ``predictive``, and with ``.temperature``, ``.covariance_scale`` and ``.report``.
 
     Raises:
         NotFittedError: Before ``fit``.
+        CheckpointError: The checkpoint is of another posterior, other data, another order of them, or other arguments.
         ConfigurationError: Unknown choices, or no weight decay.
         UnsupportedError: No classifier, or one that interpolates its training data.
         DataError: Other data than were fitted to.
@@ -314,7 +320,7 @@ def calibrate(
 
     if not known or training_nll < interpolation:
         if refit is not None:
-            fold = _refitted_outputs(posterior, again, refit, generator)
+            fold = once("refit", lambda: _refitted_outputs(posterior, again, refit, generator))
             fitted, loss, inside = _best_temperature(posterior.likelihood, fold, (1.0, 1e3))
             found = {"fitted_temperature": fitted, "calibrated_nll": loss, "converged": inside}
             return result("refit", temperature=fitted, **found)
@@ -408,7 +414,7 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> tuple[f
 
 
 def _best_temperature(
-    likelihood: Likelihood, observations: tuple[Tensor, ...], limits: tuple[float, float]
+    likelihood: Likelihood, observations: Sequence[Tensor], limits: tuple[float, float]
 ) -> tuple[float, float, bool]:
     """The temperature of least mean loss, that loss, and whether it lies inside the limits; T = 1 always does.
 
@@ -431,7 +437,7 @@ def _best_temperature(
 
 def _refitted_outputs(
     posterior: GaussianPosterior, data: Iterable[Any], refit: Refit, generator: torch.Generator | None
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     """Flattened outputs, targets and weights of a random fold, from a network trained on the rest of the data."""
     source = "cpu" if generator is None else generator.device
     order = torch.randperm(posterior.n_data, generator=generator, device=source).cpu()
@@ -453,4 +459,4 @@ def _refitted_outputs(
     likelihood = posterior.likelihood
     network = Network(refit(kept), "all", likelihood.arrange)
     rows = [likelihood.rows(network.forward(inputs).double(), target) for inputs, target in fold]
-    return tuple(torch.cat(column) for column in zip(*rows, strict=True))
+    return [torch.cat(column) for column in zip(*rows, strict=True)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from laplace_plus.batches import iterate
 from laplace_plus.errors import ConfigurationError, DataError, UnsupportedError
 from laplace_plus.evidence.laplace import LaplaceModel
+from laplace_plus.io.passes import summed
 from laplace_plus.network import Network
 
 ACCURACY = 1e-9
@@ -27,7 +28,7 @@ class FittedData:
     """Adds up the likelihood's statistics of a pass over data, and compares them with those of the fit.
 
     Attributes:
-        n_examples: Number of examples so far.
+        n_batches, n_examples: Number of batches and of examples so far.
         n_rows: Number of flattened observations (examples, or positions) that are not ignored.
         n_entries: Number of terms in the mean that torch's losses for classes take.
     """
@@ -36,7 +37,7 @@ class FittedData:
         self._model, self._network, self._n_data = model, network, n_data
         self._statistics = torch.zeros_like(model.statistics)
         self._epsilon = self._slope = self._square = 0.0
-        self.n_examples, self.n_rows, self.n_entries = 0, 0.0, 0.0
+        self.n_batches, self.n_examples, self.n_rows, self.n_entries = 0, 0, 0.0, 0.0
 
     def add(self, outputs: Tensor, target: Any) -> None:
         """Add a batch's outputs ``[B, *, C]`` and its target, which must be valid for the likelihood."""
@@ -50,6 +51,7 @@ class FittedData:
         dtypes = (outputs.dtype, self._network.dtype, *([dtype] if enabled else []))
         self._epsilon = max(self._epsilon, *(torch.finfo(one).eps for one in dtypes))
         counted = float(weight.sum())
+        self.n_batches += 1
         self.n_examples += len(outputs)
         self.n_rows += counted
         self.n_entries += likelihood.n_terms(targets, weight, outputs.shape[-1])
@@ -86,7 +88,8 @@ def survey(
 ) -> FittedData:
     """Run the network once over data and check that they are those of the fit; arguments as :class:`FittedData`."""
     found = FittedData(model, network, n_data)
-    for batch in iterate(data, device=network.device, progress=progress, description=description):
+    loader = iterate(data, device=network.device, progress=progress, description=description)
+    for batch in summed("survey", loader, found):
         outputs = network.forward(batch.inputs)
         model.likelihood.validate(outputs, batch.target)
         found.add(outputs, batch.target)

@@ -27,6 +27,7 @@ from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.objective import EvidencePoint
 from laplace_plus.evidence.tangent_model import batch_jacobian
 from laplace_plus.evidence.tuning import Tunable
+from laplace_plus.io.passes import Sums, summed
 from laplace_plus.network import Network, exact_arithmetic
 
 RUNAWAY = 2.0
@@ -102,20 +103,20 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
     errors, counts = model.statistics.double().chunk(2)
     with exact_arithmetic(network, posterior.memory_budget):
         chosen, route = _affordable(network, data, round(float(counts.sum())))
-        fitted, jacobians, parts = FittedData(model, network, posterior.n_data), [], []
-        for batch in iterate(data, device=network.device, progress=False):
+        fitted, sums = FittedData(model, network, posterior.n_data), Sums(jacobians=[], parts=[])
+        for batch in summed("noise", iterate(data, device=network.device, progress=False), fitted, sums):
             if chosen is None:
                 linear = outputs = network.forward(batch.inputs)
             else:
                 outputs, jacobian = batch_jacobian(chosen, batch.inputs)
                 linear = (jacobian.double() @ chosen.vector().double()).view_as(outputs)
-                jacobians.append(jacobian)
+                sums.jacobians.append(jacobian)
             likelihood.validate(outputs, batch.target)
             fitted.add(outputs, batch.target)
             flat, target, _ = likelihood.rows(outputs.double(), batch.target)
-            parts.append((target, target - flat + linear.double().view_as(flat)))
+            sums.parts.append((target, target - flat + linear.double().view_as(flat)))
         fitted.check()
-        targets, linear = (torch.cat(column) for column in zip(*parts, strict=True))  # y and y', [n, C]
+        targets, linear = (torch.cat(column) for column in zip(*sums.parts, strict=True))  # y and y', [n, C]
         groups = likelihood.output_groups(targets.shape[1]).to(targets.device)
 
         def by_group(values: Tensor) -> Tensor:
@@ -132,8 +133,8 @@ def noise_from_residuals(posterior: Tunable, data: Iterable[Any] | None = None) 
             # Outputs on a common scale, so that one ridge suits all of them.
             scale = torch.maximum(residual, INTERPOLATED * spread).clamp_min(torch.finfo(network.dtype).tiny)
             each = scale.to(targets)[groups]
-            jacobian = torch.cat(jacobians)
-            del jacobians
+            jacobian = torch.cat(sums.jacobians)
+            del sums.jacobians
             jacobian /= each.repeat(len(targets))[:, None].to(jacobian)
             left_out, leverages = _left_out(jacobian, linear / each, likelihood.n_noise > 1)
             error, spent = (by_group((left_out * each).square()) / counts).sqrt(), by_group(leverages)

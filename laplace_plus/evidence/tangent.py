@@ -29,6 +29,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -41,6 +42,7 @@ from laplace_plus.evidence.marginal_likelihood import EvidenceTuner
 from laplace_plus.evidence.objective import EvidencePoint, Objective
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_choice, check_counts
+from laplace_plus.io.passes import once
 
 _COARSE = 0.1
 """Accuracy of the first optimum, in nats: a first update of the precisions gains far more than this."""
@@ -66,7 +68,7 @@ class TangentResult(TuningResult):
         effective_parameters: γ, how many parameters of each of these groups the data determine.
         n_iterations: Number of alternations.
         n_steps: Number of steps that the convex optimisation took, over all alternations.
-        n_passes: Number of passes over the data, the one that collects the Jacobian included.
+        n_passes: Number of passes over the data in this process, the one that collects the Jacobian included.
         optimum_gradient_norm: Euclidean norm of the penalised loss's gradient at θ*.
         optimum_decrement: About how many nats the penalised loss at θ* lies above its least value.
         pressing: The largest derivative by the logarithm of a hyperparameter at a limit of the search, beyond which
@@ -230,7 +232,8 @@ class _Alternation:
         prior = model.prior(precision)
         factors = model.factors(prior.precision, self.objective.temperature, noise)
         likelihood = model.likelihood if noise is None else model.likelihood.with_noise(noise)
-        optimum = tangent_optimum(
+        search = partial(
+            tangent_optimum,
             self.tangent.with_likelihood(likelihood),
             prior,
             start,
@@ -238,6 +241,7 @@ class _Alternation:
             tolerance=accuracy,
             max_iterations=self.options.max_steps,
         )
+        optimum: TangentOptimum = once("tangent optimum", search)
         self.n_steps += optimum.n_iterations
         self.n_evaluations += 1
         at = replace(model, vector=optimum.vector, statistics=optimum.statistics)

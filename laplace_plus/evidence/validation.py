@@ -18,6 +18,7 @@ from laplace_plus.batches import iterate
 from laplace_plus.errors import ConfigurationError, ConvergenceWarning, DataError, NonFiniteError, warn
 from laplace_plus.evidence.objective import Objective
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts
+from laplace_plus.io.passes import Sums, summed
 from laplace_plus.predictive import Prediction, from_functional
 from laplace_plus.predictive.linearized import functional_posteriors, outputs_for
 from laplace_plus.priors import as_hyperparameter
@@ -101,27 +102,29 @@ class Validation:
         # A loss of the user's own may look at samples, whatever the link.
         draws = link == "mc" or self.loss is not None
         loss = self.loss or (lambda prediction, targets: -prediction.log_prob(targets))
-        totals, count, n_targets = torch.zeros(len(points), dtype=torch.float64, device="cpu"), 0, 0.0
+        totals = torch.zeros(len(points), dtype=torch.float64, device="cpu")
+        sums = Sums(totals=totals, count=0, n_targets=0.0)
         source = "cpu" if generator is None else generator.device
         assert self.data is not None
         with torch.no_grad():
-            for batch in iterate(self.data, device=network.device, progress=progress, description="validation"):
+            loader = iterate(self.data, device=network.device, progress=progress, description="validation")
+            for batch in summed("validation", loader, sums):
                 functional = functional_posteriors(
                     network, factor_sets, batch.inputs, outputs=outputs, layouts=model.curvature.layouts
                 )
                 likelihood.validate(functional[0].mean, batch.target)
-                n_targets += likelihood.rows(functional[0].mean, batch.target)[2].sum().item()
+                sums.n_targets += likelihood.rows(functional[0].mean, batch.target)[2].sum().item()
                 seed = int(torch.randint(2**62, (), generator=generator, device=source)) if draws else 0
                 for number, ((_, candidate), (mean, covariance)) in enumerate(zip(points, functional, strict=True)):
                     # The same random numbers for every point, so that they differ by their merits alone.
                     common = torch.Generator(device=mean.device).manual_seed(seed)
                     options: Any = {"link": self.link, "n_samples": self.n_samples, "generator": common}
                     prediction = from_functional(candidate, mean, covariance, **options)
-                    totals[number] += loss(prediction, batch.target).double().sum().cpu()
-                count += functional[0].mean.shape[0]
-        if not n_targets:
+                    sums.totals[number] += loss(prediction, batch.target).double().sum().cpu()
+                sums.count += functional[0].mean.shape[0]
+        if not sums.n_targets:
             raise DataError("All held-out targets are ignored.", expected="some that count", got="none")
-        scores = torch.where(torch.isfinite(totals), totals / count, torch.inf)
+        scores = torch.where(torch.isfinite(sums.totals), sums.totals / sums.count, torch.inf)
         best = int(scores.argmin())
         if not math.isfinite(scores[best].item()):
             fix = "Look at what loss(prediction, targets) gives, and whether the held-out data are finite."

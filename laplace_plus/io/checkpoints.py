@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -19,6 +22,9 @@ from laplace_plus.io.fingerprints import fingerprint
 
 PAUSE = 30.0
 """Seconds between two saves of a pass; as many times the last save's duration, where that is more than a second."""
+
+BROKEN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+"""What taking up a checkpoint raises that somebody has edited."""
 
 Stage = tuple[dict[str, Any], dict[str, Tensor]]
 """A JSON-able header, and tensors."""
@@ -98,10 +104,12 @@ def kept(
     save: Callable[[], Stage],
     restore: Callable[[Stage], None],
     device: torch.device,
+    *,
+    again: bool = True,
 ) -> Iterator[Batch]:
     """A pass whose sums are saved as a stage, from time to time and at its end; a later pass goes on from there.
 
-    Of the batches that are in the sums only the first comes again, since it shapes what adds up; ``restore`` follows.
+    Of the batches that are in the sums only the first comes ``again``, as it shapes what adds up; ``restore`` follows.
     CheckpointError if they are not the same, in the same order.
     """
     found = checkpoint.read(stage, device)
@@ -116,7 +124,7 @@ def kept(
 
     for number, batch in enumerate(batches, 1):
         sums.add(batch, len(batch.target))
-        if number == 1 or found is None:
+        if found is None or (number == 1 and again):
             yield batch
         if found is None and time.monotonic() >= due:
             due, count = put(), number
@@ -125,7 +133,7 @@ def kept(
                 if not all(map(same_sum, map(float, known), sums.values())):
                     break
                 restore(found)
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            except BROKEN as error:
                 raise CheckpointError("The checkpoint's sums cannot be read.", got=repr(error)) from error
             found = None
     if found is not None:
@@ -135,3 +143,77 @@ def kept(
         raise CheckpointError(what, expected=f"its {count} batches, in the same order", got=got, fix=fix)
     if number > count:
         put()
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+TAG = "kind of entry"
+"""The key of dictionaries that stand for something that JSON does not have."""
+
+
+def packed(value: Any) -> Stage:
+    """A tree as a stage; errors as of :func:`pack`."""
+    tensors: dict[str, Tensor] = {}
+    return {"value": pack(value, tensors, "value")}, tensors
+
+
+def unpacked(found: Stage, *classes: type) -> Any:
+    """The inverse of :func:`packed`, with objects of some classes; CheckpointError for one that somebody has edited."""
+    try:
+        return unpack(found[0]["value"], found[1], {cls.__name__: cls for cls in classes})
+    except BROKEN as error:
+        raise CheckpointError("The checkpoint's values cannot be read.", got=repr(error)) from error
+
+
+def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """A tree as JSON; its tensors go to ``tensors``, under names that begin with ``name``.
+
+    Raises CheckpointError for anything but numbers, texts, ``None``, tensors, lists, mappings and data classes of them.
+    """
+    if isinstance(tree, Tensor):
+        unique = f"{name}#{len(tensors)}" if name in tensors else name
+        tensors[unique] = tree
+        return {TAG: "tensor", "name": unique, "on CPU": tree.is_cpu}
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return {TAG: "float", "value": str(tree)}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        values = [pack(value, tensors, f"{name}.{number}") for number, value in enumerate(tree)]
+        return values if isinstance(tree, list) else {TAG: "tuple", "values": values}
+    if isinstance(tree, Mapping):
+        if all(isinstance(key, str) and key != TAG for key in tree) and not isinstance(tree, Counter):
+            return {key: pack(value, tensors, f"{name}.{key}") for key, value in tree.items()}
+        items = [
+            [pack(key, tensors, f"{name}.key"), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()
+        ]
+        return {TAG: "counter" if isinstance(tree, Counter) else "items", "items": items}
+    if is_dataclass(tree):
+        return {TAG: "object", "class": type(tree).__name__, "entries": pack(vars(tree), tensors, name)}
+    raise CheckpointError(
+        f"{name} cannot be stored.",
+        expected="numbers, texts, tensors, and lists and dictionaries of them",
+        got=f"a {type(tree).__name__}",
+        fix="Go without checkpoint=, or take an optimizer and a scheduler whose state_dict() holds only these.",
+    )
+
+
+def unpack(tree: Any, tensors: Mapping[str, Tensor], classes: Any = None) -> Any:
+    """The inverse of :func:`pack`; objects are of these classes."""
+    if isinstance(tree, list):
+        return [unpack(value, tensors, classes) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kind = tree.get(TAG)
+    if kind is None:
+        return {key: unpack(value, tensors, classes) for key, value in tree.items()}
+    if kind == "tensor":
+        return tensors[tree["name"]].cpu() if tree.get("on CPU") else tensors[tree["name"]]
+    if kind == "float":
+        return float(tree["value"])
+    if kind == "tuple":
+        return tuple(unpack(value, tensors, classes) for value in tree["values"])
+    if kind == "object":
+        return classes[tree["class"]](**unpack(tree["entries"], tensors, classes))
+    items = {unpack(key, tensors): unpack(value, tensors) for key, value in tree["items"]}
+    return Counter(items) if kind == "counter" else items

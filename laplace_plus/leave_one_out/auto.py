@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_plus import errors
 from laplace_plus.batches import iterate
 from laplace_plus.errors import DataError, LaplacePlusError, NoGainWarning, NotPositiveDefiniteError, warn
 from laplace_plus.evidence.fitted_data import check_training_prior
@@ -223,6 +224,8 @@ class Auto:
             try:
                 undisplaced = midpoints(posterior, data, first, precision, int(min(ENOUGH, room)))
                 between = None if undisplaced is None else search(undisplaced, noisy=False)[0]
+            except errors.CheckpointError:
+                raise
             except LaplacePlusError as failure:  # a network may refuse what lies between its inputs
                 failed += f" Midpoints were not compared: {str(failure).partition(chr(10))[0]}"
         between = between if between is not None and bool(between.isfinite().all()) else None

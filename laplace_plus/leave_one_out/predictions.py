@@ -33,6 +33,7 @@ from laplace_plus.batches import Batch, can_be_cut, cut, iterate
 from laplace_plus.errors import ConfigurationError, DataError, NotPositiveDefiniteError, UnsupportedError
 from laplace_plus.evidence.fitted_data import FittedData
 from laplace_plus.evidence.tuning import Tunable, check_positive
+from laplace_plus.io.passes import Sums, summed
 from laplace_plus.leave_one_out.leverages import Covariances, Leverages, Unit, exact_covariances, factor_covariances
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.likelihoods.base import checked_log_density
@@ -168,30 +169,28 @@ def leave_one_out(
     training = kappa * training
     data = posterior.training_data.again(data, "Leave-one-out passes over the training data.")
     deletions = Deletions(posterior, data, training, noise_std, leverages, unit)
-    parts: list[tuple[Tensor, ...]] = []
-    largest: list[Tensor] = []
-    seen, taken, limit = 0, 0, budget(deletions.network.device)
-    for batch in deletions.batches([(precision, None)], progress=progress):
-        seen += len(batch.network_outputs)
-        taken += 8 * batch.outputs.numel() * batch.outputs.shape[-1]
-        needed = taken * n_data // seen
+    sums, limit = Sums(parts=[], largest=[], seen=0, taken=0), budget(deletions.network.device)
+    for batch in deletions.batches([(precision, None)], sums, progress=progress):
+        sums.seen += len(batch.network_outputs)
+        sums.taken += 8 * batch.outputs.numel() * batch.outputs.shape[-1]
+        needed = sums.taken * n_data // sums.seen
         if needed > limit:
             got = f"{in_words(needed)} for {n_data} examples of {batch.network_outputs[0].numel()} outputs"
             what, expected = "The covariances of all data do not fit into the memory budget.", in_words(limit)
             raise ConfigurationError(what, expected=f"at most {expected}", got=got, fix="Raise memory_budget.")
         (covariance,) = batch.covariances
         top = batch.leverages.amax(-1)
-        largest.append(top)
+        sums.largest.append(top)
         if leverages == "own":
             own, _, covariance = leave_out(covariance, batch.root, batch.gradient)
-            largest[-1] = torch.maximum(top, own[batch.kept].amax(-1))
+            sums.largest[-1] = torch.maximum(top, own[batch.kept].amax(-1))
         traces, covariance = batch.leverages.sum(-1), batch.by_position(covariance) * posterior.covariance_scale
-        parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, traces))
-    deletions.check(largest)
+        sums.parts.append((batch.mean, covariance, batch.outputs, batch.targets, top, traces))
+    deletions.check(sums.largest)
     try:
-        mean, covariance, outputs, targets, top, traces = (torch.cat(column) for column in zip(*parts, strict=True))
+        mean, covariance, outputs, targets, top, traces = (torch.cat(own) for own in zip(*sums.parts, strict=True))
     except RuntimeError as error:
-        got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in parts}))
+        got = ", ".join(sorted({str(list(part[2].shape[1:])) for part in sums.parts}))
         what, fix = "The batches' outputs are of different shapes.", 'Pass unit="position": one position at a time.'
         raise DataError(what, expected="as many positions in every batch", got=got, fix=fix) from error
     return LeaveOneOutPredictions(mean, covariance, outputs, targets, top, traces, likelihood, leverages, unit)
@@ -300,10 +299,11 @@ class Deletions:
             point = precision, self.temperature, noise_std
             self.exact = exact_covariances(leverages, self.model, self.network, data, point, unit)
 
-    def batches(self, points: Sequence[tuple[Any, Any]], *, progress: bool = False) -> Iterator[DeletionBatch]:
+    def batches(self, points: Sequence[tuple[Any, Any]], *sums: Any, progress: bool = False) -> Iterator[DeletionBatch]:
         """Pass over the data once.
 
         Args:
+            *sums: What the caller adds up: of a call that is resumed, the pass is over what they lack.
             points: Pairs of a prior precision and a noise level, at which the posterior's covariance is wanted.
             progress: Whether to show a progress bar.
 
@@ -313,23 +313,22 @@ class Deletions:
             OutputError: Outputs that do not fit.
         """
         model, likelihood = self.model, self.model.likelihood
-        fitted, self.n_observations = FittedData(model, self.network, self.n_data), 0.0
+        fitted = FittedData(model, self.network, self.n_data)
         wanted = [(self.precision, self.noise_std), *points] if self.exact is None else list(points)
         sets = model.factor_sets(wanted, self.temperature)
         own = factor_covariances(self.network, sets, self.unit, model.n_outputs, model.curvature.layouts)
         loader = iterate(self.data, device=self.network.device, progress=progress, description="leave-one-out")
-        for number, batch in enumerate(thinned(loader, self.share)):
+        for batch in summed("leave-one-out", thinned(loader, self.share), fitted, *sums):
             raw = self.network.forward(batch.inputs)
             likelihood.validate(raw, batch.target)
+            number = fitted.n_batches
             fitted.add(raw, batch.target)
-            self.n_examples = fitted.n_examples
             outputs = raw.double()
             flat, targets, weight = likelihood.rows(outputs, batch.target)
             root = likelihood.output_root(flat, targets) * weight[:, None, None]
             gradient = likelihood.gradient(flat, targets) * weight[:, None]
             groups = [likelihood.output_groups(size).to(root.device) for size in (root.shape[-1], flat.shape[-1])]
             kept: Tensor | slice = slice(None)
-            self.n_observations += float(weight.sum())
             if self.unit == "position":
                 kept = places = weight.nonzero()[:, 0]
                 if self.most is not None and self.most * len(outputs) < len(places):
@@ -353,6 +352,7 @@ class Deletions:
             mean = outputs + shift[kept].reshape(outputs.shape)
             own_terms, rest = self._at(root, gradient, groups), tuple(covariances[1:])
             yield DeletionBatch(raw, outputs, targets, kept, *own_terms, leverages[kept], mean, rest)
+        self.n_examples, self.n_observations = fitted.n_examples, fitted.n_rows
         if self.share == 1:
             fitted.check()
 

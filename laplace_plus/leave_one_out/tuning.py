@@ -35,6 +35,7 @@ from laplace_plus.evidence.fitted_data import (
 from laplace_plus.evidence.laplace import LaplaceModel
 from laplace_plus.evidence.tuning import Tunable, TuningResult, check_counts, check_positive, tunes_noise
 from laplace_plus.evidence.validation import checked_grid, grid_settled
+from laplace_plus.io.passes import Sums
 from laplace_plus.leave_one_out.leverages import Leverages, Unit
 from laplace_plus.leave_one_out.predictions import (
     INTERPOLATION,
@@ -238,11 +239,11 @@ class LeaveOneOut:
         likelihood = deletions.model.likelihood
         totals = torch.zeros(len(levels), len(scales), 2, dtype=torch.float64, device="cpu")
         valid = torch.ones(len(levels), dtype=torch.bool, device="cpu")
-        n_entries = n_observations = 0.0
-        values = []
-        for batch in deletions.batches([(base * level, None) for level in levels], progress=progress):
-            values.append(batch.leverages.amax(-1))
-            if bool((values[-1] >= deletions.limit).any()):
+        sums = Sums(totals=totals, valid=valid, n_entries=0.0, n_observations=0.0, leverages=[])
+        for batch in deletions.batches([(base * level, None) for level in levels], sums, progress=progress):
+            totals, valid = sums.totals, sums.valid
+            sums.leverages.append(batch.leverages.amax(-1))
+            if bool((sums.leverages[-1] >= deletions.limit).any()):
                 continue  # they are refused, once all are counted
             for number, covariance in enumerate(batch.covariances):
                 own = deletions.leverages == "own"
@@ -256,16 +257,17 @@ class LeaveOneOut:
                     covariance = batch.by_position(covariance)
                     totals[number] += torch.stack([terms(likelihood, batch, s * covariance, seed) for s in scales])
             counted = float(likelihood.rows(batch.outputs, batch.targets)[2].sum())
-            n_observations += counted
-            n_entries += counted * batch.outputs.shape[-1]
-        deletions.check(values)
+            sums.n_observations += counted
+            sums.n_entries += counted * batch.outputs.shape[-1]
+        deletions.check(sums.leverages)
+        totals, n_entries, n_observations = sums.totals, sums.n_entries, sums.n_observations
         losses, factors = totals[..., 0], torch.ones_like(totals[..., 0])
         if noisy:
             factors = (totals[..., 1] / n_entries).sqrt()
             # ½ Σ (Q/m² + log det + C log 2πm²) at its minimum m² = Q / n_entries over the noise factor m.
             losses = losses + n_entries * (1 + factors.square().log() + math.log(2 * math.pi)) / 2
-        losses = torch.where(valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
-        return losses.flatten(), factors.flatten(), float(torch.cat(values).max()), n_observations
+        losses = torch.where(sums.valid[:, None] & losses.isfinite(), losses / n_observations, torch.inf)
+        return losses.flatten(), factors.flatten(), float(torch.cat(sums.leverages).max()), n_observations
 
     def _loss(self, likelihood: Likelihood, batch: DeletionBatch, covariance: Tensor, seed: int | None) -> Tensor:
         """A batch's loss, and 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from inspect import Parameter, signature
 from os import PathLike
 from typing import Any, ClassVar, Self
@@ -22,7 +23,7 @@ from laplace_plus.posteriors.calls import Called
 from laplace_plus.posteriors.configuration import Summary, full_precision
 from laplace_plus.posteriors.probing import check_deterministic
 from laplace_plus.posteriors.training_data import TrainingData
-from laplace_plus.priors import Groups
+from laplace_plus.priors import LAYERWISE, Groups
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """The step between the seeds of neighbouring ranks: 2⁶⁴ divided by the golden ratio."""
@@ -75,6 +76,9 @@ class Posterior(Called):
 
     tuners: ClassVar[Mapping[str, type[Tuner]]] = {}
     """Classes of the tuners that this class supports, by shorthand; the first of them is ``"auto"``."""
+
+    resumed: Any = None
+    """Makes of :meth:`run_tuner` a method with a checkpoint; see :mod:`laplace_plus.io.passes`."""
 
     tuning: TuningResult | None = None
     """The result of the last tuning."""
@@ -245,6 +249,7 @@ class Posterior(Called):
         tune_noise: bool | None = None,
         progress: bool = False,
         generator: torch.Generator | None = None,
+        checkpoint: str | PathLike[str] | None = None,
         **options: Any,
     ) -> Self:
         """Tune the prior precision and, where the likelihood has one, the noise level with it.
@@ -261,6 +266,8 @@ class Posterior(Called):
             tune_noise: With a shorthand, whether to tune Gaussian noise; by default whenever there is any.
             progress: Whether to show a progress bar.
             generator: Source of randomness, for tuners that draw samples.
+            checkpoint: Of Gaussian posteriors, a folder for finished parts of passes over data, in one process; a call
+                that finds some goes on to the same result. The loader's order must be the same.
             **options: Further arguments of the tuner that a shorthand stands for. ``evidence="tangent"`` makes
                 ``lp.Tangent`` of the three by marginal likelihood.
 
@@ -271,6 +278,7 @@ class Posterior(Called):
             NotFittedError: Before :meth:`fit`.
             UnsupportedError: A tuner that this class does not support, or a prior that its structure does not take.
             ConfigurationError: An unknown shorthand or option.
+            CheckpointError: The checkpoint is of another fit, tuner or data, or another order of them.
             DataError: The training data are needed, and not at hand; or all held-out targets are ignored.
             NonFiniteError: A loss that is not finite.
 
@@ -279,8 +287,13 @@ class Posterior(Called):
         """
         self.require_fit()
         options = {"structure": structure, "data": data, "tune_noise": tune_noise, **options}
+        run: Any = type(self).run_tuner
+        if self.resumed is None:  # a tuner may take one
+            options["checkpoint"] = checkpoint
+        elif checkpoint is not None:
+            run = partial(self.resumed(run), checkpoint=checkpoint)
         chosen = resolve_tuner(type(self).__name__, self.tuners, tuner, options)
-        result, before = self.run_tuner(chosen, progress=progress, generator=generator), dict(vars(self))
+        result, before = run(self, chosen, progress=progress, generator=generator), dict(vars(self))
         try:
             self.apply_tuning(result)
         except BaseException:
@@ -295,7 +308,8 @@ class Posterior(Called):
     def apply_tuning(self, result: TuningResult) -> None:
         """Set the hyperparameters that a tuner found; a class that has more of them adds to this."""
         if result.groups is not None:
-            layers = result.groups.index is self.network.layer_index()
+            index = result.groups.index
+            layers = result.groups.name == LAYERWISE and torch.equal(index, self.network.layer_index())
             self._prior_groups = None if layers else result.groups
         self._prior_precision = result.prior_precision
         if result.noise_std is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +14,18 @@ from laplace_plus.batches import Batch, DataSums
 from laplace_plus.curvature import Curvature
 from laplace_plus.curvature.structures import Layout
 from laplace_plus.errors import CheckpointError
-from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, identity, kept
+from laplace_plus.evidence.tangent_model import TangentOptimum
+from laplace_plus.evidence.tuning import TuningResult
+from laplace_plus.io.checkpoints import Checkpoint, Part, Stage, count_of, identity, kept, packed, unpacked
+from laplace_plus.io.passes import resumable
 from laplace_plus.likelihoods.base import doubt_logits
 from laplace_plus.likelihoods.sampling import draw_seed
 from laplace_plus.posteriors.base import Posterior
-from laplace_plus.posteriors.moments import ADDED
-from laplace_plus.posteriors.storing import curvature_state, restored_curvature, with_prefix
+from laplace_plus.posteriors.moments import ADDED, Moments
+from laplace_plus.posteriors.storing import curvature_state, restored_curvature
 from laplace_plus.posteriors.sums import FitSums
 from laplace_plus.posteriors.training_data import require_restartable
+from laplace_plus.priors import Groups
 from laplace_plus.structured import Block
 from laplace_plus.structured.gram_sum import GramSum
 
@@ -93,18 +98,19 @@ class KeptPasses:
         """The second pass, which adds to tensors in place."""
 
         def save() -> Stage:
-            return {}, {**{str(n): own for n, own in enumerate(sums)}, "random": self.generator.get_state()}
+            return packed([sums, self.generator.get_state()])
 
         def restore(found: Stage) -> None:
-            tensors = Part(found[1])
-            for number, own in enumerate(sums):
-                own.copy_(tensors[str(number)])
-            self.generator.set_state(tensors["random"].cpu())
+            values, random = unpacked(found)
+            for own, value in zip(sums, values, strict=True):
+                own.copy_(value)
+            self.generator.set_state(random)
 
         return kept(self._checkpoint, "eigenvalues", batches, save, restore, self._device)
 
 
 ADDED["passes"] = KeptPasses
+Moments.resumed = partial(resumable, results=(TuningResult, TangentOptimum, Groups))
 
 
 def _place(layout: Layout) -> tuple[Any, ...]:
@@ -146,18 +152,3 @@ def stage_generator(seed: int, stage: int) -> torch.Generator:
     Consecutive seeds differ by 2⁶⁴ divided by the golden ratio, which spreads them over all 64 bits.
     """
     return torch.Generator().manual_seed((seed + stage * 0x9E3779B97F4A7C15) % 2**63)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:
-    """An optimizer's state by parameter, as named tensors for a checkpoint."""
-    state = optimizer.state_dict()["state"]
-    return {f"{prefix}{number}.{name}": x.detach() for number, own in state.items() for name, x in own.items()}
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Take up what :func:`optimizer_tensors` returned."""
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in with_prefix(tensors, prefix).items():
-        number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = value.cpu() if name == "step" else value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

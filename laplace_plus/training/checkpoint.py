@@ -1,13 +1,7 @@
-"""The state of a training run between two epochs: taken, put back, and written without pickling.
-
-State dictionaries of optimizers and schedulers are trees of numbers, texts and tensors. :func:`pack` turns such a tree
-into JSON and named tensors; anything else is refused by name.
-"""
+"""The state of a training run between two epochs: taken, and put back."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,59 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_plus.errors import CheckpointError
-
-TAG = "kind of entry"
-"""The key of dictionaries that stand for something that JSON does not have."""
-
-
-def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """A tree as JSON; its tensors go to ``tensors``, under names that begin with ``name``.
-
-    Raises CheckpointError for anything but numbers, texts, ``None``, tensors, and lists and mappings of them.
-    """
-    if isinstance(tree, Tensor):
-        unique = f"{name}#{len(tensors)}" if name in tensors else name
-        tensors[unique] = tree
-        return {TAG: "tensor", "name": unique}
-    if isinstance(tree, float) and not math.isfinite(tree):
-        return {TAG: "float", "value": str(tree)}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return tree
-    if isinstance(tree, (list, tuple)):
-        values = [pack(value, tensors, f"{name}.{number}") for number, value in enumerate(tree)]
-        return values if isinstance(tree, list) else {TAG: "tuple", "values": values}
-    if isinstance(tree, Mapping):
-        if all(isinstance(key, str) and key != TAG for key in tree) and not isinstance(tree, Counter):
-            return {key: pack(value, tensors, f"{name}.{key}") for key, value in tree.items()}
-        items = [
-            [pack(key, tensors, f"{name}.key"), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()
-        ]
-        return {TAG: "counter" if isinstance(tree, Counter) else "items", "items": items}
-    raise CheckpointError(
-        f"{name} cannot be stored.",
-        expected="numbers, texts, tensors, and lists and dictionaries of them",
-        got=f"a {type(tree).__name__}",
-        fix="Train without checkpoint=, or with an optimizer and a scheduler whose state_dict() holds only these.",
-    )
-
-
-def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of :func:`pack`."""
-    if isinstance(tree, list):
-        return [unpack(value, tensors) for value in tree]
-    if not isinstance(tree, dict):
-        return tree
-    kind = tree.get(TAG)
-    if kind is None:
-        return {key: unpack(value, tensors) for key, value in tree.items()}
-    if kind == "tensor":
-        return tensors[tree["name"]]
-    if kind == "float":
-        return float(tree["value"])
-    if kind == "tuple":
-        return tuple(unpack(value, tensors) for value in tree["values"])
-    items = {unpack(key, tensors): unpack(value, tensors) for key, value in tree["items"]}
-    return Counter(items) if kind == "counter" else items
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

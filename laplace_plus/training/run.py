@@ -20,10 +20,11 @@ from laplace_plus.batches import Batch, DataSums, iterate, same_sum
 from laplace_plus.distributed import resolve_group
 from laplace_plus.errors import CheckpointError, NonFiniteError, UnsupportedError
 from laplace_plus.evidence.groups import chosen_groups
+from laplace_plus.io.checkpoints import pack, unpack
 from laplace_plus.posteriors import GaussianPosterior
 from laplace_plus.posteriors.training_data import require_restartable
 from laplace_plus.priors import LAYERWISE, STRUCTURES, Groups, PriorStructure
-from laplace_plus.training.checkpoint import Generators, pack, put_back, unpack, weights_of
+from laplace_plus.training.checkpoint import Generators, put_back, weights_of
 from laplace_plus.training.objective import HyperparameterAscent, TrainingObjective
 from laplace_plus.training.settings import Settings
 

@@ -25,7 +25,7 @@ from training.problems import TwoLayers, classes, classifier, linear_data, loade
 import laplace_plus as lp
 from laplace_plus import io
 from laplace_plus.errors import CheckpointError, ConfigurationError
-from laplace_plus.training.checkpoint import pack, unpack
+from laplace_plus.io.checkpoints import pack, unpack
 
 
 class Interrupted(Exception):

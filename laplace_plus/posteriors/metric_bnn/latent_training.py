@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace_plus._progress import progress_bar
 from laplace_plus.errors import ConfigurationError, NonFiniteError
-from laplace_plus.io.checkpoints import Checkpoint
+from laplace_plus.io.checkpoints import Checkpoint, packed, unpacked
 from laplace_plus.likelihoods.sampling import global_randomness
 from laplace_plus.posteriors.metric_bnn.latent_model import (
     Coordinates,
@@ -24,7 +24,7 @@ from laplace_plus.posteriors.metric_bnn.latent_model import (
     reconstruction_loss,
     repulsion_loss,
 )
-from laplace_plus.posteriors.resuming import optimizer_tensors, restore_optimizer, stage_generator
+from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.structured.blocks import check_forms
 
@@ -154,17 +154,16 @@ class Training:
         history = torch.zeros(0, 3, dtype=torch.float64)
         saved = None if checkpoint is None else checkpoint.read("latent", rows.device)
         if saved is not None:
-            model.load_state_dict(with_prefix(saved[1], "model."))
-            restore_optimizer(optimizer, saved[1], "adam.")
-            history = saved[1]["history"].cpu()
+            history, weights, adam = unpacked(saved)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(adam)
         epochs = range(len(history), options.epochs)
         for epoch in progress_bar(epochs, enabled=progress, description="MetricBNN: autoencoder"):
             if self._has_settled(history):
                 break
             history = torch.cat([history, self._epoch(model, optimizer, epoch)[None]])
             if checkpoint is not None and (len(history) % _SAVED == 0 or len(history) == options.epochs):
-                tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
-                checkpoint.write("latent", {}, tensors | {"history": history} | optimizer_tensors(optimizer, "adam."))
+                checkpoint.write("latent", *packed([history, model.state_dict(), optimizer.state_dict()]))
         return self._result(model.requires_grad_(False), history)
 
     def _has_settled(self, history: Tensor) -> bool:

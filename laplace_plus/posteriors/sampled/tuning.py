@@ -32,7 +32,7 @@ from laplace_plus.evidence.objective import updated_noise
 from laplace_plus.evidence.tangent_model import TangentModel, TangentOptimum, tangent_optimum
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.io import digest
-from laplace_plus.io.checkpoints import Checkpoint
+from laplace_plus.io.checkpoints import Checkpoint, packed, unpacked
 from laplace_plus.likelihoods import Likelihood
 from laplace_plus.posteriors.sampled.effective_dimension import (
     EffectiveDimension,
@@ -45,7 +45,6 @@ from laplace_plus.posteriors.sampled.effective_dimension import (
 )
 from laplace_plus.posteriors.sampled.objective import Draws, PriorUnits, Solved
 from laplace_plus.posteriors.sampled.solvers import TangentProblem
-from laplace_plus.posteriors.storing import with_prefix
 from laplace_plus.priors import GaussianPrior, Groups
 
 _SCALING_DRAWS = 4
@@ -192,41 +191,6 @@ class _State:
         """That of the last step."""
         return self.steps[-1].residual if self.steps else math.inf
 
-    def write(self, checkpoint: Checkpoint) -> None:
-        """Write the state to a checkpoint."""
-        tensors = {name: getattr(self, name) for name in ("precision", "noise_std", "z", "optimum")}
-        tensors |= {f"solver.{name}": value for name, value in (self.solver or {}).items()}
-        steps = [*self.steps, *([] if self.pending is None else [self.pending])]
-        for number, step in enumerate(steps):
-            for name, value in vars(step).items():
-                tensors[f"step.{number}.{name}"] = value if value is None else torch.as_tensor(value).double()
-        header = {"steps": len(steps), "pending": self.pending is not None, "sound": self.sound}
-        checkpoint.write("tuning", header, {name: value for name, value in tensors.items() if value is not None})
-
-    @classmethod
-    def read(cls, checkpoint: Checkpoint, device: torch.device) -> _State | None:
-        """The state that a checkpoint holds, if any."""
-        found = checkpoint.read("tuning", device)
-        if found is None:
-            return None
-        header, tensors = found
-        steps = []
-        for number in range(header["steps"]):
-            own = {name: value.cpu() for name, value in with_prefix(tensors, f"step.{number}.").items()}
-            numbers = {"residual": float(own["residual"]), "iterations": int(own["iterations"])}
-            steps.append(TuningStep(**{"noise_std": None, **own, **numbers}))  # type: ignore[arg-type]
-        pending, noise = steps.pop() if header["pending"] else None, tensors.get("noise_std")
-        return cls(
-            tensors["precision"].cpu(),
-            None if noise is None else noise.cpu(),
-            tensors["z"],
-            steps,
-            tensors.get("optimum"),
-            with_prefix(tensors, "solver.") or None,
-            pending,
-            header["sound"],
-        )
-
 
 @dataclass(frozen=True)
 class _Samples:
@@ -271,7 +235,8 @@ class Alternation:
     def run(self, z: Tensor, checkpoint: Checkpoint) -> SampledTuningResult:
         """Alternate until the evidence is stationary, from samples ``z [k, P]`` or from a checkpoint."""
         options, current = self._options, None
-        state = _State.read(checkpoint, self._posterior.network.device)
+        found = checkpoint.read("tuning", self._posterior.network.device)
+        state: _State | None = None if found is None else unpacked(found, _State, TuningStep)
         if state is None:
             present, noise = self._posterior.prior().vector().detach().double().cpu(), self._posterior.noise_std
             start = self._groups.geometric_means(present if self._scaling is None else present / self._scaling)
@@ -296,7 +261,7 @@ class Alternation:
             state.steps.append(replace(state.pending, iterations=current.solved.iterations))
             state.precision, state.noise_std, state.z = precision, noise, current.solved.z
             state.solver = state.pending = None
-            state.write(checkpoint)
+            checkpoint.write("tuning", *packed(state))
         assert current is not None
         return self._result(state, current)
 
@@ -372,7 +337,7 @@ class Alternation:
         def keep(solver: dict[str, Tensor]) -> None:
             if checkpoint is not None:
                 state.solver = solver
-                state.write(checkpoint)
+                checkpoint.write("tuning", *packed(state))
 
         options: Any = {"state": state.solver, "keep": keep, "progress": self._progress}
         return self._described(self._problem.solve(system, self._draws, state.z, **options))

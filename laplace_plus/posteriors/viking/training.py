@@ -27,14 +27,14 @@ from laplace_plus.batches import Batch
 from laplace_plus.errors import ConfigurationError
 from laplace_plus.evidence.tuning import check_choice, check_counts, check_positive
 from laplace_plus.geometry.loss import MovedNetwork
-from laplace_plus.io.checkpoints import Checkpoint, count_of
+from laplace_plus.io.checkpoints import Checkpoint, Part, count_of, packed, unpacked
 from laplace_plus.kernels import vector_norm
 from laplace_plus.linalg.null_space import ProjectionMethod
 from laplace_plus.network import Network
 from laplace_plus.posteriors.projection.batch_rows import BatchRows
 from laplace_plus.posteriors.projection.noise import normal_like, range_dimension
 from laplace_plus.posteriors.projection.rows import NullSpaceRows, Rows
-from laplace_plus.posteriors.resuming import optimizer_tensors, restore_optimizer, stage_generator
+from laplace_plus.posteriors.resuming import stage_generator
 from laplace_plus.posteriors.viking.elbo import (
     ELBO,
     ELBOTerms,
@@ -116,11 +116,12 @@ class MeanTraining:
         first = 0
         saved = checkpoint.read("training", theta.device)
         if saved is not None:
-            first, tensors = count_of(saved[0], "epochs"), saved[1]
-            theta.data.copy_(tensors["theta"])
-            logs.data.copy_(tensors["logs"])
-            history += terms_from_tensor(tensors["history"])
-            restore_optimizer(optimizer, tensors, "adam.")
+            own = Part(unpacked(saved))
+            first = count_of(own, "epochs")
+            theta.data.copy_(own["theta"])
+            logs.data.copy_(own["logs"])
+            history += terms_from_tensor(own["history"])
+            optimizer.load_state_dict(own["adam"])
         epochs = range(first, options.scale_epochs + options.epochs)
         for epoch in progress_bar(epochs, enabled=progress, description="VIKING: epochs"):
             source = stage_generator(seed, epoch + 1)
@@ -129,8 +130,9 @@ class MeanTraining:
                 mean = theta if epoch >= options.scale_epochs else theta.detach()
                 history.append(self.step(batch, mean, logs, noise, source))
                 optimizer.step()  # passes over a mean without gradient
-            tensors = {"theta": theta.detach(), "logs": logs.detach(), "history": terms_to_tensor(history)}
-            checkpoint.write("training", {"epochs": epoch + 1}, tensors | optimizer_tensors(optimizer, "adam."))
+            state = {"theta": theta.detach(), "logs": logs.detach(), "history": terms_to_tensor(history)}
+            adam = optimizer.state_dict()
+            checkpoint.write("training", *packed({"epochs": epoch + 1, **state, "adam": adam}))
         return theta.detach(), logs.detach(), history
 
     def epoch_noise(self, theta: Tensor, source: torch.Generator) -> EpochNoise:

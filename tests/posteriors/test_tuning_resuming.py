@@ -1,0 +1,299 @@
+"""Tuning and calibration that are interrupted go on to the bits of an uninterrupted call."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_plus as lp
+from laplace_plus import io
+from laplace_plus.errors import CheckpointError, UnsupportedError
+from laplace_plus.io import checkpoints
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Stopped(Exception):
+    pass
+
+
+class Until:
+    """Batches of which a pass, counted over all passes, ends with an exception; ``left`` counts down."""
+
+    def __init__(self, batches, most=10**9):
+        self.batches, self.left = batches, most
+
+    def __iter__(self):
+        for batch in self.batches:
+            if not self.left:
+                raise Stopped
+            self.left -= 1
+            yield batch
+
+
+@pytest.fixture(autouse=True)
+def _saved_after_each_batch(monkeypatch):
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
+
+
+def network(scale=1.0):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    with torch.no_grad():
+        net[0].weight *= scale
+    return net
+
+
+def batches(seed=1, sizes=(5, 2, 7, 9), regression=False):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(n, 4, generator=generator) for n in sizes]
+    return [(x, x[:, :3] * x[:, 1:] if regression else (x.sum(1) > 0).long() + (x[:, 0] > 1).long()) for x in inputs]
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+HELD_OUT = batches(seed=2)
+
+
+def tuned(tuner, made=lp.KFAC, likelihood="classification", held_out=False):
+    """A call that tunes a new posterior, by data that are held out or those of the fit."""
+
+    def call(data, folder=None, net=None, generator=None):
+        posterior = made(network() if net is None else net, likelihood)
+        posterior.fit(batches(regression=likelihood == "regression"))
+        own = dataclasses.replace(tuner, data=data) if held_out else tuner
+        if not held_out:
+            posterior.training_data = dataclasses.replace(posterior.training_data, first=data)
+        return posterior.fit_prior_precision(own, generator=generator or seeded(), checkpoint=folder).tuning
+
+    return call
+
+
+def calibrated(method="leave_one_out", **options):
+    def call(data, folder=None, net=None, generator=None):
+        posterior = lp.Full(network() if net is None else net, "classification").fit(batches())
+        generator = generator or seeded()
+        found = lp.calibrate(posterior, data, method, generator=generator, checkpoint=folder, **options)
+        return found.temperature, found.covariance_scale, found.weight, found.bias, found.report
+
+    return call
+
+
+def retrained(data):
+    net = network(0.5)
+    for _ in range(2):
+        for x, y in data:
+            nn.functional.cross_entropy(net(x), y).backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return net
+
+
+CALLS = {
+    "default": tuned(lp.Auto()),
+    "default, dense": tuned(lp.Auto(weight_decay=1e-3, link="mc", n_samples=5), lp.Full),
+    "default, regression": tuned(lp.Auto(), likelihood="regression"),
+    "default, last layer": tuned(lp.Auto(), lambda *a: lp.Full(*a, parameters="last_layer")),
+    "default, held out": tuned(lp.Auto(), held_out=True),
+    "leave-one-out": tuned(lp.LeaveOneOut(weight_decay=1e-2, link="mc", n_samples=5), lp.Full),
+    "leave-one-out, exact": tuned(lp.LeaveOneOut(1.0, leverages="full")),
+    "leave-one-out, regression": tuned(lp.LeaveOneOut(1.0), lp.Full, "regression"),
+    "validation": tuned(lp.Validation(HELD_OUT), held_out=True),
+    "validation, drawn": tuned(lp.Validation(HELD_OUT, link="mc", n_samples=5), held_out=True),
+    "validation, regression": tuned(lp.Validation(HELD_OUT, grid=(0.1, 1.0, 10.0)), lp.Diagonal, "regression", True),
+    "tangent": tuned(lp.Tangent(), lp.Full),
+    "tangent, streamed": tuned(lp.Tangent(keep_jacobian=False, max_iterations=4, predictive_mean="tangent")),
+    "calibration": calibrated(weight_decay=1e-2),
+    "calibration, exact": calibrated(weight_decay=1e-2, leverages="full", link="mc", n_samples=5),
+    "calibration, retrained": calibrated(refit=retrained),
+    "scaling": calibrated("temperature"),
+    "scaling, drawn": calibrated("vector", link="mc", n_samples=5),
+}
+
+
+def data_of(name):
+    return batches(seed=2 if "held" in name or "valid" in name else 1, regression="regression" in name)
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(same(own, vars(other)[name]) for name, own in vars(one).items())
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or one != one and other != other
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The number of examples of each forward pass."""
+    seen, forward = [], nn.Sequential.forward
+
+    def counted(self, x):
+        seen.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Sequential, "forward", counted)
+    return seen
+
+
+QUICK = (
+    "default",
+    "leave-one-out, exact",
+    "validation, drawn",
+    "tangent",
+    "calibration",
+    "calibration, retrained",
+    "scaling",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
+)
+def test_an_interrupted_call_goes_on_to_the_same_bits(name, tmp_path):
+    data, call, generator, loader = data_of(name), CALLS[name], seeded(), Until(data_of(name))
+    whole = call(loader, generator=generator)
+    read = 10**9 - loader.left
+    assert same(whole, call(data, tmp_path / "whole"))
+    for stop in {1, read // 2, read - 1}:
+        folder, other = tmp_path / str(stop), seeded()
+        with pytest.raises(Stopped):
+            call(Until(data, stop), folder)
+        assert same(whole, call(data, folder, generator=other)), stop
+        assert torch.equal(other.get_state(), generator.get_state())
+
+
+@pytest.mark.parametrize("name", ["default", "leave-one-out, exact", "validation", "tangent", "calibration", "scaling"])
+def test_what_is_finished_takes_no_pass_of_the_network(name, tmp_path, forwards):
+    data, call = data_of(name), CALLS[name]
+    whole = call(data, tmp_path)
+    forwards.clear()
+    lp.KFAC(network(), "classification").fit(batches())
+    fit = len(forwards)
+    forwards.clear()
+    loader = Until(data)
+    assert same(whole, call(loader, tmp_path))
+    assert len(forwards) - fit <= (4 if name == "default" else 0), forwards
+    assert 10**9 - loader.left <= 3 * len(data)
+
+
+OTHERS = {
+    "weights": (tuned(lp.LeaveOneOut(1.0), lp.Full), batches(), network(1.5)),
+    "options": (tuned(lp.LeaveOneOut(1.0, kappa=1.0), lp.Full), batches(), None),
+    "tuner": (tuned(lp.Auto(), lp.Full), batches(), None),
+    "class": (tuned(lp.LeaveOneOut(1.0)), batches(), None),
+    "data": (tuned(lp.LeaveOneOut(1.0), lp.Full), batches(seed=3), None),
+    "order": (tuned(lp.LeaveOneOut(1.0), lp.Full), batches()[::-1], None),
+}
+
+
+@pytest.mark.parametrize(("name", "ended"), [*((name, False) for name in OTHERS), ("data", True), ("order", True)])
+def test_another_call_is_refused(name, ended, tmp_path):
+    own = tuned(lp.LeaveOneOut(1.0), lp.Full)
+    if ended:
+        own(batches(), tmp_path)
+    else:
+        with pytest.raises(Stopped):
+            own(Until(batches(), 6), tmp_path)
+    call, data, net = OTHERS[name]
+    with pytest.raises(CheckpointError, match="another computation") as caught:
+        call(data, tmp_path, net=net)
+    expected = {"weights": "network|fit", "options": "arguments", "tuner": "arguments", "class": "class"}
+    assert caught.match(f"its ({expected.get(name, 'data')}) differ")
+    assert same(own(batches(), tmp_path), own(batches()))  # it is as it was
+
+
+def test_the_fit_is_told_apart(tmp_path):
+    """The same data and settings, but a posterior whose curvature or last tuning is another."""
+    lp.Full(network(), "classification").fit(batches()).fit_prior_precision(lp.LeaveOneOut(1.0), checkpoint=tmp_path)
+    other = lp.Full(network(), "classification").fit(batches())
+    other.sums.curvature.blocks[0][1].parts()[0].mul_(1.0001)
+    with pytest.raises(CheckpointError, match="its fit differs"):
+        other.fit_prior_precision(lp.LeaveOneOut(1.0), checkpoint=tmp_path)
+    tuned_before = lp.Full(network(), "classification").fit(batches()).fit_prior_precision(lp.LeaveOneOut(1.0))
+    tuned_before._prior_precision = torch.tensor(1.0)
+    with pytest.raises(CheckpointError, match="its last tuning differs"):
+        tuned_before.fit_prior_precision(lp.LeaveOneOut(1.0), checkpoint=tmp_path)
+
+
+def test_a_longer_pass_than_the_finished_one_goes_on(tmp_path):
+    call = CALLS["validation"]
+    call(HELD_OUT[:2], tmp_path)
+    assert same(call(HELD_OUT, tmp_path), call(HELD_OUT))
+
+
+def test_what_cannot_continue_says_so(tmp_path):
+    posterior = lp.NullSpace(network(), "classification", rows="loss", n_samples=2).fit(batches(), generator=seeded())
+    with pytest.raises(UnsupportedError, match="cannot continue"):
+        posterior.fit_prior_precision(checkpoint=tmp_path / "tuning")
+    assert not (tmp_path / "tuning").exists()
+
+
+def test_a_tuner_with_a_checkpoint_of_its_own_takes_it(tmp_path):
+    posterior = lp.SampledLaplace(network(), "classification", n_samples=2).fit(batches(), generator=seeded())
+    posterior.fit_prior_precision(max_steps=1, checkpoint=tmp_path / "tuning")
+    assert (tmp_path / "tuning" / "tuning").is_dir()
+
+
+@pytest.mark.parametrize("entry", [[], [{"entries": {}}, {"tensor": "?"}], 5])
+def test_forged_sums_are_refused(entry, tmp_path):
+    call = tuned(lp.LeaveOneOut(1.0), lp.Full)
+    call(batches(), tmp_path)
+    header, tensors = io.read(tmp_path / "leave-one-out-1")
+    header["stage"]["sums"] = {"list": entry} if isinstance(entry, list) else entry
+    io.write(tmp_path / "leave-one-out-1", header, tensors)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        call(batches(), tmp_path)
+
+
+SCRIPT = """
+import os, sys, torch, laplace_plus as lp
+from laplace_plus.io import checkpoints
+from posteriors.test_tuning_resuming import CALLS, data_of
+checkpoints.PAUSE = 0.0
+name, folder, most = sys.argv[1], sys.argv[2], int(sys.argv[3])
+class Killing(list):
+    left = most
+    def __iter__(self):
+        for batch in list.__iter__(self):
+            if not Killing.left:
+                os.kill(os.getpid(), 9)
+            Killing.left -= 1
+            yield batch
+torch.set_num_threads(1)
+CALLS[name](Killing(data_of(name)), folder)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="kills")
+@pytest.mark.parametrize(
+    "name", ["default", "leave-one-out", "validation", "tangent, streamed", "calibration", "scaling"]
+)
+def test_killed_processes(name, tmp_path):
+    """Each process gets some batches further than the one before; the last one finishes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ended, killed = None, 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path])}
+    for most in (3, 5, 9, 14):
+        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), name, str(tmp_path), str(most)]
+        ended = subprocess.run(command, env=environment, check=False).returncode
+        killed += ended == -signal.SIGKILL
+    assert killed >= 1 and ended in (0, -signal.SIGKILL)
+    assert same(CALLS[name](data_of(name), tmp_path), CALLS[name](data_of(name)))
+    torch.set_num_threads(threads)
