@@ -124,8 +124,8 @@ def test_the_package_does_not_grow():
     # understand the library.
     apart = {*ADAPTERS, *(module for folder in METHODS for module in in_folder(folder))}
     core = [module for module in size.FILES if module not in apart]
-    assert size.lines_of(core) <= 39_203
-    assert size.code_of(core) <= 25_007
+    assert size.lines_of(core) <= 39_349
+    assert size.code_of(core) <= 25_089
     assert size.lines_of(size.Imports().closure("laplace_plus.posteriors.kfac")) <= 16_155
 
 
